@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accel_state import CollectiveTimeoutError, DistributedOperationException, PartialState
 from accel_state import operations as ops
+from accel_state.collectives.diagnosis import is_lost
 from accel_state.collectives.torch import TorchCollectives
 from accel_state.testing import run_world
 
@@ -107,3 +108,31 @@ def test_ranks_that_wait_at_different_lines_are_told_so() -> None:
     assert any("wait at different lines" in text for text in messages), messages
     told = next(text for text in messages if "wait at different lines" in text)
     assert "in wait_apart" in told
+
+
+def fail_alone() -> str:
+    """A collective that cannot be carried out, though all ranks are there and answer."""
+    state = PartialState()
+    try:
+        state.collectives.all_reduce(torch.ones(2, dtype=torch.int16))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "completed"
+
+
+def test_an_error_of_a_rank_is_not_called_a_timeout() -> None:
+    assert run_world(fail_alone, 2) == ["RuntimeError", "RuntimeError"]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"), True),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error in: x"), True),
+        (RuntimeError("all_reduce got a tensor on simgpu:1, but the current device is 0"), False),
+        (torch.OutOfMemoryError("GPU out of memory while another peer waits"), False),
+    ],
+)
+def test_which_errors_are_about_other_ranks(error: RuntimeError, lost: bool) -> None:
+    assert is_lost(error) is lost

@@ -4,6 +4,7 @@ plug-in.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -228,6 +229,43 @@ def test_a_plug_in_that_cannot_be_loaded_is_told_and_not_used(tmp_path):
     ((name, error),) = run_world(use_broken_plug_in, 1, install_plug_in(tmp_path, broken=True), state=False)
     assert name == "cpu"
     assert "cannot be loaded here" in error
+
+
+BROKEN_ENTRY_POINT = """
+import json, warnings
+from accel_state import devices
+from accel_state.memory import clear_device_cache
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    detected = devices.detect().name
+    clear_device_cache()
+    known = [device.name for device in devices.known()]
+try:
+    devices.get("farm")
+except ImportError as error:
+    raised = str(error)
+messages = [str(item.message) for item in caught if "'farm'" in str(item.message)]
+print(json.dumps([detected, messages, known, devices.names()[0], raised]))
+"""
+
+
+def test_a_device_of_another_package_that_cannot_be_imported_is_told_once_and_not_used(tmp_path):
+    about = tmp_path / "farm-1.dist-info"
+    about.mkdir()
+    about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: farm\nVersion: 1\n")
+    about.joinpath("entry_points.txt").write_text("[accel.devices]\nfarm = farm.device:Farm\n")
+    package = tmp_path / "farm"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("raise ImportError('libfarm.so: cannot open shared object file')")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    output = subprocess.run(
+        [sys.executable, "-c", BROKEN_ENTRY_POINT], env=variables, capture_output=True, text=True, check=True
+    ).stdout
+    detected, messages, known, first, raised = json.loads(output)
+    assert first == "farm" and "farm" not in known and "libfarm" in raised
+    assert detected == "cpu"
+    (message,) = messages
+    assert "farm.device:Farm" in message and "libfarm.so" in message
 
 
 def test_clearing_caches_asks_no_device_that_has_none(monkeypatch):

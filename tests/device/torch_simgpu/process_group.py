@@ -158,11 +158,31 @@ class SimGroup(dist.ProcessGroup):
         torch.simgpu.synchronize()
         return self._gloo.barrier(*some(opts))
 
-    def send(self, tensors: Any, destination: int, tag: int) -> SimWork:
-        return self._run("send", [], tensors, lambda _, given: self._gloo.send(given, destination, tag))
+    # Both return at once, so that ranks can send to one another.
+    def send(self, tensors: Any, destination: int, tag: int) -> dist.Work:
+        return Exchange(self._gloo.send(to_host(tensors), destination, tag), [], [])
 
-    def recv(self, tensors: Any, source: int, tag: int) -> SimWork:
-        return self._run("recv", tensors, tensors, lambda out, _: self._gloo.recv(out, source, tag))
+    def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
+        on_host = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        return Exchange(self._gloo.recv(on_host, source, tag), tensors, on_host)
+
+
+class Exchange(dist.Work):
+    """A message between two ranks. What is received is on its device after ``wait``."""
+
+    def __init__(self, inner: dist.Work, tensors: list[torch.Tensor], on_host: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._inner, self._tensors, self._on_host = inner, tensors, on_host
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._inner.wait()
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors, self._on_host, strict=True):
+                tensor.copy_(value)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
 
 
 def flat(values: Any) -> list[torch.Tensor]:

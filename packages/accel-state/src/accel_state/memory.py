@@ -23,7 +23,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     """
     if isinstance(exception, RuntimeError) and "out of memory" in str(exception):
         return True
-    return any(devices.get(name).is_out_of_memory(exception) for name in devices.names())
+    return any(device.is_out_of_memory(exception) for device in devices.known())
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -34,7 +34,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    for device in map(devices.get, devices.names()):
+    for device in devices.known():
         if device.caches_memory and device.is_available():
             device.empty_cache()
 

@@ -12,7 +12,8 @@ import torch
 from . import devices
 from .enums import RNGType
 from .errors import ArgumentTypeError, ConfigurationError
-from .state import PartialState
+from .options.core import CoreOptions
+from .state import PartialState, is_initialized
 
 _MAX_SEED = 2**32 - 1  # numpy's limit
 
@@ -41,8 +42,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # the CPU and the device types that torch knows
-    device = devices.detect()
-    device.manual_seed_all(seed)  # those of vendor plug-ins
+    # Those of vendor plug-ins. A run on the CPU leaves accelerators alone, so that they stay free for others.
+    device = PartialState().device_backend if is_initialized() else devices.detect(cpu=CoreOptions.read("cpu"))
+    device.manual_seed_all(seed)
     if deterministic:
         device.set_deterministic()
 
@@ -58,7 +60,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     Raises:
         ConfigurationError: the type is unknown, its device is not available, or ``generator`` is missing.
     """
-    kind = RNGType(rng_type) if rng_type is not None else RNGType.GENERATOR
+    kind = rng_kind(rng_type) if rng_type is not None else RNGType.GENERATOR
     collectives = PartialState().collectives
     if kind is RNGType.GENERATOR:
         if generator is None:
@@ -76,10 +78,22 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         device = devices.get(str(kind))
         if not device.is_available():
             raise ConfigurationError(
-                f"the generator {kind.value!r} cannot be synchronized: this machine has no {kind.value} device. "
+                f"the generator {str(kind)!r} cannot be synchronized: this machine has no {kind} device. "
                 f"It has: {', '.join(other.name for other in devices.available())}."
             )
         device.set_rng_state(collectives.broadcast(device.get_rng_state().clone()))
+
+
+def rng_kind(value: RNGType | str) -> RNGType | str:
+    """A kind of generator: an :class:`RNGType`, or the name of a device that another package adds.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    name = str(value)
+    if name not in RNGType.list() and name in devices.DEVICES:
+        return name
+    return RNGType(name)
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:

@@ -25,11 +25,17 @@ inline int64_t setting(const char* name, int64_t otherwise) {
 inline int device_count() {
   static const int count = [] {
     auto n = setting("SIMGPU_DEVICES", 2);
-    if (const char* visible = std::getenv("SIMGPU_VISIBLE_DEVICES")) {  // "0,1", as CUDA_VISIBLE_DEVICES
-      n = *visible ? 1 : 0;
-      for (const char* c = visible; *c; ++c) n += *c == ',';
+    TORCH_CHECK(n >= 0 && n <= MAX_DEVICES, "SIMGPU_DEVICES=", n, "; allowed are 0 to ", MAX_DEVICES);
+    if (const char* visible = std::getenv("SIMGPU_VISIBLE_DEVICES")) {  // "0,1": up to the first that does not exist, as with CUDA
+      int64_t seen = 0;
+      for (const char* entry = visible; *entry; ++entry) {
+        auto index = std::strtoll(entry, const_cast<char**>(&entry), 10);
+        if (index < 0 || index >= n || (*entry && *entry != ',')) break;
+        ++seen;
+        if (!*entry) break;
+      }
+      n = seen;
     }
-    TORCH_CHECK(n >= 0 && n <= MAX_DEVICES, "simgpu: ", n, " devices; allowed are 0 to ", MAX_DEVICES);
     return int(n);
   }();
   return count;

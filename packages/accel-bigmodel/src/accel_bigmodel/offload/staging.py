@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,8 +79,8 @@ class StagedCopies:
         earlier = self._module.Event()
         earlier.record(stream)
         stream.wait_event(arrival)
-        for value in values.values():
-            value.record_stream(stream)
+        for tensor in _tensors_in(list(values.values())):
+            tensor.record_stream(stream)
         return earlier
 
     def _on_stream(self) -> Any:
@@ -120,3 +120,23 @@ class StagedCopies:
             copied.synchronize()
             self._copied[self._current] = None
         return buffer
+
+
+def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a value consists of: also those that a quantized weight keeps its scales in."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, tuple)):
+        inner = list(value)
+    elif hasattr(value, "__tensor_flatten__"):  # made of other tensors, without memory of its own
+        inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    else:
+        if isinstance(value, torch.Tensor):
+            yield value
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        yield from _tensors_in(item, seen)

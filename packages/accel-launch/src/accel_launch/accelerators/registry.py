@@ -1,4 +1,4 @@
-"""Every kind of accelerator that can be counted without torch."""
+"""The accelerators of this machine: counted without torch where that is possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel_state.options import Resolution
 from accel_state.registry import Registry
 
-from . import tpu
+from . import plug_in, tpu
 from .base import AcceleratorKind
 
 ACCELERATORS: Registry[type[AcceleratorKind]] = Registry(
@@ -32,7 +32,8 @@ def find_visible(environ: Mapping[str, str]) -> VisibleDevices:
         count = kind.count_visible(environ)
         if count:
             return VisibleDevices(count, kind.visible_variables[0])
-    return VisibleDevices(0, None)
+    count, variable, name = plug_in.count(environ)
+    return VisibleDevices(count, variable, f"{name} device") if count else VisibleDevices(0, None)
 
 
 def find_installed() -> tuple[int, tuple[str, ...]]:

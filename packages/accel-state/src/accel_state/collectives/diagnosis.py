@@ -7,10 +7,12 @@ collects the lines of the others. A collective that succeeds writes nothing.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from .._torch_compat import default_store
@@ -19,6 +21,11 @@ from ..errors import CollectiveTimeoutError
 # When one rank gives up, the connections of its peers break and they fail within milliseconds.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+# What backends say when another rank did not answer. torch gives some of these errors a type of their own.
+_LOST = re.compile(
+    r"gloo|time[d-]? ?out|connection|peer|socket|network|broken pipe|abort|remote|unreachable|closed",
+    re.IGNORECASE,
+)
 
 
 def caller_location() -> str:
@@ -40,6 +47,14 @@ def _is_internal(frame: FrameType) -> bool:
 
 def _describe(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether an error of a collective is about other ranks: they did not answer, or the connection to them broke."""
+    typed = tuple(getattr(dist, name) for name in ("DistError", "DistBackendError") if hasattr(dist, name))
+    return isinstance(error, typed) or (
+        not isinstance(error, torch.OutOfMemoryError) and _LOST.search(str(error)) is not None
+    )
 
 
 def explain(operation: str, rank: int, world_size: int, error: RuntimeError) -> CollectiveTimeoutError:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import packing
-from .diagnosis import explain
+from .diagnosis import explain, is_lost
 from .header import OBJECT_CALL, schedule_of
 from .single import Collectives, ReduceOp
 
@@ -43,6 +43,8 @@ class TorchCollectives(Collectives):
         try:
             function(*args, **kwargs)
         except RuntimeError as error:
+            if not is_lost(error):
+                raise  # of this rank alone, such as memory that ran out
             raise explain(operation, self.rank, self.world_size, error) from error
 
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:

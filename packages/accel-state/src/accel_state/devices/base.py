@@ -6,6 +6,7 @@ same functions. A subclass contains constants, and the methods in which its modu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -77,6 +78,16 @@ class Device:
         if self.vendor_package is not None and not _load_vendor_package(self.vendor_package):
             return None
         return getattr(torch, self.name, None)
+
+    def _is_torchs_accelerator(self) -> bool:
+        """Whether ``torch.accelerator``, which has the same functions for all devices, is about this one."""
+        current = torch.accelerator.current_accelerator()
+        return current is not None and current.type == self.name
+
+    def is_plug_in(self) -> bool:
+        """Whether a package has added this device to torch, as the one that is not part of torch (PrivateUse1)."""
+        # torch has one type for all of them, and gives it the name that the package has chosen.
+        return self.is_available() and self.name == torch.device("privateuseone").type
 
     def is_available(self) -> bool:
         """Whether this machine has such a device that torch can use. Does not initialize it."""
@@ -165,12 +176,19 @@ class Device:
         if hasattr(module, "mem_get_info"):
             free, total = module.mem_get_info(index)
             return int(free), int(total)
+        if self._is_torchs_accelerator() and hasattr(torch.accelerator, "get_memory_info"):
+            # It raises for a plug-in that has not given torch its allocator.
+            with contextlib.suppress(RuntimeError):
+                free, total = torch.accelerator.get_memory_info(index)
+                return int(free), int(total)
         # Older vendor modules only know the memory of this process.
         total = int(module.get_device_properties(index).total_memory)
         return total - int(module.memory_reserved(index)), total
 
     def is_out_of_memory(self, exception: BaseException) -> bool:
         """Whether an exception reports that an allocation on this type of device failed."""
+        if isinstance(exception, torch.OutOfMemoryError):
+            return True  # what the allocators of torch raise, whatever the device
         if not isinstance(exception, RuntimeError):
             return False
         text = str(exception)

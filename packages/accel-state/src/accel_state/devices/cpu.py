@@ -43,6 +43,8 @@ class CpuDevice(Device):
         return int(memory.available), int(memory.total)
 
     def is_out_of_memory(self, exception: BaseException) -> bool:
+        if isinstance(exception, torch.OutOfMemoryError):
+            return False  # of an accelerator
         return isinstance(exception, MemoryError) or super().is_out_of_memory(exception)
 
     def manual_seed_all(self, seed: int) -> None:

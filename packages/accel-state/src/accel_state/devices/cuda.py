@@ -43,9 +43,6 @@ class CudaDevice(Device):
     def is_capturing(self) -> bool:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
-    def is_out_of_memory(self, exception: BaseException) -> bool:
-        return isinstance(exception, torch.cuda.OutOfMemoryError) or super().is_out_of_memory(exception)
-
     def supports_autocast(self, dtype: torch.dtype) -> bool:
         """As in the base class; bfloat16 needs a GPU that supports it, natively or by emulation."""
         if not super().supports_autocast(dtype):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 
-from ..errors import ConfigurationError
+from ..errors import AccelError, ConfigurationError
 from ..registry import Registry
 from .base import Device
 
@@ -45,9 +46,37 @@ def get(name: str) -> Device:
     return DEVICES.load(name)()
 
 
+@functools.cache
+def _load(name: str) -> Device | None:
+    """A device, or None, with a warning, if the package that adds it cannot be imported."""
+    if name in _BUILT_IN:
+        return get(name)
+    try:
+        return get(name)
+    except AccelError:
+        raise  # a registration that names nothing, and says so
+    except Exception as error:
+        # Another package's import can raise anything. Without its device the rest of the machine is still usable.
+        warnings.warn(
+            f"the device {name!r} is not used, because {DEVICES.target(name)} cannot be imported: "
+            f"{type(error).__name__}: {error}. Repair or uninstall the package that adds it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def known() -> list[Device]:
+    """Every device that can be used here or elsewhere, in the order of detection.
+
+    Without those of other packages that cannot be imported, which a warning names once.
+    """
+    return [device for device in map(_load, names()) if device is not None]
+
+
 def available() -> list[Device]:
     """The devices of this machine in the order of detection, the CPU last. Does not initialize them."""
-    return [device for device in map(get, names()) if device.is_available()]
+    return [device for device in known() if device.is_available()]
 
 
 def detect(cpu: bool = False) -> Device:
@@ -61,7 +90,7 @@ def detect(cpu: bool = False) -> Device:
     """
     if cpu:
         return get("cpu")
-    for device in map(get, names()):
+    for device in known():
         if (problem := device.problem()) is not None:
             raise ConfigurationError(problem)
         if device.is_available():
@@ -72,4 +101,4 @@ def detect(cpu: bool = False) -> Device:
 def of(device: torch.device | str | None) -> Device | None:
     """The device of a torch device; None for None, for the meta device, and for those that are not known."""
     kind = "meta" if device is None else torch.device(device).type
-    return get(kind) if kind != "meta" and kind in DEVICES else None
+    return _load(kind) if kind != "meta" and kind in DEVICES else None

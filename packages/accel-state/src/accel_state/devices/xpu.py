@@ -20,6 +20,3 @@ class XpuDevice(Device):
     visible_devices_variable = "ZE_AFFINITY_MASK"
     distributed_type = DistributedType.MULTI_XPU
     out_of_memory_messages = ("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR error: 39")
-
-    def is_out_of_memory(self, exception: BaseException) -> bool:
-        return isinstance(exception, torch.OutOfMemoryError) or super().is_out_of_memory(exception)

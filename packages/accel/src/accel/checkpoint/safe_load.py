@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import re
 import threading
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import filterfalse
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from accel_state import is_torch_version
+from accel_state.errors import ConfigurationError
 
 from .names import CheckpointError, require_files
 
@@ -92,13 +94,31 @@ def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | No
         ) from error
 
 
-def read_safetensors(path: Path, device: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a file in the safetensors format."""
+def read_safetensors(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, torch.Tensor]:
+    """The tensors of a file in the safetensors format.
+
+    Args:
+        path: the file.
+        map_location: a device, or a dictionary as in ``torch.load``: in such a file all tensors are on the "cpu".
+
+    Raises:
+        CheckpointError: the file cannot be read.
+        ConfigurationError: ``map_location`` is neither.
+    """
+    target = map_location.get("cpu", "cpu") if isinstance(map_location, Mapping) else map_location
     try:
-        weights: dict[str, torch.Tensor] = load_file(path, device=str(device))
+        device = torch.device("cpu" if target is None else target)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"map_location={map_location!r} is not a device: {error}. For a file in the safetensors format pass a "
+            'device ("cpu", torch.device(...), an index), or {"cpu": device}.'
+        ) from error
+    try:
+        # Through the CPU, where the file is mapped: the library knows only some of the devices by name.
+        weights: dict[str, torch.Tensor] = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged, or not in the safetensors format: {error}") from error
-    return weights
+    return weights if device.type == "cpu" else {name: weight.to(device) for name, weight in weights.items()}
 
 
 def check_readable(path: Path, what: str) -> None:

@@ -46,6 +46,10 @@ class HostCopies:
                 memo[id(tensor)] = without_storage[key]
             elif _is_plain(tensor):
                 memo[id(tensor)] = self._copy_tensor(tensor, storages)
+            elif tensor.device.type not in ("cpu", "meta"):
+                # Copied by its class. deepcopy would copy it on its device, where the thread that reads the copy is not
+                # ordered after the stream that writes it.
+                memo[id(tensor)] = _to_host(tensor, memo)
         return copy.deepcopy(value, memo)
 
     def _copy_tensor(self, tensor: torch.Tensor, storages: dict[StorageKey, torch.UntypedStorage]) -> torch.Tensor:
@@ -65,6 +69,15 @@ class HostCopies:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
+
+
+def _to_host(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    moved = tensor.detach().cpu()
+    attributes = {name: item for name, item in vars(tensor).items() if name not in vars(moved)}
+    vars(moved).update(copy.deepcopy(attributes, memo))
+    if isinstance(tensor, nn.Parameter) and type(moved) is torch.Tensor:
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved.requires_grad_(tensor.requires_grad)
 
 
 def on_host(value: Any) -> Any:

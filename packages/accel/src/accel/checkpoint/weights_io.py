@@ -17,6 +17,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import id_tensor_storage
+from .safe_load import read_safetensors
 from .staging import without_unsavable
 
 MODEL_NAME = "pytorch_model"
@@ -90,9 +91,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         **kwargs: for ``torch.load``; ``weights_only`` is on unless given.
     """
     if isinstance(f, (str, os.PathLike)) and str(f).endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        return load_file(f, device=str(map_location or "cpu"))
+        return read_safetensors(f, map_location)
     kwargs.setdefault("weights_only", True)
     return torch.load(f, map_location=map_location, **kwargs)
 

@@ -114,7 +114,8 @@ class StateReader:
         self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
         self._process = process
         self._rank = process.process_index if rank is None else rank
-        self._map_location = process.device if map_location == "on_device" else map_location or "cpu"
+        where = "cpu" if map_location is None else map_location
+        self._map_location = process.device if where == "on_device" else where
         self._read_names: set[str] = set()
         self._is_new_rank = self.manifest is not None and self._rank >= self.manifest.world_size
         self._own_file = rng_file(self._rank)

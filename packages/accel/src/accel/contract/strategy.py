@@ -16,6 +16,7 @@ from accel_state.errors import ConfigurationError
 from accel_track.tracking import TrackerRun
 
 from .._torch_compat import foreach_mul_
+from ..core.placing import move
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
@@ -168,7 +169,7 @@ class Strategy:
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to this process's device."""
         try:
-            return model.to(self.state.device)
+            return move(model, self.state.device)
         except NotImplementedError as error:
             empty = next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None)
             if empty is None:

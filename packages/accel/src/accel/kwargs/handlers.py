@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from accel_state import devices
 from accel_state.errors import ConfigurationError
 from accel_track.delivery_queue import Delivery
 
@@ -78,7 +79,8 @@ class ProfileKwargs(KwargsHandler):
     """What :meth:`accel.Accelerator.profile` records; see ``torch.profiler.profile``.
 
     Args:
-        activities: which activities to record; None records all that are available.
+        activities: which activities to record: those of torch.profiler.ProfilerActivity, or the name of a device; None
+            records all that are available.
         schedule_option: keys ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``: steps of each phase. Call
             ``prof.step()`` after each training step.
         on_trace_ready: called with the profiler whenever a trace is ready.
@@ -93,7 +95,7 @@ class ProfileKwargs(KwargsHandler):
         ConfigurationError: (from :meth:`build`) an unknown activity or schedule key.
     """
 
-    activities: list[ProfilerActivity] | None = None
+    activities: list[ProfilerActivity | str] | None = None
     schedule_option: dict[str, int] | None = None
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False
@@ -118,12 +120,17 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
-    known = torch.profiler.ProfilerActivity.__members__
-    if name.upper() not in known:
+    known = {member.lower(): value for member, value in torch.profiler.ProfilerActivity.__members__.items()}
+    # torch records all devices of plug-ins as one activity.
+    of_plug_in = name in devices.DEVICES and name not in known
+    if of_plug_in and (device := devices.of(name)) is not None and device.is_plug_in():
+        name = "privateuse1"
+    if name.lower() not in known:
         raise ConfigurationError(
-            f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known)).lower()}."
+            f"{name!r} is not a profiler activity of this torch. Allowed: {', '.join(sorted(known))}, and the name of "
+            f"a device that a package adds to torch (here: {', '.join(found.name for found in devices.available())})."
         )
-    return known[name.upper()]
+    return known[name.lower()]
 
 
 def _schedule(options: dict[str, int]) -> Callable[..., Any]:

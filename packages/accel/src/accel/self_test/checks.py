@@ -78,6 +78,7 @@ def check_loaders(accelerator: Accelerator) -> None:
             batches = [accelerator.gather_for_metrics(batch).tolist() for (batch,) in prepared]
             samples = sorted(itertools.chain.from_iterable(batches))
             expect_equal(f"samples of epoch {epoch}, shuffle={shuffle}", samples, list(range(SAMPLES)))
+    accelerator.free_memory()
 
 
 def check_training(accelerator: Accelerator) -> None:
@@ -85,8 +86,8 @@ def check_training(accelerator: Accelerator) -> None:
     precision = str(accelerator.mixed_precision)
     tolerance = TOLERANCES.get(precision, max(TOLERANCES.values()))
     for accumulation in (1, 2):
-        expected = train_plain(accelerator.num_processes, accumulation)
-        weights = train_prepared(accelerator, accumulation)
+        weights, world = train_prepared(accelerator, accumulation)
+        expected = train_plain(make_data(accelerator, accumulation), world, accumulation)
         pairs = zip(weights, expected, strict=True)
         difference = max(float((weight - plain.detach()).abs().max()) for weight, plain in pairs)
         if not difference <= tolerance:
@@ -103,18 +104,18 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def make_batches(world: int, accumulation: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The global batches: features of shape (N, 3) and targets of shape (N, 1)."""
-    generator = torch.Generator().manual_seed(7)
-    features = [torch.randn(BATCH * world, 3, generator=generator) for _ in range(STEPS * accumulation)]
-    return [(batch, batch.sum(dim=1, keepdim=True).sin()) for batch in features]
+def make_data(accelerator: Accelerator, accumulation: int) -> TensorDataset:
+    """Features of shape (N, 3) and targets of shape (N, 1), for STEPS steps of all processes."""
+    count = BATCH * accelerator.num_processes * STEPS * accumulation
+    features = torch.randn(count, 3, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(features, features.sum(dim=1, keepdim=True).sin())
 
 
-def train_plain(world: int, accumulation: int) -> list[torch.Tensor]:
-    """Train in this process on the CPU; returns the weights."""
+def train_plain(data: TensorDataset, world: int, accumulation: int) -> list[torch.Tensor]:
+    """Train in this process on the CPU, with the batches of ``world`` processes as one; returns the weights."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index, (features, targets) in enumerate(make_batches(world, accumulation), 1):
+    for index, (features, targets) in enumerate(DataLoader(data, batch_size=BATCH * world), 1):
         (nn.functional.mse_loss(model(features), targets) / accumulation).backward()
         if index % accumulation == 0:
             optimizer.step()
@@ -122,25 +123,26 @@ def train_plain(world: int, accumulation: int) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def train_prepared(accelerator: Accelerator, accumulation: int) -> list[torch.Tensor]:
-    """Train on all processes, each with its part of every batch; returns the weights on the CPU."""
-    rank, steps_before = accelerator.process_index, accelerator.gradient_accumulation_steps
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def train_prepared(accelerator: Accelerator, accumulation: int) -> tuple[list[torch.Tensor], int]:
+    """Train on all processes; returns the weights on the CPU, and over how many processes the data was split."""
+    steps_before = accelerator.gradient_accumulation_steps
+    model, data = make_model(), make_data(accelerator, accumulation)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=BATCH)
+    )
     accelerator.gradient_accumulation_steps = accumulation
-    for features, targets in make_batches(accelerator.num_processes, accumulation):
-        part = slice(rank * BATCH, (rank + 1) * BATCH)
+    for features, targets in loader:
         with accelerator.accumulate(model):
-            outputs = model(features[part].to(accelerator.device))
-            accelerator.backward(nn.functional.mse_loss(outputs.float(), targets[part].to(accelerator.device)))
+            accelerator.backward(nn.functional.mse_loss(model(features).float(), targets))
             optimizer.step()
             optimizer.zero_grad()
     accelerator.gradient_accumulation_steps = steps_before
     state = accelerator.get_state_dict(model) or {}
     weights = [weight.detach().float().cpu() for weight in state.values()]
+    world = len(data) // (BATCH * len(loader))
     accelerator.free_memory()
     result: list[torch.Tensor] = broadcast_object_list([weights])[0]
-    return result
+    return result, world
 
 
 def check_checkpoint(accelerator: Accelerator) -> None:
@@ -163,8 +165,9 @@ def check_checkpoint(accelerator: Accelerator) -> None:
 
 
 def take_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
-    """One optimizer step on constant inputs."""
-    accelerator.backward(model(torch.ones(BATCH, 3, device=accelerator.device)).float().square().mean())
+    """One optimizer step on constant inputs, which differ between processes as those of a loader do."""
+    inputs = torch.full((BATCH, 3), 1.0 + accelerator.process_index, device=accelerator.device)
+    accelerator.backward(model(inputs).float().square().mean())
     optimizer.step()
     optimizer.zero_grad()
 

@@ -37,7 +37,7 @@ class Preparation:
         loaders: DataLoaderConfiguration,
         device_placement: bool,
         step_scheduler_with_optimizer: bool,
-        rng_types: list[RNGType],
+        rng_types: list[RNGType | str],
     ) -> None:
         self.setup = setup
         self.loader_settings = loaders

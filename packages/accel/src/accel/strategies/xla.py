@@ -21,6 +21,7 @@ from accel_state import DistributedType, GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..contract.strategy import Strategy
+from ..core.placing import move_in_place
 
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
@@ -72,21 +73,7 @@ class XlaStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model in place: its parameters stay the objects that optimizers and tied layers hold."""
-        device = self.state.device
-        if all(tensor.device == device for tensor in chain(model.parameters(), model.buffers())):
-            return model
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            return model.to(device)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"{type(model).__name__} cannot be moved to {device} in place, because other objects refer to its "
-                f"parameters ({error}). Prepare it before it is compiled or used, or create it on "
-                "accelerator.device, and its optimizer after that."
-            ) from error
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        return move_in_place(model, self.state.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.averages and model not in self._averaged:
