@@ -18,4 +18,218 @@ from accel_state import (
     RNGType,
     get_logger,
 )
+from accel_state.errors import check_type
+from accel_state.options import CoreOptions
 from accel_state.random import rng_kind
+
+from ..checkpoint.names import ProjectConfiguration
+from ..contract.strategy import Strategy
+from ..core.compile import TorchDynamoPlugin
+from ..kwargs.base import Handlers
+from ..kwargs.fp8 import FP8Kwargs
+from ..kwargs.handlers import InitProcessGroupKwargs
+from ..precision.full import Precision
+from ..precision.registry import PRECISIONS
+from ..precision.scaler import SharedGradScaler
+from .registry import STRATEGIES
+from .strategy_choice import Choice, attribute_of, check_strategy, choose, make_strategy
+
+logger = get_logger(__name__)
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Any = _Unset()
+
+
+@dataclass
+class Setup:
+    """The objects that an Accelerator delegates to."""
+
+    state: AcceleratorState
+    process: PartialState
+    gradient_state: GradientState
+    accumulation_plugin: GradientAccumulationPlugin
+    handlers: Handlers
+    strategy: Strategy
+    precision: Precision
+    dynamo: TorchDynamoPlugin
+
+
+def build(
+    handlers: Handlers,
+    *,
+    owner: object,
+    strategy: Strategy | str | None = None,
+    mixed_precision: Any,
+    cpu: bool,
+    accumulation_plugin: GradientAccumulationPlugin,
+    dynamo: TorchDynamoPlugin,
+    plugins: dict[str, Any],
+) -> Setup:
+    """Initialise the process's state, and choose strategy and precision."""
+    if strategy is not None:
+        check_strategy(strategy, plugins)
+    _drop_stale_state()
+    choice = Choice() if strategy is not None else choose(plugins)
+    state = _acquire_state(owner, _precision_of(choice.settings, mixed_precision), cpu, handlers)
+    _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
+    process = PartialState()
+    if isinstance(strategy, Strategy):
+        strategy.attach(process, handlers)
+    elif strategy is not None:
+        strategy = STRATEGIES.load(strategy)(process, handlers)
+    else:
+        strategy = make_strategy(choice, process, handlers)
+    # For scripts that read the state; accel itself asks the strategy.
+    state._distributed_type = strategy.distributed_type
+    chosen = {choice.family: choice.settings} if choice.family is not None and strategy.settings is not None else {}
+    for name, plugin in {**chosen, **strategy.active_plugins}.items():
+        setattr(state, attribute_of(name), plugin)
+    if state.dynamo_plugin is None:
+        state.dynamo_plugin = dynamo
+    handled = strategy.handles_precision(state.mixed_precision)
+    precision = PRECISIONS.load("no" if handled else state.mixed_precision)(process, handlers)
+    if isinstance(precision.scaler, SharedGradScaler):
+        strategy.configure_scaler(precision.scaler)
+    accumulation_plugin = strategy.accumulation(accumulation_plugin)
+    return Setup(
+        state=state,
+        process=process,
+        gradient_state=GradientState(accumulation_plugin),
+        accumulation_plugin=accumulation_plugin,
+        handlers=handlers,
+        strategy=strategy,
+        precision=precision,
+        dynamo=dynamo,
+    )
+
+
+def _precision_of(settings: Any, mixed_precision: Any) -> Any:
+    """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration."""
+    launched = CoreOptions.from_environment().mixed_precision
+    # The launcher passes "no" where nothing was chosen.
+    given = None if launched == "no" else launched
+    source = f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
+    if mixed_precision is not None:
+        given, source = str(mixed_precision), f"mixed_precision={str(mixed_precision)!r}"
+    plugins = list(settings.values()) if isinstance(settings, dict) else [settings]
+    active = next((plugin for plugin in plugins if getattr(plugin, "selected", False)), plugins[0])
+    configured = getattr(active, "precision", None)
+    if configured is not None and given not in (None, configured):
+        raise ConfigurationError(
+            f"{source} contradicts {type(active).__name__}, whose configuration enables {configured}. Set the "
+            "precision in one of them."
+        )
+    return mixed_precision if configured is None else configured
+
+
+def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
+    """Warn about recipes of 8-bit floating point without an effect, and refuse several."""
+    names = [type(recipe).__name__ for recipe in recipes]
+    if names and mixed_precision != "fp8":
+        logger.warning_once(
+            f"kwargs_handlers holds {', '.join(names)}, which has no effect with mixed_precision={mixed_precision!r}, "
+            "only with mixed_precision='fp8'."
+        )
+    elif len(names) > 1:
+        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
+
+
+def _drop_stale_state() -> None:
+    """Reset the shared state of an Accelerator that no longer exists."""
+    holder = AcceleratorState._shared_state.get("_owner")
+    if holder is not None:
+        if holder() is not None:
+            gc.collect()  # an unused Accelerator may still be in a reference cycle
+        if holder() is None:
+            AcceleratorState._reset_state()
+
+
+def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
+    """The shared state, which belongs to the Accelerator that made it."""
+    created = not AcceleratorState._shared_state
+    state = AcceleratorState(
+        mixed_precision=None if mixed_precision is None else str(mixed_precision),
+        cpu=cpu,
+        _from_accelerator=True,
+        **handlers.get(InitProcessGroupKwargs).to_kwargs(),
+    )
+    if created:
+        state.__dict__["_owner"] = weakref.ref(owner)
+    return state
+
+
+def release_state(owner: object) -> None:
+    """Release the shared state, so that the next Accelerator may choose another precision."""
+    holder = AcceleratorState._shared_state.get("_owner")
+    if holder is not None and holder() is owner:
+        AcceleratorState._shared_state["_owner"] = lambda: None
+
+
+def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """Settings of gradient accumulation; the launcher's number of steps overrides the script's."""
+    launched = CoreOptions.from_environment().gradient_accumulation_steps
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=launched or steps)
+    hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
+    check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
+    if steps != 1:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
+            f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
+        )
+    return replace(plugin, num_steps=launched or plugin.num_steps or 1)
+
+
+def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    """Settings of the loaders, with the Accelerator's older argument merged in."""
+    if config is not None and not isinstance(config, DataLoaderConfiguration):
+        hint = "DataLoaderConfiguration(**settings)" if isinstance(config, dict) else "a DataLoaderConfiguration"
+        raise ConfigurationError(f"dataloader_config is a {type(config).__name__}. Pass {hint}.")
+    if split_batches is UNSET:
+        return config or DataLoaderConfiguration()
+    if config is not None and config.split_batches != split_batches:
+        raise ConfigurationError(
+            f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set "
+            "it in DataLoaderConfiguration only."
+        )
+    return replace(config or DataLoaderConfiguration(), split_batches=bool(split_batches))
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Settings of compilation."""
+    if plugin is not None and backend is not None:
+        raise ConfigurationError(
+            "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
+        )
+    if plugin is not None:
+        check_type(plugin, TorchDynamoPlugin, "dynamo_plugin", f"Pass TorchDynamoPlugin(backend={plugin!r}).")
+    return plugin or TorchDynamoPlugin(backend=backend)
+
+
+def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Directories of the project."""
+    if config is not None and not isinstance(config, ProjectConfiguration):
+        raise ConfigurationError(
+            f"project_config={config!r} must be a ProjectConfiguration. For a directory, pass project_dir={config!r}."
+        )
+    settings = config or ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and settings.project_dir is None:
+        settings.set_directories(project_dir)
+    if project_dir is not None and str(settings.project_dir) != str(project_dir):
+        raise ConfigurationError(
+            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass "
+            "one of them."
+        )
+    return settings
+
+
+def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType | str]:
+    """The generators that loaders synchronise at each epoch; by default the sampler's own."""
+    if isinstance(rng_types, str):
+        raise ConfigurationError(f"rng_types={str(rng_types)!r} must be a list: rng_types=[{str(rng_types)!r}].")
+    return [rng_kind(kind) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR]
