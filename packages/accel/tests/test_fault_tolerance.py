@@ -28,8 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.fault_tolerance.lighthouse_watch import LighthouseWatch
+from accel.fault_tolerance.replica_collectives import ReplicaCollectives
 from accel.fault_tolerance.replica_tracking import Recent, Row
-from accel.fault_tolerance.shard_reduction import Sum, SumOverReplicas, shards_of
+from accel.reduction.shard_reduction import ShardReduction
+from accel_data.elastic import ElasticPlan
 from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
 from accel_track.jsonl_reader import read_run
@@ -345,23 +347,35 @@ def test_a_script_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert "ended (exit code 3) after 2 restarts, and the run ends: it failed 3 times in a row" in output
 
 
-def test_the_sum_of_shards_has_the_same_bits_on_any_number_of_replicas() -> None:
-    shards, length = 4, 1003
-    vectors = {shard: torch.randn(length, generator=torch.Generator().manual_seed(shard)) for shard in range(shards)}
-    expected = ((vectors[0] + vectors[1]) + vectors[2]) + vectors[3]
-    notes = {shard: torch.tensor([shard + 0.5, 1e300], dtype=torch.float64) for shard in range(shards)}
-    store = dist.HashStore()
-    for size in (1, 2, 3, 5):
-        results: dict[int, Sum] = {}
+def test_gradients_have_the_same_bits_on_any_number_of_replicas() -> None:
+    """Of four shards; the fifth replica stands by, and leads."""
+    data = [torch.randn(6, 5, generator=torch.Generator().manual_seed(shard)) for shard in range(4)]
+    store, found = dist.HashStore(), []
+    for size in (1, 2, 3, 4, 5):
+        results: dict[int, Any] = {}
 
-        def compute(rank: int, size: int = size, results: dict[int, Sum] = results) -> None:
+        def compute(rank: int, size: int = size, results: dict[int, Any] = results) -> None:
             prefixed = dist.PrefixStore(str(size), store)
             group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=20)) if size > 1 else None
-            reduction = SumOverReplicas(rank, size, shards, length, 2, torch.float32, torch.device("cpu"))
-            mine = shards_of(rank, size, shards)
-            # Parts of the vectors end within pieces, and some pieces are longer than a part.
-            packed = {shard: reduction.pack(vectors[shard].split([1, 0, 500, 2, 500]), notes[shard]) for shard in mine}
-            results[rank] = reduction.sum(group, packed, {shard: notes[shard] for shard in mine}, rank == size - 1)
+            replicas = ReplicaCollectives(group, rank, size, lambda: rank == size - 1, pytest.fail)
+            reduction = ShardReduction(replicas)
+            model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, momentum=0.5))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.3)
+            unused = nn.Linear(2, 2)
+            reduction.remember_buffers([model, unused])
+            plan = ElasticPlan(24, 4, size, rank, True, True, seed=0, lockstep=False)
+            for shard in plan.shards(0, [0], 24, 24, 24, last=True):
+                reduction.enter([model, unused], shard, calls=0)
+                loss = model(data[shard.index]).pow(3).sum()
+                reduction.items = 10.0 + shard.index
+                reduction.backward(loss.backward)
+            assert reduction.is_complete and unused.weight.grad is None
+            tensors = [item.grad for item in model.parameters()] + list(model.buffers())
+            results[rank] = [tensor.clone() for tensor in tensors], replicas.leaders
+            reduction.undo()
+            assert model[1].running_mean.eq(0).all() and model[0].weight.grad is None
 
         threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(size)]
         for thread in threads:
@@ -369,9 +383,34 @@ def test_the_sum_of_shards_has_the_same_bits_on_any_number_of_replicas() -> None
         for thread in threads:
             thread.join()
         assert len(results) == size
-        for total, about, flagged in results.values():
-            assert torch.equal(total, expected) and torch.equal(about, torch.stack(list(notes.values())))
-            assert flagged == [size - 1]  # with 5, one that has no shard
+        found += [tensors for tensors, leaders in results.values() if leaders == [size - 1]]
+    assert len(found) == 15
+    for tensors in found:
+        assert all(torch.equal(one, other) for one, other in zip(tensors, found[0], strict=True))
+    # The same in one sum over all items, and the mean of what the shards have added to the buffers.
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, momentum=0.5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.3)
+    (sum(model(part).pow(3).sum() for part in data) / (10 + 11 + 12 + 13)).backward()
+    for tensor, parameter in zip(found[0], model.parameters(), strict=False):
+        torch.testing.assert_close(tensor, parameter.grad)
+    mean = torch.stack([0.5 * model[0](part).mean(0) for part in data]).mean(0)
+    torch.testing.assert_close(found[0][4], mean)
+
+
+def test_a_failed_collective_is_reported_once_and_yields_zeros() -> None:
+    class Broken:
+        def alltoall_base(self, *arguments: Any) -> Any:
+            raise RuntimeError("connection reset")
+
+        allgather = alltoall_base
+
+    errors: list[Exception] = []
+    replicas = ReplicaCollectives(Broken(), 0, 2, lambda: True, errors.append)
+    assert replicas.all_to_all(torch.ones(4), [2, 1]).eq(0).all()
+    assert replicas.all_gather(torch.ones(3)).eq(0).all()
+    assert [str(error) for error in errors] == ["connection reset"]
 
 
 def steps_of(recent: Recent) -> tuple[int | None, list[int]]:
@@ -497,7 +536,7 @@ def test_one_replica_of_two_computes_the_whole_step(
             reference.zero_grad()
     assert optimizer.steps_taken == 2 and len(batches) == 4
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
-    with pytest.raises(ConfigurationError, match="without a batch that was dealt"):
+    with pytest.raises(ConfigurationError, match="outside of a step that replicas share"):
         optimizer.step()
     with pytest.raises(ConfigurationError, match=r"optimizer.step\(\) was not called. Call it for every batch"):
         for _ in loader:
@@ -601,10 +640,14 @@ def test_misuse_is_named(lighthouse: Any) -> None:
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError, match="no_sync cannot be used"):
         accelerator.no_sync(model)
-    (x,) = next(iter(loader))
-    accelerator.backward(model(x).sum())
-    with pytest.raises(ConfigurationError, match="backward was called twice for a batch"):
+    with pytest.raises(ConfigurationError, match="outside of a loop"):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.gradient_accumulation_steps = 2
+    for (x,) in loader:
         accelerator.backward(model(x).sum())
+        with pytest.raises(ConfigurationError, match="backward was called twice for a batch"):
+            accelerator.backward(model(x).sum())
+        break
     accelerator.end_training()
     with pytest.raises(ConfigurationError, match="mixed_precision='fp16' cannot be used"):
         Accelerator(cpu=True, strategy="ft", mixed_precision="fp16")

@@ -4,6 +4,9 @@ The batch size of an elastic loader is the global one. Each global batch is divi
 and rank r of W computes shards r, r + W, r + 2W, ... one after another. What a sample, a collate function or a model
 draws from the global generators depends on the seed, the epoch, the position in the epoch, and the shard only: the
 generators are seeded from these before each sample, each collation and each shard.
+
+r and W are fixed for the elastic loaders of an ordinary run. With fault tolerance the ranks are the processes of the
+live replicas, so both may change from one step to the next (:mod:`accel_data.replica_loader`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,12 +70,14 @@ class LogicalShard:
         count: logical shards in the step.
         offset: samples of the step before this shard.
         slot: micro batches of this rank in the step before this one.
-        slots: micro batches of every rank in the step.
-        weight: the shard's fraction of the samples of the step. It is 0 if this rank has no shard left: it then repeats
-            one that another rank computes, so that all ranks have the same number of micro batches.
+        slots: micro batches of this rank in the step.
+        weight: the micro batch's fraction of the samples of the step. It is 0 if this rank has no shard left: it then
+            repeats one that another rank computes, so that all ranks have the same number of micro batches.
         real_samples: samples of this micro batch that are not padding; None if it has no padding.
         after: position after this step.
         last: whether it is the last micro batch of the epoch.
+        batch: number of this micro batch in its shard: its global batch in a step of several (gradient accumulation).
+        batches: micro batches of each shard in the step.
     """
 
     seed: int
@@ -87,6 +92,13 @@ class LogicalShard:
     real_samples: int | None
     after: int
     last: bool
+    batch: int = 0
+    batches: int = 1
+
+    @property
+    def ends_shard(self) -> bool:
+        """Whether it is the last micro batch of its shard in this step."""
+        return self.batch + 1 == self.batches
 
     @property
     def ends_step(self) -> bool:
@@ -123,22 +135,36 @@ def shard_ranges(samples: int, logical_shards: int, num_processes: int, process_
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """How the steps of a loader are divided."""
+    """How the steps of a loader are divided.
 
-    batch_size: int | None  # samples of a step; None if a batch sampler of another kind makes the global batches
+    Attributes:
+        batch_size: samples of a global batch; None if a batch sampler of another kind makes the global batches.
+        logical_shards: parts that each global batch is computed in.
+        num_processes: ranks that compute different shards.
+        process_index: this rank.
+        drop_last: drop the last global batch of an epoch if it is not full.
+        even_batches: complete it with samples from the start of the epoch.
+        seed: seed of the order and of all random numbers.
+        window: global batches of a step; 1 without gradient accumulation.
+        lockstep: give every rank the same number of micro batches in a step.
+    """
+
+    batch_size: int | None
     logical_shards: int
     num_processes: int
     process_index: int
     drop_last: bool
     even_batches: bool
     seed: int
+    window: int = 1
+    lockstep: bool = True
 
     def slots(self, samples: int) -> int:
-        """Micro batches of each rank in a step of that many samples."""
+        """Micro batches of each rank in a global batch of that many samples."""
         return -(-min(self.logical_shards, samples) // self.num_processes)
 
     def steps(self, length: int) -> int:
-        """Steps in an epoch of that many samples."""
+        """Global batches in an epoch of that many samples."""
         assert self.batch_size is not None
         return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
 
@@ -151,30 +177,46 @@ class ElasticPlan:
             total += self.slots(self.batch_size if self.even_batches else tail)
         return total
 
-    def shards(self, epoch: int, position: int, samples: int, real: int, after: int, last: bool) -> list[LogicalShard]:
-        """This rank's micro batches of a step of ``samples`` samples, of which the first ``real`` are not padding."""
-        count = min(self.logical_shards, samples)
-        ranges = shard_ranges(samples, self.logical_shards, self.num_processes, self.process_index)
-        found = []
-        for slot, part in enumerate(ranges):
+    def shards(
+        self, epoch: int, positions: Sequence[int], samples: int, end: int, after: int, last: bool
+    ) -> list[LogicalShard]:
+        """This rank's micro batches of a step.
+
+        Args:
+            epoch: the epoch.
+            positions: where each global batch of the step begins.
+            samples: samples of each global batch.
+            end: the position at which the data ends; the samples after it are padding.
+            after: position after the step.
+            last: whether it is the last step of the epoch.
+        """
+        parts = shard_ranges(samples, self.logical_shards, self.num_processes, self.process_index)
+        if not self.lockstep:
+            parts = tuple(part for part in parts if not part.is_padding) or parts[:1]
+        count, slots = min(self.logical_shards, samples), len(parts) * len(positions)
+        found: list[LogicalShard] = []
+        for part in parts:
             size = part.end - part.begin
-            kept = 0 if part.is_padding else min(size, max(0, real - part.begin))
-            found.append(
-                LogicalShard(
-                    self.seed,
-                    epoch,
-                    position,
-                    part.index,
-                    count,
-                    part.begin,
-                    slot,
-                    len(ranges),
-                    0.0 if part.is_padding else size / samples,
-                    None if kept == size else kept,
-                    after,
-                    last and slot + 1 == len(ranges),
+            for batch, position in enumerate(positions):
+                kept = 0 if part.is_padding else min(size, max(0, end - position - part.begin))
+                found.append(
+                    LogicalShard(
+                        self.seed,
+                        epoch,
+                        position,
+                        part.index,
+                        count,
+                        part.begin,
+                        len(found),
+                        slots,
+                        0.0 if part.is_padding else size / samples / len(positions),
+                        None if kept == size else kept,
+                        after,
+                        last and len(found) + 1 == slots,
+                        batch,
+                        len(positions),
+                    )
                 )
-            )
         return found
 
 
@@ -270,7 +312,7 @@ class ElasticSampler(ShardedSampler):
         return True
 
     def global_steps(self, position: int = 0) -> int:
-        """Steps of an epoch from ``position`` on."""
+        """Global batches of an epoch from ``position`` on."""
         if self.is_plain:
             return self.plan.steps(max(0, len(self.sampler) - position))
         return max(0, len(self.batch_sampler) - position)
@@ -315,18 +357,17 @@ class ElasticSampler(ShardedSampler):
         plan, length = self.plan, source.length
         size = plan.batch_size
         assert size is not None
-        for _ in range(plan.steps(max(0, length - position))):
-            real = min(size, length - position)
-            samples = size if plan.even_batches else real
-            after = min(position + size, length)
-            rest = length - after
-            last = rest == 0 or (plan.drop_last and rest < size)
-            for shard in plan.shards(epoch, position, samples, real, after, last):
-                yield ShardRequest(shard, self._taken(source, position, shard, samples))
+        steps = plan.steps(max(0, length - position))
+        for first in range(0, steps, plan.window):
+            positions = range(position, position + size * min(plan.window, steps - first), size)
+            samples = size if plan.even_batches else min(size, length - positions[-1])
+            after, last = min(positions.stop, length), first + len(positions) == steps
+            for shard in plan.shards(epoch, positions, samples, length, after, last):
+                yield ShardRequest(shard, self._taken(source, shard, samples))
             position = after
 
-    def _taken(self, source: SequentialSource, position: int, shard: LogicalShard, samples: int) -> list[Any]:
-        first, last = (position + bound for bound in share_bounds(samples, shard.index, shard.count))
+    def _taken(self, source: SequentialSource, shard: LogicalShard, samples: int) -> list[Any]:
+        first, last = (shard.position + bound for bound in share_bounds(samples, shard.index, shard.count))
         indices: list[Any] = []
         for run in wrapped_ranges(first, last, source.length):
             indices += source.take(run.start, run.stop)
@@ -335,7 +376,7 @@ class ElasticSampler(ShardedSampler):
     def _given_steps(self, batches: list[list[Any]], epoch: int, position: int) -> Iterator[ShardRequest]:
         for number in range(position, len(batches)):
             batch, last = batches[number], number + 1 == len(batches)
-            for shard in self.plan.shards(epoch, number, len(batch), len(batch), number + 1, last):
+            for shard in self.plan.shards(epoch, [number], len(batch), number + len(batch), number + 1, last):
                 begin, end = share_bounds(len(batch), shard.index, shard.count)
                 yield ShardRequest(shard, batch[begin:end])
 
@@ -418,7 +459,7 @@ class ShardedStream(IterableDataset[Any]):
             if real < size and plan.even_batches:
                 source = head or chunk
                 chunk = [*chunk, *(source[number % len(source)] for number in range(size - real))]
-            for shard in plan.shards(self.epoch, position, len(chunk), real, after, last):
+            for shard in plan.shards(self.epoch, [position], len(chunk), after, after, last):
                 begin, end = share_bounds(len(chunk), shard.index, shard.count)
                 yield ShardSamples(shard, chunk[begin:end], reached if shard.ends_step else None)
             position, chunk = after, following

@@ -216,7 +216,7 @@ class ElasticLoader(PreparedLoader):
         for sent, last in self._read(iteration, skip):
             self._hand_out(iteration, sent)
             yield sent.batch, last, sent.shard.real_samples, -1
-        # What is drawn after the loop depends on the number of processes neither.
+        # Code after the loop draws the same numbers on any number of processes, too.
         seed_generators(derived_seed(self.plan.seed, iteration.epoch, 0, 0, FOR_LOOP_END), self.device)
 
     def _hand_out(self, iteration: Iteration, sent: ShardBatch) -> None:
@@ -252,13 +252,16 @@ class ElasticLoader(PreparedLoader):
         resume = iteration.resume
         position = self._skipped(skip) if skip else 0 if resume is None else resume.position
         self._stream_state = None if skip or resume is None else resume.order.get("stream")
+        iteration.position = position
+        return self._batches_from(position)
+
+    def _batches_from(self, position: int) -> Iterator[ShardBatch]:
         if position:
             self._renew_workers()
         if isinstance(self._sharded, ElasticSampler):
             self._sharded.begin_at(EpochStart(position))
         else:
             self.base_dataloader.dataset.begin_at(position, self._stream_state)  # type: ignore[attr-defined]
-        iteration.position = position
         batches: Iterator[ShardBatch] = iter(self.base_dataloader)
         return batches
 
@@ -366,25 +369,38 @@ def prepare_elastic(
     """
     _check(dataloader)
     reads = replace(plan, num_processes=1, process_index=0) if dispatch else plan
-    settings = {**loader_settings(dataloader), "collate_fn": ShardCollate(dataloader.collate_fn)}
-    settings.pop("snapshot_every_n_steps", None)
-    if isinstance(dataloader.dataset, IterableDataset):
-        dataset: Any = ShardedStream(dataloader.dataset, reads)
-        settings["batch_size"] = None
-    else:
-        dataset = ShardedItems(dataloader.dataset)
-        settings["batch_sampler"] = ElasticSampler(dataloader.batch_sampler, reads)
     kind = ElasticDispatcher if dispatch else ElasticLoader
     return kind(
-        dataset,
-        plan,
+        plan=plan,
         device=device,
         rng_types=[],
         _drop_last=dataloader.drop_last,
         _non_blocking=non_blocking,
         torch_device_mesh=mesh,
-        **settings,
+        **elastic_settings(dataloader, dataloader.batch_sampler, reads),
     )
+
+
+def elastic_settings(dataloader: DataLoader[Any], batch_sampler: Any, plan: ElasticPlan) -> dict[str, Any]:
+    """Arguments for a torch loader that reads this rank's logical shards.
+
+    Raises:
+        ConfigurationError: its workers may return batches in another order.
+    """
+    if dataloader.num_workers and not getattr(dataloader, "in_order", True):
+        raise ConfigurationError(
+            "elastic=True and --ft need batches in a fixed order, but this loader has in_order=False, so that its "
+            "workers overtake each other. Remove it."
+        )
+    settings = {**loader_settings(dataloader), "collate_fn": ShardCollate(dataloader.collate_fn)}
+    settings.pop("snapshot_every_n_steps", None)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return {**settings, "dataset": ShardedStream(dataloader.dataset, plan), "batch_size": None}
+    return {
+        **settings,
+        "dataset": ShardedItems(dataloader.dataset),
+        "batch_sampler": ElasticSampler(batch_sampler, plan),
+    }
 
 
 def _check(dataloader: DataLoader[Any]) -> None:
@@ -394,11 +410,6 @@ def _check(dataloader: DataLoader[Any]) -> None:
         raise ConfigurationError(
             "elastic=True divides global batches among the processes, but this loader has batch_size=None: its data "
             "set makes batches of its own. Give the loader a batch_size."
-        )
-    if dataloader.num_workers and not getattr(dataloader, "in_order", True):
-        raise ConfigurationError(
-            "elastic=True needs batches in a fixed order, but this loader has in_order=False, so that its workers "
-            "overtake each other. Remove it."
         )
     if iterable:
         return

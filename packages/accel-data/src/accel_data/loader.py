@@ -384,7 +384,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def skipping(self: Loader, num_batches: int) -> Loader:
         """A copy that shares epochs with this loader and skips ``num_batches`` batches in its first iteration."""
         if num_batches == 0:
-            # Of an epoch without remaining batches, a script that skips none means the next one.
+            # If the loaded epoch has no batches left, a script that skips none expects those of the next epoch.
             self.pass_over_finished_epoch()
         skipped = type(self).__new__(type(self))
         skipped.__dict__.update(self.__dict__)

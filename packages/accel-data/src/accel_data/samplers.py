@@ -210,13 +210,22 @@ class StreamSource:
             yield chunk
 
 
-def random_access_source(sampler: Any) -> SequentialSource | None:
-    """The indices of a sampler that draws a whole epoch's order at once; None for any other sampler."""
-    if type(sampler) is SequentialSampler:
-        return SequentialSource(len(sampler))
+def is_random_access(sampler: Any) -> bool:
+    """Whether a sampler draws a whole epoch's order at once, each index once, so that any position can be computed."""
     if isinstance(sampler, SeedableRandomSampler):
-        return PermutationSource(sampler.permutation()) if sampler.is_permutation else None
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return sampler.is_permutation
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+def random_access_source(sampler: Any) -> SequentialSource | None:
+    """The indices of a sampler for which :func:`is_random_access` holds; None for any other sampler."""
+    if not is_random_access(sampler):
+        return None
+    if isinstance(sampler, SeedableRandomSampler):
+        return PermutationSource(sampler.permutation())
+    if isinstance(sampler, RandomSampler):
         permutation = torch.randperm(sampler.num_samples, generator=sampler.generator)
         return PermutationSource(permutation, sampler.generator)
-    return None
+    return SequentialSource(len(sampler))

@@ -41,13 +41,12 @@ from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
 from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .properties import AcceleratorProperties
-from .reduction.elastic_steps import OUTSIDE
 from .setup import config_resolution
 from .setup.prepare import Preparation
 from .setup.unprepared import StartupChecks, warn_about_returned
 from .training import lomo
 from .training.gather_for_metrics import gather_for_metrics
-from .training.gradient_accumulation import Accumulation, ItemReduction, elastic_steps
+from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
 
 logger = get_logger(__name__)
@@ -161,10 +160,9 @@ class Accelerator(AcceleratorProperties):
         self._accumulation = Accumulation(
             setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, self.prepared.models
         )
+        self._accumulation.follow_elastic_loaders(self.dataloader_config, deterministic_reduction)
+        self.prepared.shard_listener = self._accumulation.elastic
         self._tracking = setup.strategy.tracking(self._tracking)
-        self._elastic = self.prepared.shard_listener = self._accumulation.elastic = elastic_steps(
-            self.dataloader_config, deterministic_reduction, self._accumulation
-        )
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
@@ -308,7 +306,8 @@ class Accelerator(AcceleratorProperties):
         checks = self._startup_checks
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
             self._startup_checks = None
-        if self._elastic is not None and self._backward_of_shard(loss, num_items, reduction, kwargs):
+        elastic, scaler = self._accumulation.elastic, self.scaler
+        if elastic is not None and elastic.backward(loss, num_items, reduction, scaler and scaler.scale, **kwargs):
             return
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
         divided = not kwargs.pop("scale_wrt_gas", True)
@@ -319,25 +318,10 @@ class Accelerator(AcceleratorProperties):
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        if scaler is not None:
+            loss = scaler.scale(loss)
         self.strategy.backward(loss, divided or self._accumulation.current is not None, **kwargs)
 
-    def _backward_of_shard(self, loss: Any, num_items: Any, reduction: str, kwargs: dict[str, Any]) -> bool:
-        """Run the backward pass of a micro batch of an elastic loader; returns False for any other batch."""
-        elastic = self._elastic
-        assert elastic is not None
-        if elastic.shard is None:
-            if elastic.reduction is not None:
-                raise ConfigurationError(OUTSIDE)
-            return False
-        if "learning_rate" in kwargs:
-            raise ConfigurationError(
-                "optimizers that update in the backward pass (backward(learning_rate=...)) cannot be combined with "
-                "elastic loaders, whose step consists of several backward passes."
-            )
-        elastic.backward(loss, num_items, reduction, self.scaler.scale if self.scaler is not None else None, **kwargs)
-        return True
 
     def _do_sync(self) -> None:
         """Count a micro batch and set ``sync_gradients``, for loops that call :meth:`no_sync` themselves."""

@@ -21,7 +21,7 @@ from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
-from ..reduction.elastic_steps import ShardReduction
+from ..reduction.shard_reduction import ShardReduction
 
 
 class Strategy:

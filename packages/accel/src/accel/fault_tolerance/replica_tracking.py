@@ -43,7 +43,7 @@ class Member(Protocol):
     def steps(self) -> int:
         """Steps that were committed before the one in progress."""
 
-    def cede(self) -> None:
+    def step_down(self) -> None:
         """Let another replica lead."""
 
 
@@ -126,7 +126,7 @@ class ReplicaTracking(TrackerRun):
         is_first, self._arguments = self._arguments is None, (project_name, config, init_kwargs)
         with self._alone():
             if is_first and self._runs_file is not None and self._runs_file.is_file():
-                self._member.cede()  # this process was slow to start, and another replica has begun to log
+                self._member.step_down()  # this process was slow to start, and another replica has begun to log
             if self._member.leads:
                 self._begin()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel_data.dealt import DealtLoader
+from accel_data.replica_loader import ReplicaLoader
 
 from ..core.local_part import local
 
@@ -24,7 +24,9 @@ def capture(accelerator: Any) -> dict[str, Any]:
         "optimizers": [_local(optimizer.optimizer.state_dict()) for optimizer in prepared.optimizers],
         "steps": [optimizer.steps_taken for optimizer in prepared.optimizers],
         "schedulers": [scheduler.scheduler.state_dict() for scheduler in prepared.schedulers],
-        "positions": [loader.position if isinstance(loader, DealtLoader) else None for loader in prepared.dataloaders],
+        "positions": [
+            loader.position if isinstance(loader, ReplicaLoader) else None for loader in prepared.dataloaders
+        ],
         "orders": {index: sampler.initial_seed for index, sampler in prepared.seeded_samplers.items()},
         "registered": [item.state_dict() for item in checkpointer.custom_objects],
         "checkpoints": checkpointer.project.iteration,
@@ -47,7 +49,7 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
     for index, seed in state["orders"].items():
         prepared.seeded_samplers[index].initial_seed = seed
     for loader, position in zip(prepared.dataloaders, state["positions"], strict=True):
-        if isinstance(loader, DealtLoader):
+        if isinstance(loader, ReplicaLoader):
             loader.move_to(position)
     for item, values in zip(checkpointer.custom_objects, state["registered"], strict=True):
         item.load_state_dict(values)

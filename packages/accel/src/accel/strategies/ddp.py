@@ -19,7 +19,7 @@ from ..contract.strategy import Strategy
 from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..parallel.config import ParallelismConfig
-from ..reduction.elastic_steps import ShardReduction
+from ..reduction.shard_reduction import ShardReduction
 from .first_calls import FirstCalls
 
 

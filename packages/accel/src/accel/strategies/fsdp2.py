@@ -28,7 +28,7 @@ from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
-from ..reduction.elastic_steps import OrderedReduceScatter, ShardReduction
+from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
 from .sharded import ShardedStrategy
 
 

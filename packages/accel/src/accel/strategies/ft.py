@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,50 +13,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_data.dealt import DealtBatch, DealtLoader, deal_steps
+from accel_data.replica_loader import ReplicaLoader, share_among_replicas
 from accel_state import GradientAccumulationPlugin, PartialState, env, get_logger
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
 from accel_track.tracking import TrackerRun
 
 from ..contract.strategy import Strategy
-from ..core.local_part import local
+from ..fault_tolerance.replica_collectives import ReplicaCollectives
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
 from ..fault_tolerance.replica_tracking import ReplicaTracking
 from ..fault_tolerance.run_state import capture, restore
-from ..fault_tolerance.shard_reduction import SumOverReplicas, shards_of
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
+from ..reduction.shard_reduction import ShardReduction
 
 logger = get_logger(__name__)
 
-# Numbers about a shard before those about its parameters: whether it counts items, and how many.
-_FACTS = 2
-
 
 class FaultTolerantStrategy(Strategy):
-    """A full model on every replica; each global step is dealt to the replicas that are alive.
+    """A full model on every replica; each step is divided among the replicas that are alive.
 
-    A step has ``num_replicas`` shards. Its gradients are added up in the order of the shards, so that the weights have
-    the same bits whichever replica computed them. The step is applied if no replica failed while it was computed;
-    otherwise the loader hands it out again, to the replicas that are left. A replica that returns gets the state of
-    another one.
+    This is elastic training whose set of ranks may change between steps: the loaders, the random numbers and the sum of
+    the gradients are those of elastic loaders with ``num_replicas`` logical shards. The step is applied if no replica
+    failed while it was computed; otherwise the loader hands it out again, to the replicas that are left. A replica that
+    returns gets the state of another one.
     """
 
     joins_runs = True
     supports_elastic = False
-    batch: DealtBatch | None
-    """The place of the batch that is being computed in its step."""
-    # Of the step in progress: gradients and facts by shard; buffers with their values before it, and those after it by
-    # index; the parameters that are trained; and the items of the shard that is being computed.
-    _vectors: dict[int, torch.Tensor]
-    _notes: dict[int, torch.Tensor]
-    _buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    _new_buffers: dict[int, torch.Tensor]
-    _trained: list[nn.Parameter] | None
-    _shard_sum: SumOverReplicas | None
-    _items: float
-    _by_items: bool
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         self._check_processes(state)
@@ -67,14 +52,13 @@ class FaultTolerantStrategy(Strategy):
         self.num_shards = self.options.num_replicas * state.num_processes
         self.seed = torch.initial_seed() % 2**63
         self.step_gate = self._vote
+        self._replica_reduction = ShardReduction(ReplicaCollectives.alone(), averaging=state.collectives)
         self._group: ReplicaGroup | None = None
         self._run: Callable[[], Any] = lambda: None
         self._models: list[nn.Module] = []
         self._optimizer: Optimizer | None = None
-        self._loader: DealtLoader | None = None
-        self._clear_step()
+        self._loader: ReplicaLoader | None = None  # that of the step in progress
         self._tracking: ReplicaTracking | None = None
-        self._next_leader = 0
         self.is_open = False
         self.committed = True
         """Whether the latest step was applied."""
@@ -90,12 +74,13 @@ class FaultTolerantStrategy(Strategy):
 
     def start(self, accelerator: Any) -> None:
         self._run = weakref.ref(accelerator)
-        # The order of an epoch depends on a seed, which all replicas get, and on nothing that they have drawn.
         if accelerator.preemption is not None:
             raise ConfigurationError(
                 "save_on_signal cannot be used with strategy 'ft': a signal to one replica does not end the run. Call "
                 "save_state every few steps, for the case that all replicas are ended."
             )
+        accelerator._accumulation.elastic.models = self._models
+        # The order of an epoch depends on a seed, which all replicas get, and on nothing that they have drawn.
         prepared = accelerator.prepared
         prepared.loader_settings = replace(prepared.loader_settings, use_seedable_sampler=True)
 
@@ -145,18 +130,20 @@ class FaultTolerantStrategy(Strategy):
         super().remap_optimizer(optimizer)
 
     def adapt_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
-        return deal_steps(loader, self, split_batches, even_batches)
+        return share_among_replicas(loader, self, split_batches, even_batches)
+
+    def reduce_in_order(self) -> ShardReduction:
+        return self._replica_reduction
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         raise ConfigurationError(
-            "no_sync cannot be used with strategy 'ft', which deals whole accumulation windows. Use "
+            "no_sync cannot be used with strategy 'ft', which reduces gradients once per accumulation window. Use "
             "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)."
         )
 
     def forget(self) -> None:
         self._models.clear()
         self._optimizer = self._loader = None
-        self._clear_step()
 
     def finish(self) -> None:
         if self._group is not None:
@@ -190,13 +177,14 @@ class FaultTolerantStrategy(Strategy):
         self._open()
         return self.steps > before
 
-    def open_step(self, loader: DealtLoader) -> Sequence[int]:
+    def open_step(self, loader: ReplicaLoader) -> tuple[int, int]:
+        if self.is_open and self._loader is not None:
+            self._replica_reduction.undo()  # the loop was left within a step, and begins it again
         self._loader = loader
         self._open()
         assert self._group is not None
         size = self.state.num_processes
-        groups = shards_of(self._group.rank, self._group.size, self.options.num_replicas)
-        return [group * size + self.state.process_index for group in groups]
+        return self._group.rank * size + self.state.process_index, self._group.size * size
 
     def _open(self) -> None:
         if self.is_open:
@@ -206,142 +194,52 @@ class FaultTolerantStrategy(Strategy):
             collectives = self.state.collectives
             self._group = ReplicaGroup(self.options, backend, collectives, self._capture, self._restore)
             atexit.register(self._group.close)
-        self._clear_step()
-        self._group.begin_step(self.steps)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._all_buffers()]
+        group = self._group
+        group.begin_step(self.steps)
+        self._members = ReplicaCollectives(group.pg, group.rank, group.size, lambda: self.leads, group.fail)
+        self._replica_reduction.collectives = self._members
         self.is_open = True
 
     @property
     def in_step(self) -> bool:
         """Whether a batch of a step is being computed."""
-        return self.is_open and self.batch is not None
+        return self.is_open and self._loader is not None
 
-    def begin_batch(self, batch: DealtBatch) -> None:
-        if batch.index == 0:
-            self._reset_buffers()
-        self.batch = batch
-        self._saw_backward = False
-        self._run().gradient_state.sync_gradients = batch.is_last
-
-    def end_step(self, loader: DealtLoader) -> None:
+    def end_step(self, loader: ReplicaLoader) -> None:
         if self.is_open:
             raise ConfigurationError(
                 "all batches of a step were handed out, and optimizer.step() was not called. Call it for every batch; "
-                "for an evaluation call model.eval() before the loop, so that its batches are not dealt to replicas."
+                "for an evaluation call model.eval() before the loop, so that its batches are not shared among "
+                "replicas."
             )
-
-    def add_items(self, num_items: float | torch.Tensor) -> None:
-        """Count the items of a batch, whose loss is their sum."""
-        self._items += float(num_items)
-        self._by_items = True
-
-    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        super().backward(loss, in_window, **kwargs)
-        batch = self.batch
-        if batch is None or not self.is_open:
-            return
-        if self._saw_backward:
-            raise ConfigurationError(
-                "accelerator.backward was called twice for a batch, and strategy 'ft' reduces gradients after the "
-                "first. Add the losses: accelerator.backward(loss_1 + loss_2)."
-            )
-        self._saw_backward = True
-        if not batch.ends_shard:
-            return
-        if batch.counts:
-            self._keep_shard(batch.shard // self.state.num_processes)
-        if not batch.is_last:
-            for parameter in self._parameters():
-                parameter.grad = None
-            return
-        self._reduce()
-
-    def _keep_shard(self, shard: int) -> None:
-        """Set the gradients of a shard aside, as one vector, with what the others must know about them."""
-        parameters, reduction = self._parameters(), self._reduction_of_step()
-        pieces = [torch.zeros_like(local(item)) if item.grad is None else local(item.grad) for item in parameters]
-        for buffer, before in self._buffers:
-            if buffer.is_floating_point():
-                pieces.append(buffer if shard == 0 else torch.zeros_like(before))
-        used = [float(item.grad is not None) for item in parameters]
-        self._notes[shard] = torch.tensor([float(self._by_items), self._items_of_shard(), *used], dtype=torch.float64)
-        self._vectors[shard] = reduction.pack(pieces, self._notes[shard])
-        self._items, self._by_items = 0.0, False
-
-    def _items_of_shard(self) -> float:
-        """The items of the shard that was computed; its gradients are sums over them."""
-        return self._items
-
-    def _reduce(self) -> None:
-        """Replace the gradients by those of the whole step."""
-        group, parameters = self._group, self._parameters()
-        assert group is not None
-        try:
-            total, notes, leaders = self._reduction_of_step().sum(group.pg, self._vectors, self._notes, self.leads)
-        except RuntimeError as error:
-            group.fail(error)
-            self._is_reduced = True  # with gradients that will not be applied
-            return
-        by_items = notes[:, 0].bool()
-        if by_items.any() and not by_items.all():
-            raise ConfigurationError(
-                "some batches of a step have num_items and others do not. Pass it for all of them."
-            )
-        divisor = max(1.0, notes[:, 1].sum().item()) if by_items.any() else self.options.num_replicas
-        used, offset = notes[:, _FACTS:].any(dim=0).tolist(), 0
-        total[: sum(local(parameter).numel() for parameter in parameters)] /= divisor
-        for parameter, is_used in zip(parameters, used, strict=True):
-            part = local(parameter)
-            piece = total[offset : offset + part.numel()].view(part.shape)
-            self._set_gradient(parameter, piece.to(part.dtype) if is_used else None)
-            offset += part.numel()
-        for index, (buffer, before) in enumerate(self._buffers):
-            if buffer.is_floating_point():
-                self._new_buffers[index] = total[offset : offset + before.numel()].view(before.shape).to(before.dtype)
-                offset += before.numel()
-        self._vectors.clear()
-        self._is_reduced = True
-        # The leader keeps leading; without one, the first replica leads.
-        self._next_leader = min(leaders, default=0)
-
-    def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Set the gradient of what this process holds of a parameter."""
-        parameter.grad = gradient
 
     def _vote(self) -> bool:
         """Whether the step is applied; asked by the optimizer."""
         loader, group = self._loader, self._group
         if loader is None or group is None or not self.is_open:
             raise ConfigurationError(
-                "optimizer.step() was called without a batch that was dealt to this replica. Iterate a prepared loader "
-                "with the model in training mode: model.train()."
+                "optimizer.step() was called outside of a step that replicas share. Iterate a prepared loader with the "
+                "model in training mode: model.train()."
             )
-        if not self._is_reduced:
+        if not self._replica_reduction.is_complete:
             raise ConfigurationError(
                 "optimizer.step() was called before the gradients of the step were reduced. Compute them with "
                 "accelerator.backward(loss), once for every batch."
             )
         self.committed = group.vote()
-        self.is_open = False
+        self.is_open, self._loader = False, None
         if self._tracking is not None:
             self._tracking.decide(self.committed)
         if self.committed:
-            for index, value in self._new_buffers.items():
-                self._buffers[index][0].copy_(value)
             loader.commit()
-            if (self._rank == self._next_leader) is not self.leads:
+            # The leader keeps leading; without one, the first replica leads.
+            if (self._members.rank == min(self._members.leaders, default=0)) is not self.leads:
                 self._set_leader(not self.leads)
         else:
-            self._reset_buffers()
-            for parameter in self._parameters():
-                parameter.grad = None
+            self._replica_reduction.undo()
         return self.committed
 
-    @property
-    def _rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
-
-    def cede(self) -> None:
+    def step_down(self) -> None:
         """Let another replica lead: the next committed step decides which one."""
         if self.leads:
             self._set_leader(False)
@@ -353,48 +251,6 @@ class FaultTolerantStrategy(Strategy):
         if self._tracking is not None:
             self._tracking.lead(leads)
 
-    def _clear_step(self) -> None:
-        self._vectors, self._notes, self._buffers, self._new_buffers = {}, {}, [], {}
-        self._trained = self._shard_sum = self.batch = None
-        self._items, self._by_items = 0.0, False
-        self._is_reduced = self._saw_backward = False
-
-    def _reset_buffers(self) -> None:
-        """Undo what the forward passes of a step changed in the models, such as running statistics."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained in this step."""
-        if self._trained is None:
-            found = {id(item): item for model in self._models for item in model.parameters() if item.requires_grad}
-            self._trained = list(found.values())
-        return self._trained
-
-    def _all_buffers(self) -> Iterable[torch.Tensor]:
-        found = {id(item): item for model in self._models for item in model.buffers()}
-        return found.values()
-
-    def _reduction_of_step(self) -> SumOverReplicas:
-        """How the gradients and the buffers of a shard are summed in this step."""
-        if self._shard_sum is None:
-            group, parameters = self._group, self._parameters()
-            assert group is not None
-            sizes = [local(parameter).numel() for parameter in parameters]
-            sizes += [before.numel() for buffer, before in self._buffers if buffer.is_floating_point()]
-            doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
-            self._shard_sum = SumOverReplicas(
-                group.rank,
-                group.size,
-                self.options.num_replicas,
-                sum(sizes),
-                _FACTS + len(parameters),
-                torch.float64 if doubles else torch.float32,
-                self.state.device,
-            )
-        return self._shard_sum
-
     # -- the state that a replica gets from another one --------------------------------------------------------------
 
     def _capture(self) -> dict[str, Any]:
@@ -404,7 +260,7 @@ class FaultTolerantStrategy(Strategy):
     def _restore(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
         if state["steps"] and state["steps"][0] > self.steps:
-            self.cede()  # it hung, or was slow to start, and another replica leads now
+            self.step_down()  # it hung, or was slow to start, and another replica leads now
         if self._tracking is not None and state["rows"] is not None:
             self._tracking.recent.load(state["rows"])
         restore(self._run(), state)

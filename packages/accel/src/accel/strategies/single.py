@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..contract.strategy import Strategy
-from ..reduction.elastic_steps import ShardReduction
+from ..reduction.shard_reduction import ShardReduction
 
 
 class SingleStrategy(Strategy):

@@ -77,8 +77,6 @@ class Accumulation:
         """Micro batches in a full window."""
         self.strategy = strategy
         self._skips_sync = strategy if strategy.skips_gradient_sync else None
-        # A strategy that deals steps knows the place of each batch in its window.
-        self._deals: Any = strategy if hasattr(strategy, "begin_batch") else None
         self._prepared_models = prepared_models
         # The windows of a loader are dropped with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
@@ -87,11 +85,10 @@ class Accumulation:
         self._without_loader: dict[Models, Window] = {}
         self._checked: set[Models] = set()
         self.current: Window | None = None
-        self._dealt: Window | None = None
         self.has_accumulated = False
         """Whether there may be open windows."""
         self.elastic: ElasticSteps | None = None
-        """Follows elastic loaders, whose micro batches make a step without windows; None if loaders are not elastic."""
+        """Follows elastic loaders and those of replicas, whose micro batches make a step without windows, or None."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_by_loader": dict(self._by_loader), "_latest_loader": None, "_latest_windows": {}}
@@ -100,6 +97,31 @@ class Accumulation:
         self.__dict__.update(state)
         self._by_loader = weakref.WeakKeyDictionary(state["_by_loader"])
         self._forget_latest()
+
+    def follow_elastic_loaders(self, loaders: DataLoaderConfiguration, deterministic: bool) -> None:
+        """Make steps of the micro batches of elastic loaders, or those of replicas, if there are any.
+
+        Raises:
+            ConfigurationError: the settings contradict each other, or the strategy has steps of its own.
+        """
+        strategy = self.strategy
+        if deterministic and not loaders.elastic:
+            raise ConfigurationError(
+                "deterministic_reduction=True needs elastic loaders, whose logical shards it adds up: pass "
+                "dataloader_config=DataLoaderConfiguration(elastic=True)."
+            )
+        if loaders.elastic and not strategy.supports_elastic:
+            raise ConfigurationError(
+                f"DataLoaderConfiguration(elastic=True) makes one step of several micro batches, and "
+                f"{type(strategy).__name__} has steps of its own. Use one process, DDP, FSDP 1 or FSDP 2."
+            )
+        if not (loaders.elastic or strategy.joins_runs):
+            return
+        if deterministic and self.state.device.type == "cpu":
+            # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
+            torch.set_num_threads(1)
+        reduction = strategy.reduce_in_order() if deterministic or strategy.joins_runs else None
+        self.elastic = ElasticSteps(strategy, self.gradient_state, self._prepared_models, self, reduction)
 
     def forget(self) -> None:
         if self.elastic is not None:
@@ -160,8 +182,6 @@ class Accumulation:
 
     def begin_step(self, models: Models) -> bool:
         """Count a micro batch, and return whether it ends its window."""
-        if self._deals is not None and self._deals.in_step:
-            return self._begin_dealt(models)
         if self.elastic is not None and self.elastic.shard is not None:
             return self.elastic.shard.ends_step
         if self.num_steps == 1 and not self.has_accumulated:
@@ -198,14 +218,6 @@ class Accumulation:
             del self._without_loader[models]
             self._windows_of(loader).setdefault(models, window)
 
-    def _begin_dealt(self, models: Models) -> bool:
-        """Take the place of a micro batch in its window from the strategy that deals them."""
-        batch = self._deals.batch
-        by_items = self._dealt.by_items if batch.index and self._dealt is not None else None
-        self.current = self._dealt = Window(models, batch.window, batch.index + 1, by_items)
-        self.gradient_state.sync_gradients = batch.is_last
-        return bool(batch.is_last)
-
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
         """The windows of a loader, which the next step then finds without a lookup."""
         self._latest_windows = self._by_loader.setdefault(loader, {})
@@ -239,9 +251,6 @@ class Accumulation:
         sum_of_items = loss * num_items if reduction == "mean" else loss
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)
-        if self._deals is not None and self._deals.in_step:
-            self._deals.add_items(num_items)
-            return sum_of_items
         has_gradients = window.position > 1 or window.normaliser is not None
         window.items = window.items + num_items
         if not self.gradient_state.sync_gradients:
@@ -261,37 +270,6 @@ class Accumulation:
         total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
         # A window without items has zero gradients, which must not be divided by zero.
         return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
-
-
-def elastic_steps(
-    loaders: DataLoaderConfiguration, deterministic: bool, accumulation: Accumulation
-) -> ElasticSteps | None:
-    """What follows the elastic loaders of an Accelerator; None if its loaders are not elastic.
-
-    Raises:
-        ConfigurationError: the settings contradict each other, or the strategy has steps of its own.
-    """
-    strategy = accumulation.strategy
-    if not loaders.elastic:
-        if deterministic:
-            raise ConfigurationError(
-                "deterministic_reduction=True needs elastic loaders, whose logical shards it adds up: pass "
-                "dataloader_config=DataLoaderConfiguration(elastic=True)."
-            )
-        return None
-    if not strategy.supports_elastic:
-        raise ConfigurationError(
-            f"DataLoaderConfiguration(elastic=True) makes one step of several micro batches, and "
-            f"{type(strategy).__name__} has steps of its own. Use one process, DDP, FSDP 1 or FSDP 2."
-        )
-    reduction = None
-    if deterministic:
-        if accumulation.state.device.type == "cpu":
-            # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
-            torch.set_num_threads(1)
-        reduction = strategy.reduce_in_order()
-    models = accumulation._prepared_models
-    return ElasticSteps(strategy, accumulation.gradient_state, models, accumulation, reduction)
 
 
 class AccumulationStep:
