@@ -257,15 +257,15 @@ class Joined:
 
 def join(folder: Path, replicas: int, settings: Settings) -> Joined:
     """Join the files of the processes."""
-    dealt: dict[int, dict[tuple[int, ...], set[float]]] = defaultdict(lambda: defaultdict(set))
+    computed: dict[int, dict[tuple[int, ...], set[float]]] = defaultdict(lambda: defaultdict(set))
     done: dict[str, Counter[int]] = defaultdict(Counter)
     hashes: set[str] = set()
     paths = list(folder.glob("*.jsonl"))
     for path in paths:
         for line in path.read_text().splitlines():
             event = json.loads(line)
-            if event[0] == "dealt":
-                dealt[event[1]][tuple(event[2])].add(event[3])
+            if event[0] == "computed":
+                computed[event[1]][tuple(event[2])].add(event[3])
             elif event[0] == "done":
                 done[path.name.partition(".")[0]][event[1]] += 1
             elif event[0] == "end":
@@ -274,8 +274,8 @@ def join(folder: Path, replicas: int, settings: Settings) -> Joined:
     return Joined(
         len(paths),
         [step for step in range(settings.steps) if not any(step in steps for steps in done.values())],
-        [step for step in range(settings.steps) if set(dealt[step]) != order[step]],
-        max(max(losses) - min(losses) for shares in dealt.values() for losses in shares.values()),
+        [step for step in range(settings.steps) if set(computed[step]) != order[step]],
+        max(max(losses) - min(losses) for shares in computed.values() for losses in shares.values()),
         max(sum(steps.values()) - len(steps) for steps in done.values()),
         hashes,
     )

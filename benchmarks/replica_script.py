@@ -1,6 +1,6 @@
 """The training script of kill_replicas.py: each process writes what it computes to a file of its own.
 
-A line is [kind, step, sample ids, loss, seconds]; "dealt" before a step is voted on, "done" after it was applied.
+A line is [kind, step, sample ids, loss, seconds]; "computed" before a step is voted on, "done" after it was applied.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
             pace.begin()
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
-                records.write("dealt", step, ids.tolist(), loss.item())
+                records.write("computed", step, ids.tolist(), loss.item())
                 pace.wait(0.7)  # a replica that is killed here aborts the step for all
                 accelerator.backward(loss)
                 pace.wait(1.0)  # and here the others have its gradients

@@ -147,6 +147,8 @@ class ElasticPlan:
         seed: seed of the order and of all random numbers.
         window: global batches of a step; 1 without gradient accumulation.
         lockstep: give every rank the same number of micro batches in a step.
+        seeds_samples: give every sample random numbers of its own; otherwise the samples of a shard, which are read one
+            after another, draw from one seed, as those of a data set with ``__getitems__`` do.
     """
 
     batch_size: int | None
@@ -158,6 +160,7 @@ class ElasticPlan:
     seed: int
     window: int = 1
     lockstep: bool = True
+    seeds_samples: bool = True
 
     def slots(self, samples: int) -> int:
         """Micro batches of each rank in a global batch of that many samples."""
@@ -262,10 +265,11 @@ class ShardCollate:
 
 
 class ShardedItems(Dataset[Any]):
-    """A map-style data set whose samples each have random numbers of their own."""
+    """A map-style data set with the random numbers of its logical shards; see :attr:`ElasticPlan.seeds_samples`."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, seeds_samples: bool = True) -> None:
         self.dataset = dataset
+        self.seeds_samples = seeds_samples
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -275,10 +279,11 @@ class ShardedItems(Dataset[Any]):
 
     def __getitems__(self, request: ShardRequest) -> ShardSamples:
         shard, dataset = request.shard, self.dataset
-        if callable(getattr(dataset, "__getitems__", None)):
-            # It reads the samples of a shard together, so they share the random numbers.
+        is_joint = callable(getattr(dataset, "__getitems__", None))
+        if is_joint or not self.seeds_samples:
             seed_generators(shard.seed_for(FOR_SAMPLE))
-            return ShardSamples(shard, dataset.__getitems__(request.indices))
+            read = dataset.__getitems__ if is_joint else lambda indices: [dataset[index] for index in indices]
+            return ShardSamples(shard, read(request.indices))
         samples = []
         for number, index in enumerate(request.indices):
             seed_generators(shard.seed_for(FOR_SAMPLE, number))

@@ -398,7 +398,7 @@ def elastic_settings(dataloader: DataLoader[Any], batch_sampler: Any, plan: Elas
         return {**settings, "dataset": ShardedStream(dataloader.dataset, plan), "batch_size": None}
     return {
         **settings,
-        "dataset": ShardedItems(dataloader.dataset),
+        "dataset": ShardedItems(dataloader.dataset, plan.seeds_samples),
         "batch_sampler": ElasticSampler(batch_sampler, plan),
     }
 

@@ -154,26 +154,28 @@ class ReplicaLoader(ElasticLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
         """Continue where the state was saved, with any strategy that keeps the order (use_seedable_sampler)."""
-        self.whole.load_state_dict(state_dict, pass_over_finished)
-        point, size = self._clock.pending, self.total_batch_size
-        assert point is not None
+        point = self._point_of(state_dict)
+        self._clock.load(point, pass_over_finished)
+        self._committed = (point.epoch, point.position)
+        if point.finished:
+            length = len(self._map_style.sampler)
+            self._committed = (point.epoch + 1, 0) if pass_over_finished else (point.epoch, length)
+
+    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
+        point, size = self.whole._point_of(state_dict), self.total_batch_size
         if point.order:
             raise ConfigurationError(
                 f"the state is from a loader whose order was drawn from a generator, in the middle of epoch "
                 f"{point.epoch}, and replicas need an order that depends on a seed and the epoch. Save it with "
                 "DataLoaderConfiguration(use_seedable_sampler=True), or at the end of an epoch."
             )
-        if point.finished:
-            length = len(self._map_style.sampler)
-            self._committed = (point.epoch + 1, 0) if pass_over_finished else (point.epoch, length)
-        elif point.position % size:
+        if not point.finished and point.position % size:
             raise ConfigurationError(
                 f"the state was saved after {point.position} samples of epoch {point.epoch}, which is not a multiple "
                 f"of the {size} samples of a global batch here. Use the batch size and the number of replicas of the "
                 "run that saved it, or save at the end of an epoch."
             )
-        else:
-            self._committed = (point.epoch, point.position)
+        return point
 
 
 def share_among_replicas(
@@ -203,7 +205,9 @@ def share_among_replicas(
     sharded: Any = loader._sharded
     shards, size = members.num_shards, sharded.batch_size
     size = per_process_batch_size(size, shards) * shards if split_batches else size * shards
-    plan = ElasticPlan(size, shards, shards, 0, sharded.drop_last, even_batches, members.seed, lockstep=False)
+    plan = ElasticPlan(
+        *(size, shards, shards, 0, sharded.drop_last, even_batches, members.seed), lockstep=False, seeds_samples=False
+    )
     shared = ReplicaLoader(
         plan=plan,
         device=loader.device,

@@ -307,7 +307,8 @@ class Accelerator(AcceleratorProperties):
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
             self._startup_checks = None
         elastic, scaler = self._accumulation.elastic, self.scaler
-        if elastic is not None and elastic.backward(loss, num_items, reduction, scaler and scaler.scale, **kwargs):
+        scale = None if scaler is None else scaler.scale
+        if elastic is not None and elastic.backward(loss, num_items, reduction, scale, **kwargs):
             return
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
         divided = not kwargs.pop("scale_wrt_gas", True)
@@ -318,8 +319,8 @@ class Accelerator(AcceleratorProperties):
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
             return
-        if scaler is not None:
-            loss = scaler.scale(loss)
+        if scale is not None:
+            loss = scale(loss)
         self.strategy.backward(loss, divided or self._accumulation.current is not None, **kwargs)
 
 

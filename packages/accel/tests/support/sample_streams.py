@@ -76,7 +76,7 @@ class Stream(IterableDataset):
 
 
 class Sources(Stream):
-    """A stream whose sources can be dealt to the ranks."""
+    """A stream whose sources can be divided among the ranks."""
 
     def __init__(self, length: int, numbers: list[int] | None = None) -> None:
         super().__init__(length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,10 +151,11 @@ class ElasticSteps:
             self.reduction.scale = None
         weighted = self._weighted(loss, shard) if num_items is None else self._summed(loss, num_items, reduction, shard)
         scaled = weighted if scale is None else scale(weighted)
+        run = partial(self.strategy.backward, scaled, in_window=False, **kwargs)
         if self.reduction is None:
-            scaled.backward(**kwargs)
+            run()
         else:
-            self.reduction.backward(lambda: scaled.backward(**kwargs))
+            self.reduction.backward(run)
         self._calls += 1
         self._open_loader = _no_loader if shard.ends_step else self._loader
         self.gradient_state.keeps_gradients = not shard.ends_step
