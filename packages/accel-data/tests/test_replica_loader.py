@@ -69,7 +69,7 @@ def read(members: Members, epochs: int = 1, **settings: Any) -> dict[tuple[int, 
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_is_the_same_whoever_computes_it(window: int) -> None:
-    """Two replicas, three, an aborted step that is handed out again, and a spare agree with one that computes everything."""
+    """Two replicas, three, a step that is handed out again, and a spare agree with one that computes everything."""
     whole = read(Members(4, window, []), epochs=2)
     steps = -(-50 // 12)
     assert len(whole) == 2 * steps * 4

@@ -323,7 +323,6 @@ class Accelerator(AcceleratorProperties):
             loss = scale(loss)
         self.strategy.backward(loss, divided or self._accumulation.current is not None, **kwargs)
 
-
     def _do_sync(self) -> None:
         """Count a micro batch and set ``sync_gradients``, for loops that call :meth:`no_sync` themselves."""
         self._accumulation.begin_step(tuple(self._models))

@@ -1,7 +1,7 @@
 """Makes one optimizer step of the micro batches that an elastic loader yields.
 
-With ``deterministic_reduction``, and with replicas that may be killed (strategy "ft"), a :class:`ShardReduction` adds the
-gradients, so that their sum has the same bits on any number of processes.
+With ``deterministic_reduction``, and with replicas that may be killed (strategy "ft"), a :class:`ShardReduction` adds
+the gradients, so that their sum has the same bits on any number of processes.
 """
 
 from __future__ import annotations
