@@ -52,6 +52,7 @@ VENDORS_NAMED = {
     "accel_state/enums.py": "the values of DistributedType, RNGType and DynamoBackend, which users write",
     "accel_state/device_checks.py": "is_cuda_available and check_cuda_p2p_ib_support are names that users import",
     "accel/state.py": "names that users import",
+    "accel/utils/": "names that users import",
     "accel_state/state/gradient.py": "is_xla_gradients_synced is a name that users write",
     "accel_launch/accelerators/": "one file for each: counted without torch, before there is a process that could ask "
     "a Device",

@@ -1,5 +1,6 @@
 """Launching, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_launch.launch_commands import PrepareForLaunch as PrepareForLaunch
+from accel_launch.launch_commands import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accel_launch.launch_commands import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accel_launch.launchers.tpu import prepare_tpu as prepare_tpu

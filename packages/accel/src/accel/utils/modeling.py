@@ -1,5 +1,41 @@
 """Sizes, device maps and loading, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
+from accel_bigmodel import align_module_device as align_module_device
+from accel_bigmodel import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_bigmodel import check_device_map as check_device_map
+from accel_bigmodel import check_device_same as check_device_same
+from accel_bigmodel import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel_bigmodel import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+from accel_bigmodel import clean_device_map as clean_device_map
+from accel_bigmodel import compute_module_sizes as compute_module_sizes
+from accel_bigmodel import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accel_bigmodel import fallback_allocate as fallback_allocate
+from accel_bigmodel import find_tied_parameters as find_tied_parameters
+from accel_bigmodel import get_balanced_memory as get_balanced_memory
+from accel_bigmodel import get_max_layer_size as get_max_layer_size
+from accel_bigmodel import get_max_memory as get_max_memory
+from accel_bigmodel import get_module_leaves as get_module_leaves
+from accel_bigmodel import get_module_size_with_ties as get_module_size_with_ties
+from accel_bigmodel import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_bigmodel import get_state_dict_from_offload as get_state_dict_from_offload
+from accel_bigmodel import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_bigmodel import has_offloaded_params as has_offloaded_params
+from accel_bigmodel import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_bigmodel import load_offloaded_weights as load_offloaded_weights
+from accel_bigmodel import load_state_dict as load_state_dict
+from accel_bigmodel import named_module_tensors as named_module_tensors
+from accel_bigmodel import offload_state_dict as offload_state_dict
+from accel_bigmodel import offload_weight as offload_weight
+from accel_bigmodel import retie_parameters as retie_parameters
+from accel_bigmodel import save_offload_index as save_offload_index
+from accel_bigmodel import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_bigmodel import shard_checkpoint as shard_checkpoint
+from accel_bigmodel.checkpoint.checkpoint_mapping import logger as logger
+from accel_state import CustomDtype as CustomDtype
+from accel_state.dtypes import dtype_byte_size as dtype_byte_size
+from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int
+from accel_state.imports import is_tqdm_available as is_tqdm_available
 
-__getattr__, __dir__, __all__ = attach(__name__)
+from ..core.unwrap import id_tensor_storage as id_tensor_storage
+from ..core.unwrap import is_peft_model as is_peft_model

@@ -1,5 +1,36 @@
 """Operations on nested data, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_state import DistributedOperationException as DistributedOperationException
+from accel_state.device_checks import is_torch_distributed_available as is_torch_distributed_available
+from accel_state.device_checks import is_torch_xpu_tensor as is_torch_xpu_tensor
+from accel_state.operations import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_state.operations import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accel_state.operations import TensorInformation as TensorInformation
+from accel_state.operations import broadcast as broadcast
+from accel_state.operations import broadcast_object_list as broadcast_object_list
+from accel_state.operations import chained_operation as chained_operation
+from accel_state.operations import concatenate as concatenate
+from accel_state.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accel_state.operations import convert_to_fp32 as convert_to_fp32
+from accel_state.operations import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_state.operations import find_batch_size as find_batch_size
+from accel_state.operations import find_device as find_device
+from accel_state.operations import gather as gather
+from accel_state.operations import gather_object as gather_object
+from accel_state.operations import gather_tensor_shape as gather_tensor_shape
+from accel_state.operations import get_data_structure as get_data_structure
+from accel_state.operations import get_shape as get_shape
+from accel_state.operations import honor_type as honor_type
+from accel_state.operations import ignorant_find_batch_size as ignorant_find_batch_size
+from accel_state.operations import initialize_tensors as initialize_tensors
+from accel_state.operations import is_namedtuple as is_namedtuple
+from accel_state.operations import is_tensor_information as is_tensor_information
+from accel_state.operations import is_torch_tensor as is_torch_tensor
+from accel_state.operations import listify as listify
+from accel_state.operations import pad_across_processes as pad_across_processes
+from accel_state.operations import pad_input_tensors as pad_input_tensors
+from accel_state.operations import recursively_apply as recursively_apply
+from accel_state.operations import reduce as reduce
+from accel_state.operations import send_to_device as send_to_device
+from accel_state.operations import slice_tensors as slice_tensors
+from accel_state.operations import verify_operation as verify_operation

@@ -1,5 +1,3 @@
 """Formatted tracebacks, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_state.imports import is_rich_available as is_rich_available

@@ -1,5 +1,4 @@
 """Version comparisons, under the module path that other libraries know."""
 
-from accel_state._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
+from accel_state.imports import compare_versions as compare_versions
+from accel_state.imports import is_torch_version as is_torch_version
