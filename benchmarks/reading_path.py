@@ -4,19 +4,21 @@
     python benchmarks/reading_path.py --list save_state   # and what is in it
 
 Each operation runs once in this process, on a small model with an optimizer, a scheduler and a loader, under
-``sys.setprofile``, in threads too. Counted are the code objects of files under ``packages/*/src``: functions, methods,
-properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not counted: they run
-when something is imported. To compare with another commit, put its ``packages/*/src`` into PYTHONPATH.
+``sys.setprofile``, in threads too. Counted are the code objects of accel's packages, wherever they are installed:
+functions, methods, properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not
+counted: they run when something is imported. To compare with another commit, put its ``packages/*/src`` into PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +28,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 OPERATIONS = ("training step", "Accelerator()", "prepare", "save_state", "load_state", "disk-offloaded forward")
+
+
+def _packages() -> tuple[str, ...]:
+    """The folders of accel's packages: of this repository, or where pip has put them."""
+    names = ("accel", *(f"accel_{name}" for name in "bigmodel checkpoint data fp8 launch state track".split()))
+    found = [Path(spec.origin).parent for name in names if (spec := find_spec(name)) and spec.origin]
+    return tuple(f"{folder}{os.sep}" for folder in found)
+
+
+PACKAGES = _packages()
 
 
 class Crossed:
@@ -46,7 +58,7 @@ class Crossed:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_body = not code.co_flags & inspect.CO_NEWLOCALS
-        if event == "call" and not is_body and "/packages/" in code.co_filename and "/src/accel" in code.co_filename:
+        if event == "call" and not is_body and code.co_filename.startswith(PACKAGES):
             self.codes[code] = self.codes.get(code, 0) + 1
 
     @property
@@ -58,7 +70,8 @@ class Crossed:
         """Every function, by file."""
         lines = []
         for file in sorted(self.files):
-            lines.append(file.partition("/src/")[2])
+            folder = next(folder for folder in PACKAGES if file.startswith(folder))
+            lines.append(os.path.relpath(file, Path(folder).parent))
             named = [code for code in self.codes if code.co_filename == file]
             lines += [f"    {code.co_firstlineno:5} {code.co_qualname}" for code in sorted(named, key=_line)]
         return "\n".join(lines)

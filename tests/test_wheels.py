@@ -45,20 +45,7 @@ providers._get_local_constants = lambda: providers._local_constants
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("suite")
 """
-# Runs the examples of a README, and compares what they print with the block that follows.
-README_EXAMPLES = r"""
-import contextlib, io, re, sys
-text = open(sys.argv[1], encoding="utf-8").read()
-examples = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
-names = {}
-for code, expected in examples:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, names)
-    assert printed.getvalue() == expected, f"printed:\n{printed.getvalue()}\nthe README shows:\n{expected}"
-print(len(examples))
-"""
-# Follows README_EXAMPLES in the same process: the examples must not find what only this has imported.
+# Follows the README's examples in the same process: they must not find what only this has imported.
 IMPORT_MODULES = """
 import importlib, json
 for name in json.loads(sys.argv[2]):
@@ -238,7 +225,7 @@ def test_each_wheel_works_alone(distribution: str, install: Callable[[str], Path
     assert installed & {project.name for project in projects()} == TOGETHER[distribution]
     _pip(python, "check", folder=tmp_path)
     modules = [module_name(project, file) for file in sources(project) if file.name != "__main__.py"]
-    script = f"{README_EXAMPLES}\n{IMPORT_MODULES}"
+    script = (ROOT / "tests" / "readme_examples.py").read_text(encoding="utf-8") + IMPORT_MODULES
     _run(python, "-c", script, project / "README.md", json.dumps(modules), folder=tmp_path, OMP_NUM_THREADS="1")
 
 

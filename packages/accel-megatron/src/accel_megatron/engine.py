@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.core.computed_loss import ComputedLoss
 from accel_state import GradientState
 from accel_state.errors import ConfigurationError, require
 
@@ -51,20 +52,6 @@ class _Call:
 
     weight: torch.Tensor | float  # the number that the sum of its gradients is divided by
     factor: float | None = None  # the factor of its loss; None before backward
-
-
-class _ComputedLoss(torch.autograd.Function):
-    """A loss whose gradients are already computed; backward reports the factor that it was scaled by."""
-
-    @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, value: torch.Tensor, report: Callable[[torch.Tensor], None]) -> Any:
-        ctx.report = report
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.report(gradients[0])
-        return None, None, None
 
 
 class MegatronEngine(nn.Module):
@@ -505,7 +492,7 @@ class MegatronEngine(nn.Module):
         def report(gradient: torch.Tensor) -> None:
             call.factor = float(gradient) + (call.factor or 0.0)
 
-        return _ComputedLoss.apply(trigger, value, report)
+        return ComputedLoss.apply(trigger, value, report)
 
     def _custom_step(self, count: int) -> Callable[..., Any]:
         """The user's train step, whose losses are averaged over micro batches and ranks."""

@@ -34,7 +34,20 @@ class FP8Kwargs(KwargsHandler):
 
 
 @dataclass
-class NativeRecipeKwargs(FP8Kwargs):
+class _ScalingKwargs(FP8Kwargs):
+    """What several backends take."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+
+
+@dataclass
+class NativeRecipeKwargs(_ScalingKwargs):
     """``mixed_precision="fp8"`` with torch's own 8-bit matrix products.
 
     Args:
@@ -55,13 +68,6 @@ class NativeRecipeKwargs(FP8Kwargs):
     backend_name: ClassVar[str | None] = "native"
 
     scaling: str | None = None
-    fp8_format: str | None = None
-    margin: int | None = None
-    interval: int | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_autocast_during_eval: bool | None = None
     module_filter_func: Callable[[nn.Module, str], bool] | None = None
 
 
@@ -91,7 +97,7 @@ class AORecipeKwargs(FP8Kwargs):
 
 
 @dataclass
-class TERecipeKwargs(FP8Kwargs):
+class TERecipeKwargs(_ScalingKwargs):
     """``mixed_precision="fp8"`` with Transformer Engine.
 
     Args:
@@ -110,18 +116,16 @@ class TERecipeKwargs(FP8Kwargs):
 
     backend_name: ClassVar[str | None] = "te"
 
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
 
 
 @dataclass
-class MSAMPRecipeKwargs(FP8Kwargs):
+class _OptLevelKwargs(FP8Kwargs):
+    opt_level: str | None = None
+
+
+@dataclass
+class MSAMPRecipeKwargs(_OptLevelKwargs):
     """``mixed_precision="fp8"`` with MS-AMP, which is no longer maintained.
 
     Args:
@@ -133,11 +137,9 @@ class MSAMPRecipeKwargs(FP8Kwargs):
 
     backend_name: ClassVar[str | None] = "msamp"
 
-    opt_level: str | None = None
-
 
 @dataclass
-class FP8RecipeKwargs(FP8Kwargs):
+class FP8RecipeKwargs(_ScalingKwargs, _OptLevelKwargs):
     """``mixed_precision="fp8"`` with any backend, and the settings of all of them.
 
     Args:
@@ -154,14 +156,6 @@ class FP8RecipeKwargs(FP8Kwargs):
         ConfigurationError: an invalid value, or both names of one setting with different values.
     """
 
-    opt_level: str | None = None
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
     backend: str | None = None
     scaling: str | None = None

@@ -23,6 +23,7 @@ from accel_bigmodel.pipeline.stage import Stage, extract
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
+from ..core.computed_loss import ComputedLoss
 from ..core.local_part import local
 from ..core.unwrap import clean_name
 from .config import SCHEDULES, PipelineParallelConfig
@@ -67,22 +68,6 @@ class PipelineOutput:
     def __getitem__(self, key: str) -> torch.Tensor | None:
         value: torch.Tensor | None = getattr(self, key)
         return value
-
-
-class _ComputedLoss(torch.autograd.Function):
-    """A loss whose gradients are already computed; backward passes the factor that the loss was scaled by."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, trigger: torch.Tensor, value: torch.Tensor, add_gradients: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
-        ctx.add_gradients = add_gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.add_gradients(gradients[0])
-        return None, None, None
 
 
 class TrainingPipeline:
@@ -310,7 +295,7 @@ class TrainingPipeline:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
         trigger = torch.zeros((), device=self.device, requires_grad=True)
-        return PipelineOutput(_ComputedLoss.apply(trigger, loss, add_gradients), None)
+        return PipelineOutput(ComputedLoss.apply(trigger, loss, add_gradients), None)
 
     def _evaluate(self, batches: list[Any], samples: int, labels: torch.Tensor | None) -> PipelineOutput:
         assert self._runtime is not None

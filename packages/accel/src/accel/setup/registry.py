@@ -17,7 +17,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "fsdp2": "accel.strategies.fsdp2:FSDP2Strategy",
         "deepspeed": "accel.strategies.deepspeed:DeepSpeedStrategy",
         "mesh": "accel.strategies.mesh:MeshStrategy",
-        "mesh_ddp": "accel.strategies.ddp:MeshDDPStrategy",
+        "mesh_ddp": "accel.strategies.mesh_ddp:MeshDDPStrategy",
         "xla": "accel.strategies.xla:XlaStrategy",
         "xla_spmd": "accel.strategies.xla_spmd:XlaSpmdStrategy",
         "ft": "accel.strategies.ft:FaultTolerantStrategy",

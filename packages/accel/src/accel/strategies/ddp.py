@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..contract.strategy import Strategy
-from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-from ..parallel.config import ParallelismConfig
 from ..reduction.shard_reduction import ShardReduction
 from .first_calls import FirstCalls
 
@@ -152,33 +148,3 @@ class DDPStrategy(Strategy):
     def join(self, models: list[Any]) -> AbstractContextManager[None]:
         joinables = [model for model in models if isinstance(model, Joinable)]
         return Join(joinables, enable=True, throw_on_early_termination=False)
-
-
-class MeshDDPStrategy(DDPStrategy):
-    """DDP on a device mesh with a ``dp_replicate`` axis only."""
-
-    def __init__(
-        self,
-        state: PartialState | None = None,
-        handlers: Handlers | None = None,
-        settings: ParallelismConfig | None = None,
-        fsdp: Any = None,
-    ) -> None:
-        super().__init__(state, handlers, settings)
-        if fsdp is not None:
-            raise ConfigurationError(
-                f"FSDP shards models over dp_shard, but the mesh has dp_replicate_size="
-                f"{self.settings.dp_replicate_size} and dp_shard_size=1. Set dp_shard_size, or leave FSDP out."
-            )
-
-    def default_settings(self) -> ParallelismConfig:
-        return ParallelismConfig()
-
-    @property
-    def active_plugins(self) -> Mapping[str, Any]:
-        return {"mesh": self.settings}
-
-    def attach(self, state: PartialState, handlers: Handlers) -> None:
-        super().attach(state, handlers)
-        self.settings = self.settings.for_world(state.num_processes)
-        self.mesh: DeviceMesh | None = self.settings.build_device_mesh(state.device.type)
