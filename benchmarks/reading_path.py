@@ -6,7 +6,7 @@
 Each operation runs once in this process, on a small model with an optimizer, a scheduler and a loader, under
 ``sys.setprofile``, in threads too. Counted are the code objects of accel's packages, wherever they are installed:
 functions, methods, properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not
-counted: they run when something is imported. To compare with another commit, put its ``packages/*/src`` into PYTHONPATH.
+counted: they run when something is imported. To compare with another commit, put ``packages/*/src`` into PYTHONPATH.
 """
 
 from __future__ import annotations
