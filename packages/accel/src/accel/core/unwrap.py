@@ -37,6 +37,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     return getattr(module, COMPILED_CALL) is not None or _is_instance(module, OPTIMIZED_MODULE)
 
 
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
+    return _is_instance(module, OPTIMIZED_MODULE)
+
+
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
@@ -69,7 +74,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
     while True:
         if is_compiled_module(model):
             compiled = model
-        if _is_instance(model, OPTIMIZED_MODULE):
+        if is_compiled_wrapper(model):
             model = getattr(model, ORIGINAL_MODULE)
         elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_instance(model, *_WRAPPERS):
             model = model.module  # type: ignore[assignment]
@@ -97,7 +102,7 @@ def _restore_forward(model: nn.Module) -> None:
 
 def _with_compilation(inner: nn.Module, compiled: Any) -> nn.Module:
     """The user's model, compiled with the settings of a compiled wrapper around it."""
-    if not _is_instance(compiled, OPTIMIZED_MODULE):
+    if not is_compiled_wrapper(compiled):
         inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
         return inner
     if getattr(compiled, ORIGINAL_MODULE) is inner:

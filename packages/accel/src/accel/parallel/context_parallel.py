@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import ring_attention_templates, set_rotate_method
-from .sequence_inputs import SequenceShard, ShardedCall, gather_shards
+from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards
 
 logger = get_logger(__name__)
 
@@ -144,9 +145,12 @@ def _check_call(
 ) -> None:
     advice = "Train this model with cp_size=1, or with sp_size, which splits the heads instead."
     if attn_mask is not None:
+        compiled = " Transformers makes one inside a compiled model: compile its blocks only, with "
+        compiled += "TorchDynamoPlugin(backend=..., use_regional_compilation=True)."
         raise ConfigurationError(
             f"scaled_dot_product_attention got a mask of shape {tuple(attn_mask.shape)} with split sequences; ring "
-            f"attention is causal and has no mask. Pad at the end, and leave attention_mask out. {advice}"
+            "attention is causal and has no mask. Pad at the end, and leave attention_mask out."
+            f"{compiled if 'torch._dynamo' in sys.modules else ''} {advice}"
         )
     if not is_causal or query.shape[2] != key.shape[2]:
         raise ConfigurationError(
@@ -175,7 +179,9 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention``, within torch's own ``context_parallel``."""
     inner = functional.scaled_dot_product_attention
     ring = RingAttention(mesh, inner)
-    functional.scaled_dot_product_attention = ring
+    # Compiled models call it too, and must not compile it. (Importing the compiler takes half a second.)
+    compiles = "torch._dynamo" in sys.modules
+    functional.scaled_dot_product_attention = torch.compiler.disable(ring.__call__) if compiles else ring
     try:
         yield ring
     finally:
@@ -194,15 +200,12 @@ class ContextParallel:
         self._warned = False
 
     def prepare_model(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        SequenceCalls(model, "sdpa", self._shard_of)
 
-    def _before_forward(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        if self.shard is None:
-            return None
-        self._called = type(model).__name__
-        return ShardedCall(model, args, kwargs, self.shard, "sdpa").correct()
+    def _shard_of(self, model: nn.Module, passed: list[torch.Tensor]) -> SequenceShard | None:
+        if self.shard is not None:
+            self._called = type(model).__name__
+        return self.shard
 
     def _warn_without_attention(self, ring: RingAttention) -> None:
         if self._called and not ring.calls and not self._warned:
@@ -235,9 +238,7 @@ class ContextParallel:
             for tensor, shard in zip(buffers, shards, strict=True):
                 tensor.data = shard.clone()
             del shards
-            pairs = zip(buffers, full, strict=True)
-            integers = [(tensor, data) for tensor, data in pairs if not tensor.is_floating_point()]
-            self.shard, self._called = SequenceShard(length, positions, self.mesh.size(), integers), ""
+            self.shard, self._called = _shard_of_buffers(buffers, full, dims, positions, self.mesh.size()), ""
             try:
                 yield
                 self._warn_without_attention(ring)
@@ -317,6 +318,23 @@ class ContextParallel:
         full, size = gather_shards(tensor, self.mesh, seq_dim), self.mesh.size()
         order = torch.cat([positions_of(rank, size, full.shape[seq_dim]) for rank in range(size)])
         return full.index_select(seq_dim, order.argsort().to(tensor.device))
+
+
+def _shard_of_buffers(
+    buffers: Sequence[torch.Tensor],
+    full: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    positions: torch.Tensor,
+    size: int,
+) -> SequenceShard:
+    shard = SequenceShard(full[0].shape[dims[0]], positions, size)
+    for tensor, whole, dim in zip(buffers, full, dims, strict=True):
+        if tensor.is_floating_point() or tensor.is_complex():
+            shard.tables.append(tensor)
+            continue
+        shard.tensors.append((tensor, whole))
+        shard.counted = shard.counted or bool((whole.long().diff(dim=dim) == 1).all())
+    return shard
 
 
 def positions_of(rank: int, size: int, length: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_state.errors import ConfigurationError
+
+from ..core.unwrap import is_compiled_wrapper
 
 IGNORED = -100
 
@@ -45,6 +48,9 @@ class SequenceShard:
     size: int  # number of ranks that a sequence is split over
     # pairs of a sharded tensor and the full one
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    mask: torch.Tensor | None = None  # of ones, which corrected calls pass on
+    tables: list[torch.Tensor] = field(default_factory=list)  # shards that may be tables of positions
+    counted: bool = False  # whether positions were split along with the tokens
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The full tensor of a shard; the tensor itself if it has the full length; None if it is not known."""
@@ -55,6 +61,111 @@ class SequenceShard:
     def of(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return tensor.index_select(dim, self.positions.to(tensor.device))
 
+    def mask_for(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Without a mask of ones, Transformers takes positions with gaps for several packed sequences.
+        if self.mask is None or self.mask.shape != tokens.shape[:2] or self.mask.device != tokens.device:
+            self.mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        return self.mask
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    if is_compiled_wrapper(module):
+        return False  # its forward has the signature of the model inside
+    names = inspect.signature(module.forward).parameters
+    return "position_ids" in names and ("input_ids" in names or "inputs_embeds" in names)
+
+
+class SequenceCalls:
+    """Corrects the calls of a model with shards of sequences: positions, mask, labels and the number of tokens.
+
+    The calls of every module inside the model whose forward takes tokens and their positions are corrected, so
+    wrappers (PEFT, ``torch.compile``, a user's own) may pass them on in any form.
+
+    Args:
+        model: the model, which gets hooks.
+        attention: the name of the only attention in Transformers that computes over full sequences.
+        shard_of: the shard that the tensors of a call belong to; None if sequences are not split in this call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: str,
+        shard_of: Callable[[nn.Module, list[torch.Tensor]], SequenceShard | None],
+    ) -> None:
+        self._attention, self._shard_of = attention, shard_of
+        self._shard: SequenceShard | None = None
+        self._labels: torch.Tensor | None = None  # of the call, until a corrected module gets them
+        self._corrected = False
+        recognised = [module for module in model.modules() if _takes_positions(module)]
+        self._recognised = sorted({type(module).__name__ for module in recognised})
+        # Hooks run outside of compiled code: they compare tensors by identity, and read values.
+        enter, correct, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._correct, self._leave))
+        model.register_forward_pre_hook(enter, with_kwargs=True)
+        for module in recognised:
+            module.register_forward_pre_hook(correct, with_kwargs=True)
+        model.register_forward_hook(leave, always_call=True)
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        shard = self._shard = self._shard_of(model, passed)
+        if shard is None:
+            return
+        labels = _bound(model, args, kwargs).get("labels")
+        self._labels = labels if any(labels is tensor for tensor, _ in shard.tensors) else None
+        self._corrected = False
+        # The first tensor of a call is what is computed on, not a table.
+        if not (self._recognised or shard.counted or any(table is not passed[0] for table in shard.tables)):
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward takes no input_ids and position_ids, so it cannot be told which "
+                f"{len(shard.positions)} of the {shard.length} positions of each sequence this rank has. Pass "
+                "positions, or a table of them such as rotary angles, in buffers with their sequence dimension; shift "
+                "labels with accel.utils.shift_labels before the split."
+            )
+
+    def _correct(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._shard is None:
+            return None
+        self._corrected = True
+        call = ShardedCall(module, args, kwargs, self._shard, self._attention)
+        if call.has_labels:
+            self._labels = None
+        return call.correct()
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        shard, labels = self._shard, self._labels
+        self._shard = self._labels = None
+        if shard is None or output is None or not self._recognised:  # without an output, an error is on its way
+            return
+        if not self._corrected:
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward called none of the modules that take input_ids and position_ids "
+                f"({', '.join(self._recognised)}), so its positions are those of the shard. Call one of them, or set "
+                "cp_size=1 and sp_size=1."
+            )
+        if labels is not None:
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward computes a loss from labels that were split before they were shifted, "
+                "so each shard loses the label at its end. Shift them with accel.utils.shift_labels before the split, "
+                "and pass them by another name (shift_labels)."
+            )
+
+
+def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, as far as they have one."""
+    signature = inspect.signature(module.forward)
+    kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    if is_compiled_wrapper(module) or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return dict(kwargs)
+    try:
+        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    except TypeError:  # the call itself raises it
+        return dict(kwargs)
+    var_kwargs = kinds.get(inspect.Parameter.VAR_KEYWORD)
+    return {**bound, **bound.pop(var_kwargs, {})} if var_kwargs is not None else bound
+
 
 class ShardedCall:
     """The arguments of a model's call on a shard of sequences, and their correction."""
@@ -63,19 +174,15 @@ class ShardedCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: SequenceShard, attention: str
     ) -> None:
         self.model, self.shard, self.attention = model, shard, attention
-        signature = inspect.signature(model.forward)
-        kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
-        self._names = set(signature.parameters)
-        self._has_var_args = inspect.Parameter.VAR_POSITIONAL in kinds
-        var_kwargs = kinds.get(inspect.Parameter.VAR_KEYWORD)
-        self._arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-        if var_kwargs is not None:
-            self._arguments.update(self._arguments.pop(var_kwargs, {}))
+        self._names = set(inspect.signature(model.forward).parameters)
+        self._arguments = _bound(model, args, kwargs)
+
+    @property
+    def has_labels(self) -> bool:
+        return self._tensor("labels") is not None
 
     def correct(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments to call the model with; None if they may stay as they are."""
-        if self._has_var_args:
-            return None
         config = getattr(self.model, "config", None)
         if hasattr(config, "_attn_implementation"):
             check_attention(config, self.shard.length, self.attention)
@@ -85,12 +192,10 @@ class ShardedCall:
         if "use_cache" in self._names:
             # The keys of a shard are of no use in generation, and activation checkpointing would add them twice.
             self._arguments["use_cache"] = False
-        if "position_ids" in self._names and self._arguments.get("position_ids") is None:
-            self._arguments["position_ids"] = self.shard.positions.to(tokens.device).expand(tokens.shape[0], -1)
+        self._set_positions(tokens)
         if "attention_mask" in self._names:
             self._set_mask(tokens)
-        if hasattr(self.model, "loss_function"):
-            self._set_labels()
+        self._set_labels()
         return (), self._arguments
 
     def _tensor(self, name: str) -> torch.Tensor | None:
@@ -110,18 +215,50 @@ class ShardedCall:
                 return tokens
         return None
 
+    def _set_positions(self, tokens: torch.Tensor) -> None:
+        boundaries = [name for name in DOCUMENT_ARGUMENTS if self._arguments.get(name) is not None]
+        if boundaries:
+            raise _packed(f"{boundaries[0]} marks", self.shard)
+        given = self._tensor("position_ids")
+        if given is None:
+            self._arguments["position_ids"] = self.shard.positions.to(tokens.device).expand(tokens.shape[0], -1)
+        elif self.shard.mask is None or self._tensor("attention_mask") is not self.shard.mask:
+            self._check_positions(given)  # not again in a module inside
+
+    def _check_positions(self, given: torch.Tensor) -> None:
+        """Refuse positions that start again, by which Transformers tells documents of one sequence apart."""
+        full = self.shard.full(given)
+        positions = self.shard.positions.to(given.device) if full is None else None
+        values = given if full is None else full
+        mask = self._tensor("attention_mask")
+        whole_mask = None if mask is None else self.shard.full(mask)
+        steps = values.diff(dim=-1)
+        if positions is None:
+            expected = torch.ones_like(steps)
+        elif values.shape[-1] == len(positions):
+            expected = positions.diff().expand_as(steps)
+        else:
+            raise ConfigurationError(
+                f"position_ids of shape {tuple(given.shape)} have neither this rank's {len(positions)} positions nor "
+                f"the {self.shard.length} of a sequence. Pass the tensor in buffers."
+            )
+        wrong = steps != expected if values.ndim < 3 else steps < 0  # with a third axis: of images, which may repeat
+        if whole_mask is not None and whole_mask.ndim == 2 and whole_mask.shape == values.shape:
+            wrong = wrong & whole_mask[:, 1:].bool()  # positions of padding do not matter
+        if bool(wrong.any()):
+            raise _packed(f"position_ids {values.reshape(-1, values.shape[-1])[0].tolist()[:16]} mark", self.shard)
+
     def _set_mask(self, tokens: torch.Tensor) -> None:
         mask = self._tensor("attention_mask")
-        if mask is not None:
+        if mask is not None and mask is not self.shard.mask:
             full = self.shard.full(mask)
-            if full is None or full.ndim != 2 or bool((full[:, 1:] > full[:, :-1]).any()):
+            if full is None or full.ndim != 2 or bool((full[:, 1:] > full[:, :-1]).any() or (full > 1).any()):
                 raise ConfigurationError(
                     f"attention_mask of shape {tuple(mask.shape)} hides more than padding at the end (or was not in "
                     "buffers). With split sequences, attention is causal and has no mask: pad on the right, and leave "
                     "attention_mask out."
                 )
-        # Without a mask of ones, Transformers takes positions with gaps for several packed sequences.
-        self._arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        self._arguments["attention_mask"] = self.shard.mask_for(tokens)
 
     def _set_labels(self) -> None:
         labels, shifted = self._tensor("labels"), self._tensor("shift_labels")
@@ -132,9 +269,7 @@ class ShardedCall:
                 f"labels of shape {tuple(labels.shape)} have one value for each sequence, and no rank has a full "
                 "sequence. Train models that predict tokens, or use cp_size=1 and sp_size=1."
             )
-        # Models of Transformers use the causal loss unless they name another.
-        if getattr(self.model, "loss_type", None) not in (None, "ForCausalLM"):
-            return
+        self._check_loss()
         full = self.shard.full(labels if shifted is None else shifted)
         if shifted is None:
             if full is None:
@@ -149,6 +284,30 @@ class ShardedCall:
             # Gradients are averaged over ranks. If each divides its sum by this, the average is the mean over all
             # labels of the batch.
             self._arguments["num_items_in_batch"] = (full != IGNORED).sum().clamp(min=1) / self.shard.size
+
+    def _check_loss(self) -> None:
+        """Refuse models whose loss cannot be given labels that are already shifted, and their number."""
+        kind = getattr(self.model, "loss_type", None)
+        # Models of Transformers use the causal loss unless they name another.
+        if getattr(self.model, "loss_function", None) is None or kind not in (None, "ForCausalLM"):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} computes a loss from labels"
+                f"{f' ({kind})' if kind else ''} that is a mean over this rank's tokens, and not over those of the "
+                "batch. Compute the loss outside of the model: call it without labels, and divide the sum of the "
+                "losses of this rank's tokens by the number of tokens of the batch."
+            )
+
+
+DOCUMENT_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "document_ids")
+"""Arguments of models by which libraries say where the documents of a packed sequence begin."""
+
+
+def _packed(what: str, shard: SequenceShard) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} several documents packed into a sequence of {shard.length} positions, and attention over split "
+        "sequences would let each attend to those before it. Pad documents instead of packing them, or set cp_size=1 "
+        "and sp_size=1."
+    )
 
 
 def check_attention(config: Any, length: int, allowed: str) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from accel_state.errors import ConfigurationError
 
 from .config import DeepSpeedSequenceParallelConfig
-from .sequence_inputs import SequenceShard, ShardedCall, gather_shards, shift_labels
+from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, shift_labels
 
 ATTENTION = "accel_ulysses"
 """The name of this attention in Transformers."""
@@ -67,17 +67,15 @@ class SequenceParallel:
             )
         from transformers import AttentionInterface
 
-        AttentionInterface.register(ATTENTION, self.attend)
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(self.attend))
         set_attention(ATTENTION)
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        SequenceCalls(model, ATTENTION, self._shard_of)
 
-    def _before_forward(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        passed = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+    def _shard_of(self, model: nn.Module, passed: list[torch.Tensor]) -> SequenceShard:
+        ids = {id(tensor) for tensor in passed}
         for shard in reversed(self._recent):
-            if any(id(tensor) in passed for tensor, _ in shard.tensors):
-                return ShardedCall(model, args, kwargs, shard, ATTENTION).correct()
+            if any(id(tensor) in ids for tensor, _ in shard.tensors):
+                return shard
         raise ConfigurationError(
             f"{type(model).__name__} was called with tensors that are not those of a split batch, and "
             f"sp_size={self.size} splits sequences. Read batches from "

@@ -19,6 +19,7 @@ from accel_state.errors import ConfigurationError, check_type
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
+from ..core.quantized_layers import keep_packing
 from ..core.unwrap import extract_model_from_parallel
 from .config_resolution import Setup
 
@@ -101,6 +102,7 @@ class Preparation:
         if (self.device_placement if device_placement is None else device_placement) and not dispatched:
             model = strategy.place(model)
         if not evaluation_mode:
+            keep_packing(model, process.device)
             model = strategy.wrap(model)
             for optimizer in self.optimizers:
                 strategy.remap_optimizer(optimizer.optimizer)

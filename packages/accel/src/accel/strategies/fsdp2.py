@@ -75,6 +75,7 @@ class FSDP2Strategy(ShardedStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
+        self.check_quantized(model)
         self.upcast(model)
         settings = self.settings
         ignored = settings.ignored_in(model)

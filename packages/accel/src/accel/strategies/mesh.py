@@ -229,7 +229,10 @@ class MeshStrategy(FSDP2Strategy):
             for parameter in {
                 item for module in own for item in module.parameters(recurse=False) if isinstance(item, DTensor)
             }:
-                parameter.register_post_accumulate_grad_hook(_as_parameter)
+                # Frozen ones too, which may be trained later; torch registers hooks on trainable ones only.
+                trainable = parameter.requires_grad
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(_as_parameter)
+                parameter.requires_grad_(trainable)
 
     def _dimension(self, parameter: nn.Parameter) -> Shard | None:
         """Shard fused matrices along their columns, since their first dimension is the number of matrices."""

@@ -16,6 +16,7 @@ from accel_state.errors import ConfigurationError
 from ..contract.strategy import Strategy
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
+from ..core.quantized_layers import check_sharded
 from ..core.types import Gathered, Layout
 from ..core.unwrap import names_in_order
 from ..fsdp.checkpoint.files import gather
@@ -78,6 +79,9 @@ class ShardedStrategy(Strategy):
 
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)
+
+    def check_quantized(self, model: nn.Module) -> None:
+        check_sharded(model, getattr(self.precision, "param_dtype", None), self.fsdp_version)
 
     def upcast(self, model: nn.Module) -> None:
         """Keep master weights in fp32 where models compute in half precision."""

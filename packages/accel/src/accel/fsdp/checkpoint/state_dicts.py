@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """This rank's parts of an optimizer's state by parameter name. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if not optimizer.state:
+    if not _has_state(model, optimizer):
         # torch would take a step to create one.
         names = iter(names_in_order(model, optimizer))
         groups = [{**group, "params": [next(names) for _ in group["params"]]} for group in optimizer.param_groups]
@@ -67,6 +68,19 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         shape = shapes.get(clean_name(name))
         packed[name] = {key: pack(value, shape) for key, value in entries.items()}
     return {**state, "state": packed}
+
+
+def _has_state(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimizer has state on any rank. Every rank must call it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    unit = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if unit is None:
+        return bool(optimizer.state)
+    # Of a few trainable parameters in flat ones (adapters), a rank may hold no element, and so no state.
+    found = torch.tensor([bool(optimizer.state)], dtype=torch.int32, device=unit.compute_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=unit.process_group)
+    return bool(found.item())
 
 
 def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
