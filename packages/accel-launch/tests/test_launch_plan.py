@@ -21,6 +21,7 @@ from accel_launch.launchers import ft
 from accel_launch.ports import is_free
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
+from accel_state.ports import loopback_variables
 
 
 @pytest.fixture
@@ -53,6 +54,9 @@ def plan(tmp_path: Path, environ: dict[str, str] | None = None, config: str | No
         file.write_text(config)
     settings = resolve(load_groups(), options, environ or {}, ConfigFile.read(file) if config is not None else None)
     return make_plan(settings, str(script), ["a"], environ or {})
+
+
+ALONE = loopback_variables()
 
 
 class TestAccelerators:
@@ -141,7 +145,7 @@ def test_ports(free_port) -> None:
 class TestCounts:
     def test_one_process_without_a_gpu(self, tmp_path, no_gpu) -> None:
         made = plan(tmp_path)
-        assert (made.num_processes, made.local_processes, dict(made.environment)) == (1, 1, {})
+        assert (made.num_processes, made.local_processes, dict(made.environment)) == (1, 1, ALONE)
         assert "starting 1 process (one per machine, no GPU is visible)" in made.notes[0]
 
     def test_one_process_for_each_visible_gpu(self, tmp_path, four_gpus) -> None:
@@ -154,7 +158,7 @@ class TestCounts:
 
     def test_cpu_overrides_gpus(self, tmp_path, four_gpus) -> None:
         made = plan(tmp_path, cpu="true", gpu_ids="0,1")
-        assert made.num_processes == 1 and dict(made.environment) == {"ACCELERATE_USE_CPU": "true"}
+        assert made.num_processes == 1 and dict(made.environment) == {"ACCELERATE_USE_CPU": "true", **ALONE}
 
     def test_gpu_ids(self, tmp_path, four_gpus) -> None:
         made = plan(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}, gpu_ids="1, 3")
@@ -174,12 +178,19 @@ class TestCounts:
         )
 
     def test_threads(self, tmp_path, no_gpu) -> None:
-        assert plan(tmp_path, num_processes="64").environment == {"OMP_NUM_THREADS": "1"}
+        assert plan(tmp_path, num_processes="64").environment == {"OMP_NUM_THREADS": "1", **ALONE}
         assert "OMP_NUM_THREADS" not in plan(tmp_path, num_processes="1").environment
-        assert plan(tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2").environment == {"OMP_NUM_THREADS": "5"}
-        assert plan(
-            tmp_path, {"OMP_NUM_THREADS": "5"}, num_processes="2", num_cpu_threads_per_process="3"
-        ).environment == {"OMP_NUM_THREADS": "3"}
+        given = {"OMP_NUM_THREADS": "5"}
+        assert plan(tmp_path, given, num_processes="2").environment == {"OMP_NUM_THREADS": "5", **ALONE}
+        made = plan(tmp_path, given, num_processes="2", num_cpu_threads_per_process="3")
+        assert made.environment == {"OMP_NUM_THREADS": "3", **ALONE}
+
+    def test_interfaces(self, tmp_path, no_gpu) -> None:
+        """Processes on one machine connect over the loopback interface, unless the user chose another one."""
+        made = plan(tmp_path, {"GLOO_SOCKET_IFNAME": "eth7"})
+        assert made.environment == {"NCCL_SOCKET_IFNAME": ALONE["NCCL_SOCKET_IFNAME"]}
+        several = plan(tmp_path, num_machines="2", num_processes="2", machine_rank="0", main_process_ip="10.0.0.1")
+        assert not several.environment.keys() & ALONE.keys()
 
 
 class TestContradictions:
@@ -285,7 +296,7 @@ class TestReplicas:
             (str(number), str(number), "0", "1") for number in range(4)
         ]
         replica = ft.Replica(2, tmp_path / "progress", restarts=1)
-        (started,) = ft.variables(made, replica, "http://localhost:1", tmp_path)
+        (started,) = ft.variables(made, replica)
         assert started["CUDA_VISIBLE_DEVICES"] == "2" and started["ACCELERATE_FT_RESTARTS"] == "1"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b,0,1")
         shards = {"use_fsdp": "true", "fsdp_version": "2", "processes_per_replica": "2"}
@@ -306,18 +317,18 @@ class TestReplicas:
         assert [(rank["ACCELERATE_FT_REPLICA"], rank["CUDA_VISIBLE_DEVICES"]) for rank in ranks] == [
             *(("2", "3"), ("3", "GPU-b"), ("4", "0"))
         ]
-        (started,) = ft.variables(made, ft.Replica(3, tmp_path / "progress"), "http://127.0.0.1:29500", tmp_path)
+        (started,) = ft.variables(made, ft.Replica(3, tmp_path / "progress"))
         assert started["ACCELERATE_FT_HOST"] == "127.0.0.1"
         with pytest.raises(ConfigurationError, match="1 replicas .* leave machines without one"):
             ft.numbers_here(plan(tmp_path, ft="true", num_replicas="1", **machines))
         machines["main_process_ip"] = "::1"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
-        (started,) = ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://[::1]:29500", tmp_path)
+        (started,) = ft.variables(made, ft.Replica(1, tmp_path / "progress"))
         assert started["ACCELERATE_FT_HOST"] == "::1"
         machines["main_process_ip"] = "no-such-host.invalid"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
         with pytest.raises(ConfigurationError, match="no-such-host.invalid: .* Give an address of machine rank 0"):
-            ft.variables(made, ft.Replica(1, tmp_path / "progress"), "http://no-such-host.invalid:29500", tmp_path)
+            ft.variables(made, ft.Replica(1, tmp_path / "progress"))
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
 

@@ -141,7 +141,7 @@ def test_a_machine_that_has_ended_closes_the_rendezvous(machines, state, message
 
 def test_a_store_that_closes_after_the_failure_was_read(capsys) -> None:
     """The failure was read, so a warning would depend on which of the two is faster."""
-    server = serve(0, forks=True)
+    server = serve("127.0.0.1", 0, forks=True)
     store = server.client()
     seen = server.client()
 
@@ -164,16 +164,16 @@ def test_a_store_that_closes_after_the_failure_was_read(capsys) -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_port_in_use_is_an_error(forks) -> None:
-    server = serve(0, forks=forks)
+    server = serve("127.0.0.1", 0, forks=forks)
     try:
         with pytest.raises(RendezvousConnectionError, match=f"port {server.port}"):
-            serve(server.port, forks=forks)
+            serve("127.0.0.1", server.port, forks=forks)
     finally:
         server.close()
 
 
 def test_a_forked_server_exits_with_its_parent() -> None:
-    server = serve(0, forks=True)
+    server = serve("127.0.0.1", 0, forks=True)
     client = server.client()
     client.set("key", "value")
     assert server.client().get("key") == b"value"

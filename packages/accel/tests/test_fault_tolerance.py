@@ -36,6 +36,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
 from accel_track.jsonl_reader import read_run
 
+TOKEN = "0123456789abcdef" * 2
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 
 # Events are REPLICA:STEP:WHAT. Each happens once, in the middle of a step that all replicas compute. PAUSES are
@@ -177,7 +178,7 @@ def lighthouse_of(run: subprocess.Popen[str]) -> psutil.Process | None:
     """The lighthouse of a run, if it accepts connections."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(run.pid).children():
-            if "LighthouseServer" in " ".join(child.cmdline()):
+            if "accel_launch.lighthouse" in " ".join(child.cmdline()):
                 listens = any(each.status == psutil.CONN_LISTEN for each in child.net_connections("tcp"))
                 return child if listens else None
     return None
@@ -491,10 +492,11 @@ def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A lighthouse in this process, and the environment of the only replica of two that is alive."""
     coordination = pytest.importorskip("torchft.coordination", reason="needs torchft: pip install 'accel[ft]'")
     server = coordination.LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=300
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=300
     )
     for name, value in {
-        "TORCHFT_LIGHTHOUSE": server.address(),
+        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{server.address().rpartition(':')[2]}",
+        "ACCELERATE_RUN_TOKEN": TOKEN,
         "ACCELERATE_FT_NUM_REPLICAS": "2",
         "ACCELERATE_FT_REPLICA_TIMEOUT": "5",
         "RUST_LOG": "error",

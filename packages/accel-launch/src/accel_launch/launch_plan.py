@@ -20,6 +20,7 @@ from accel_state.options import (
     Source,
     load_groups,
 )
+from accel_state.ports import loopback_variables
 
 from .accelerators.registry import VisibleDevices, find_hosts, find_visible
 from .config.read import load_settings
@@ -131,6 +132,8 @@ def make_plan(
     sharing = replicas * local
     if max(total, sharing) > 1 and not settings.is_set("num_cpu_threads_per_process"):
         environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // sharing))
+    if _is_alone(settings, context, mode):
+        environment |= {name: value for name, value in loopback_variables().items() if not variables.get(name)}
     return LaunchPlan(
         entrypoint=entrypoint,
         num_processes=total,
@@ -249,6 +252,13 @@ def _count_machines(settings: Resolution, context: LaunchContext) -> int:
                 "machines to it, or leave num_machines out."
             )
     return len(context.hosts) if context.role is Role.BATCH and machines == 1 else machines
+
+
+def _is_alone(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> bool:
+    """Whether all processes of the run are on this machine."""
+    if mode is LaunchMode.RANK and context.process is not None:
+        return context.process.num_nodes == 1
+    return mode is LaunchMode.LOCAL and int(settings["num_machines"]) == 1
 
 
 def overriding_setting(settings: Resolution, first: str, second: str) -> Setting | None:

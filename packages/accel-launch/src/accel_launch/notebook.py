@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from accel_state.env import are_libraries_initialized, patch_environment
+from accel_state.env import are_libraries_initialized, patch_environment, read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import CoreOptions, RendezvousOptions, ResourceOptions, resolve
+from accel_state.ports import loopback_variables
 
 from .accelerators.registry import find_visible
 from .cpus import check_process_count
@@ -293,6 +294,9 @@ def _run(
 
     with _argument_names_in_errors():
         check_rendezvous(rendezvous, num_nodes)
+    if num_nodes == 1:
+        unset = {name: value for name, value in loopback_variables().items() if not read_str(name)}
+        environment = {**environment, **unset}
     start_method = "fork" if sys.platform.startswith("linux") else "spawn"
     job = ElasticJob(
         entrypoint=FunctionRank(function, start_method == "fork"),

@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from accel_state.ports import is_loopback
+
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
@@ -36,6 +38,21 @@ def is_local(host: str) -> bool:
         return is_free(0, host)
     except OSError:
         return False
+
+
+def listening_host(host: str) -> str:
+    """The address at which a server listens that is reached under ``host``; empty for all addresses of this machine.
+
+    It is that of ``host``, and so of one interface, except where that would keep other machines out: the address is
+    translated on the way (containers), or this machine resolves its own name to a loopback address.
+    """
+    if is_loopback(host):
+        return host
+    return host if is_local(host) and not _resolves_to_loopback(host) else ""
+
+
+def _resolves_to_loopback(host: str) -> bool:
+    return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 
 def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], None]) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+"""The address that only this machine reaches."""
 
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Above the ports that jobs of SLURM and MPI derive from their names.
@@ -74,6 +78,43 @@ def is_port_in_use(port: int | None = None) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
         client.settimeout(1.0)
         return client.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is written as an address that only this machine reaches: 127.0.0.1, ::1, localhost.
+
+    The name of a machine is not, though some systems resolve it to such an address on the machine itself.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine.
+
+    Args:
+        host: the address, or a name that resolves to it; empty for all addresses.
+        port: 0 for any free one.
+
+    Raises:
+        OSError: the port is in use, or the address belongs to another machine.
+    """
+    if not host:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+
+
+def loopback_variables() -> dict[str, str]:
+    """The variables with which gloo and NCCL connect over the loopback interface, and so listen there only."""
+    if sys.platform == "win32":
+        return {}
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _first_ephemeral_port() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -68,6 +69,30 @@ def default_store() -> dist.Store:
 def forget_quorum(manager: Any) -> None:
     """Have torchft's manager set up its group at the next quorum, whatever its number; it has no public method."""
     manager._quorum_id = -1
+
+
+@contextlib.contextmanager
+def managers_that_listen_at(address: str, store: str, reach: Callable[[str], str]) -> Iterator[None]:
+    """Have torchft's managers listen at one address; they have no argument for it, and listen at all.
+
+    Args:
+        address: host and port at which the server of a manager that is made in the block listens.
+        store: host and port of its store as others reach it, where that is not as this process reaches it.
+        reach: how this process reaches the manager with an address, from here on.
+    """
+    manager, coordination = importlib.import_module("torchft.manager"), importlib.import_module("torchft.coordination")
+
+    def serve(**given: Any) -> Any:
+        return coordination.ManagerServer(**{**given, "bind": address, "store_addr": store})
+
+    def connect(manager_address: str, **given: Any) -> Any:
+        return coordination.ManagerClient(reach(manager_address), **given)
+
+    manager.ManagerServer, manager.ManagerClient = serve, connect
+    try:
+        yield
+    finally:
+        manager.ManagerServer = coordination.ManagerServer
 
 
 @functools.cache

@@ -7,11 +7,11 @@ import socket
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
+from accel_state.ports import LOOPBACK
 
-from ..ports import is_free
+from ..ports import is_free, listening_host
 
 DEFAULT_PORT = 29500
-LOOPBACK = "127.0.0.1"
 
 
 def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
@@ -25,7 +25,7 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
                 f"--main_process_ip {host!r} is not a known host: {error}. Give the address of the machine of rank 0."
             ) from None
         serves = options.machine_rank == 0 and (num_machines == 1 or options.rdzv_backend == "static")
-        if serves and not is_free(port):
+        if serves and not is_free(port, LOOPBACK if num_machines == 1 else listening_host(host)):
             raise ConfigurationError(
                 f"--main_process_port {port}: the port is in use on this machine, or reserved for the system. Give "
                 "another one; on a single machine, leave it out, or give 0, for any free port."

@@ -11,9 +11,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
+from accel_state.ports import LOOPBACK
 
 from ..ports import is_local, wait_for_server
-from .checks import DEFAULT_PORT, LOOPBACK
+from .checks import DEFAULT_PORT
 from .static_rendezvous import StaticRendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 900
@@ -21,7 +22,8 @@ DEFAULT_TIMEOUT_SECONDS = 900
 
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
     """The parameters of a rendezvous. On one machine the port is 0 by default, so that the agent takes a free one."""
-    host, alone = options.main_process_ip or LOOPBACK, num_machines == 1
+    alone = num_machines == 1
+    host = options.main_process_ip if options.main_process_ip and not alone else LOOPBACK
     port = options.main_process_port or (0 if alone else DEFAULT_PORT)
     return RendezvousParameters(
         backend="static" if alone else options.rdzv_backend,

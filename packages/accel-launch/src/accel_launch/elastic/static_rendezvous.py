@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
+from ..ports import listening_host
 from .exit_barrier import ExitBarrier
 from .tcp_store import CALL_TIMEOUT, StoreServer, serve
 
@@ -28,7 +29,8 @@ _ROUND = "round"
 class StaticRendezvous(RendezvousHandler):
     """Rounds of a fixed number of machines.
 
-    ``port`` is that of the store of rank 0, which the processes also use in the first round; 0 means any free one.
+    ``port`` is that of the store of rank 0, which the processes also use in the first round; 0 means any free one. The
+    stores listen at one address: see :func:`~accel_launch.ports.listening_host`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class StaticRendezvous(RendezvousHandler):
     ) -> None:
         self._host, self._port, self._run_id, self._forks = host, port, run_id, forks
         self._rank, self._world_size = rank, world_size
+        self._listening = listening_host(host)
         self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
         self._token = uuid.uuid4().hex
         self._control: StoreServer | None = None
@@ -78,7 +81,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _connect(self) -> Store:
         if self._rank == 0:
-            self._control = serve(self._port, forks=self._forks)
+            self._control = serve(self._listening, self._port, forks=self._forks)
             store = self._control.client()
         else:
             timeout = timedelta(seconds=self._timeout_seconds)
@@ -90,7 +93,8 @@ class StaticRendezvous(RendezvousHandler):
         """Start the store for the processes of this round, close the former one, and return the port."""
         if self.round == 0 and self._control is not None:
             return self._control.port
-        former, self._rank_server = self._rank_server, serve(self._port if self.round == 0 else 0, forks=self._forks)
+        port = self._port if self.round == 0 else 0
+        former, self._rank_server = self._rank_server, serve(self._listening, port, forks=self._forks)
         if former is not None:
             former.close()
         return self._rank_server.port

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 from datetime import timedelta
+from socket import socket
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from .checks import LOOPBACK
+from accel_state.ports import listen
+from accel_state.tcp_store import serve_store
 
 CALL_TIMEOUT = timedelta(seconds=60)
 """How long one call into a store may take."""
@@ -21,10 +22,8 @@ CALL_TIMEOUT = timedelta(seconds=60)
 class ThreadStoreServer:
     """A server in a thread of this process."""
 
-    def __init__(self, port: int) -> None:
-        self._store: TCPStore | None = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=CALL_TIMEOUT
-        )
+    def __init__(self, host: str, port: int) -> None:
+        self._store: TCPStore | None = serve_store(host, port, CALL_TIMEOUT)
         self.port = int(self._store.port)
 
     def client(self) -> TCPStore:
@@ -45,11 +44,10 @@ class ForkedStoreServer:
     (of the name service, say) waits for it for ever.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host or "localhost"
         # Bound here: a port in use fails here, and clients that connect before the server is ready wait.
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        with socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN) as listener:
+        with listen(host, port) as listener:
             self.port = int(listener.getsockname()[1])
             reader, self._writer = os.pipe()
             self._pid = os.fork()
@@ -57,7 +55,7 @@ class ForkedStoreServer:
                 self._serve(listener, reader)
             os.close(reader)
 
-    def _serve(self, listener: socket.socket, reader: int) -> None:
+    def _serve(self, listener: socket, reader: int) -> None:
         try:
             gc.freeze()
             os.close(self._writer)
@@ -67,7 +65,7 @@ class ForkedStoreServer:
             # Ctrl-C reaches every process of the terminal, but ranks need the store to end in order.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             store = TCPStore(
-                LOOPBACK,
+                self._host,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
@@ -82,7 +80,7 @@ class ForkedStoreServer:
 
     def client(self) -> TCPStore:
         """A connection to the store."""
-        return TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
+        return TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
 
     def close(self) -> None:
         """End the process."""
@@ -100,9 +98,15 @@ class ForkedStoreServer:
 StoreServer = ThreadStoreServer | ForkedStoreServer
 
 
-def serve(port: int, *, forks: bool) -> StoreServer:
-    """Start a server; port 0 means any free one, ``forks`` that this process forks ranks afterwards."""
+def serve(host: str, port: int, *, forks: bool) -> StoreServer:
+    """Start a server.
+
+    Args:
+        host: address to listen at; empty for all.
+        port: 0 for any free one.
+        forks: whether this process forks ranks afterwards.
+    """
     try:
-        return ForkedStoreServer(port) if forks else ThreadStoreServer(port)
+        return ForkedStoreServer(host, port) if forks else ThreadStoreServer(host, port)
     except (OSError, RuntimeError) as error:
         raise RendezvousConnectionError(f"a store cannot listen on port {port}: {error}") from error

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
 from accel_state.options.resources import MachineRange
+from accel_state.ports import LOOPBACK
 
-from ..elastic.checks import DEFAULT_PORT, LOOPBACK, check_rendezvous
+from ..elastic.checks import DEFAULT_PORT, check_rendezvous
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
@@ -81,7 +82,8 @@ def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
         "ROLE_NAME": options.role,
     }
     if options.rdzv_backend == "static" and (plan.num_machines > 1 or options.main_process_port):
-        variables["MASTER_ADDR"] = options.main_process_ip or LOOPBACK
+        alone = plan.num_machines == 1
+        variables["MASTER_ADDR"] = LOOPBACK if alone else options.main_process_ip or LOOPBACK
         variables["MASTER_PORT"] = str(options.main_process_port or DEFAULT_PORT)
     return variables
 

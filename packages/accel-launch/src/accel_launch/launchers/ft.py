@@ -20,23 +20,22 @@ from types import FrameType
 
 import psutil
 
+from accel_state import run_token
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.options import FaultToleranceOptions
 from accel_state.ports import get_free_port
 
 from ..accelerators.registry import VisibleDevices, find_visible
-from ..elastic.checks import DEFAULT_PORT, check_rendezvous
+from ..elastic.checks import check_rendezvous
 from ..elastic.report import shell_exit_code, signal_name
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
-from ..ports import wait_for_server
+from ..lighthouse import Lighthouse
 from .base import Launcher, MachineCommand
 from .rank import worker_command
 
-# How long a machine waits for the lighthouse on another one.
-_MEETING_SECONDS = 900
 _LOOK_SECONDS = 0.1
 # A look comes this long after the moment from which a replica counts as dead.
 _AFTER_LIMIT = 0.005
@@ -44,24 +43,18 @@ _AFTER_LIMIT = 0.005
 _LONGEST_LOOK = 1.0
 _GRACE_SECONDS = 30.0
 _FAILURES_IN_A_ROW = 3
+# A replica that is killed from outside so often within so many seconds, without a step in between, ends the run: the
+# system, for example, kills whatever takes too much memory.
+_KILLS, _KILL_SECONDS = 10, 300.0
 _START_LIMIT = 300.0
 _JOINING = 10
 
-# A lighthouse that ends at once, because its port is taken, for example, is started again after this time.
-_LIGHTHOUSE_PAUSE = 1.0
-
-# The arguments are those of torchft's class. Importing the package would import torch, which takes seconds, and which
-# this module of it does not need: replicas that have lost the lighthouse wait for the new one.
-_LIGHTHOUSE = """
-import sys, threading, types
-from importlib.util import find_spec
-package = types.ModuleType("torchft")
-package.__path__ = find_spec("torchft").submodule_search_locations
-sys.modules["torchft"] = package
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(sys.argv[1], *map(int, sys.argv[2:]))
-threading.Event().wait()
-"""
+# Signals with which a program, not a user or the system, ends a process.
+_CRASHES = frozenset(
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGPIPE")
+    if hasattr(signal, name)
+)
 
 
 @dataclass
@@ -73,6 +66,8 @@ class Replica:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # by rank; empty while it does not run
     restarts: int = 0
     failures: int = 0  # in a row, without a step between them
+    kills: list[float] = field(default_factory=list)  # when it was killed from outside, without a step between them
+    hung: bool = False  # whether the launcher has killed it because it made no progress
     # Its last report: "joins" or "waits" (for the others, before and after its first step), "computes" or "finished";
     # empty before the first.
     state: str = ""
@@ -102,6 +97,26 @@ class Replica:
             return None  # processes that have finished wait for each other
         return min(ended) if min(ended) < 0 else max(ended)
 
+    def count_end(self, code: int, now: float) -> str | None:
+        """Count an end before that of the run, and say why the run cannot continue; None if it can.
+
+        Args:
+            code: the exit code of the replica, -N after signal N.
+            now: seconds of a monotonic clock.
+        """
+        if code < 0 and self.has_computed:
+            self.failures, self.kills = 0, []
+        elif code < 0 and -code not in _CRASHES and not self.hung:
+            # Not an error of the script, however often it happens; but it may be killed for what it needs.
+            self.kills = [*(moment for moment in self.kills if now - moment < _KILL_SECONDS), now]
+            if len(self.kills) >= _KILLS:
+                return f"it was killed {_KILLS} times within {_KILL_SECONDS:g} s, before it could compute a step"
+        else:
+            self.failures += 1
+            if self.failures >= _FAILURES_IN_A_ROW:
+                return f"it failed {self.failures} times in a row"
+        return None
+
     def kill(self) -> None:
         """End what is left of its processes."""
         for process in self.processes:
@@ -123,11 +138,9 @@ class _Run:
     plan: LaunchPlan
     options: FaultToleranceOptions
     directory: Path
-    address: str  # of the lighthouse
-    port: int
+    token: str
     replicas: list[Replica] = field(default_factory=list)
-    lighthouse: subprocess.Popen[bytes] | None = None
-    lighthouse_began: float = 0.0
+    lighthouse: Lighthouse | None = None
     signal: int = 0
     late_failure: int = 0  # how a replica ended after others had finished the run
 
@@ -135,32 +148,27 @@ class _Run:
         if not self.plan.quiet:
             print(f"accel launch: {text}", file=sys.stderr, flush=True)
 
-    def start_lighthouse(self) -> None:
-        options, tick = self.options, 20
-        limits = (round(1000 * options.replica_timeout), tick, round(1000 * options.heartbeat_timeout))
-        numbers = map(str, (options.min_replicas, *limits))
-        command = [*python_command("-c", _LIGHTHOUSE), f"[::]:{self.port}", *numbers]
-        log = None if self.plan.debug else subprocess.DEVNULL
-        self.lighthouse_began = time.monotonic()
-        self.lighthouse = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
     def start(self, replica: Replica) -> None:
+        assert self.lighthouse is not None
+        common = {
+            "TORCHFT_LIGHTHOUSE": self.lighthouse.address,
+            "ACCELERATE_FT_DIRECTORY": str(self.directory),
+            run_token.VARIABLE: self.token,
+        }
         command = worker_command(self.plan.entrypoint, os.getpid())
         replica.progress.unlink(missing_ok=True)
-        for more in variables(self.plan, replica, f"http://{self.address}:{self.port}", self.directory):
-            environment = {**self.plan.full_environment(), **more}
+        for more in variables(self.plan, replica):
+            environment = {**self.plan.full_environment(), **common, **more}
             # A session of its own: a signal from the terminal reaches the launcher, which forwards it.
             replica.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        replica.state, replica.seen = "", 0
+        replica.state, replica.seen, replica.hung = "", 0, False
         replica.silent = replica.stopped = 0.0
 
     def look(self, seconds: float) -> int | None:
         """Restart what has died; the exit code of the run once it has ended."""
-        lighthouse = self.lighthouse
-        paused = time.monotonic() - self.lighthouse_began > _LIGHTHOUSE_PAUSE
-        if lighthouse is not None and lighthouse.poll() is not None and paused:
-            self.say(f"the lighthouse ended ({_ending(lighthouse.returncode)}); starting it again")
-            self.start_lighthouse()
+        ended = None if self.lighthouse is None else self.lighthouse.restart_if_ended()
+        if ended is not None:
+            self.say(f"the lighthouse ended ({_ending(ended)}); starting it again")
         for replica in self.replicas:
             if not replica.processes:
                 continue
@@ -185,12 +193,14 @@ class _Run:
             self.say(f"replica {replica.number} ended ({_ending(code)}) after others had finished the run")
             self.late_failure = self.late_failure or code
             return False
-        replica.failures = 0 if replica.has_computed and code < 0 else replica.failures + 1
+        reason = replica.count_end(code, time.monotonic())
         limit = self.plan.rendezvous.max_restarts
-        if replica.failures >= _FAILURES_IN_A_ROW or (limit and replica.restarts >= limit):
+        if limit and replica.restarts >= limit:
+            reason = f"--max_restarts is {limit}"
+        if reason is not None:
             self.say(
                 f"replica {replica.number} ended ({_ending(code)}) after {replica.restarts} restarts, and the run "
-                "ends: " + (f"--max_restarts is {limit}" if limit else f"it failed {replica.failures} times in a row")
+                f"ends: {reason}"
             )
             return True
         replica.restarts += 1
@@ -232,6 +242,7 @@ class _Run:
         lags = replica.state == "computes" and replica.silent > limit and missed
         if replica.stopped > limit or lags or (not replica.state and replica.silent > _START_LIMIT + limit):
             self.say(f"replica {replica.number} makes no progress; killing it")
+            replica.hung = True
             for process in replica.processes:
                 _end(process, signal.SIGKILL)
                 process.wait()
@@ -248,8 +259,7 @@ class _Run:
             _end(process, signal.SIGKILL)
             process.wait()
         if self.lighthouse is not None:
-            self.lighthouse.kill()
-            self.lighthouse.wait()
+            self.lighthouse.close()
 
 
 class FaultTolerantLauncher(Launcher):
@@ -268,21 +278,12 @@ class FaultTolerantLauncher(Launcher):
         if find_spec("torchft") is None:
             raise MissingDependencyError("--ft needs the module torchft. Install it with: pip install 'accel[ft]'")
         visible_devices(plan, numbers[0])  # before anything is started, an error if there are too few
+        token = run_token.make_token() if plan.num_machines == 1 else run_token.read_token().decode()
         directory = Path(tempfile.mkdtemp(prefix="accel_launch_"))
-        address, port = "localhost", 0
-        if plan.num_machines > 1:
-            address = str(plan.rendezvous.main_process_ip)
-            port = plan.rendezvous.main_process_port or DEFAULT_PORT
-        run = _Run(plan, options, directory, f"[{address}]" if ":" in address else address, port or get_free_port())
+        run = _Run(plan, options, directory, token)
         try:
             with _signals(run):
-                if plan.rendezvous.machine_rank == 0:
-                    run.start_lighthouse()
-                elif not wait_for_server(address, port, _MEETING_SECONDS, run.say):
-                    raise ConfigurationError(
-                        f"no lighthouse listens at {address}:{port}. Start the launcher of machine rank 0, and check "
-                        "that this machine can reach that port."
-                    )
+                run.lighthouse = Lighthouse(options, plan.rendezvous, plan.num_machines, token, plan.debug, run.say)
                 for number in numbers:
                     replica = Replica(number, directory / f"replica_{number}")
                     run.replicas.append(replica)
@@ -303,22 +304,21 @@ class FaultTolerantLauncher(Launcher):
         ]
         notes = [
             "TORCHFT_LIGHTHOUSE: torchft's lighthouse, which this command starts on a port that is free then",
+            f"{run_token.VARIABLE}: a secret, which this command makes on a single machine",
             "a replica that ends before the run does is restarted, while the others continue",
         ]
         return [MachineCommand("this machine", command, plan.environment, replicas, notes)]
 
 
-def variables(plan: LaunchPlan, replica: Replica, lighthouse: str, directory: Path) -> list[dict[str, str]]:
+def variables(plan: LaunchPlan, replica: Replica) -> list[dict[str, str]]:
     """The variables of each process of a replica."""
     options = plan.settings.group(FaultToleranceOptions)
     common = {
-        "TORCHFT_LIGHTHOUSE": lighthouse,
         # torchft would write ten lines a step, and torch the C++ frames of each lost connection.
         "RUST_LOG": read_str("RUST_LOG", "error") or "",
         "TORCH_CPP_LOG_LEVEL": read_str("TORCH_CPP_LOG_LEVEL", "FATAL") or "",
         "ACCELERATE_FT_REPLICA": str(replica.number),
         "ACCELERATE_FT_RESTARTS": str(replica.restarts),
-        "ACCELERATE_FT_DIRECTORY": str(directory),
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())},
     }
     if plan.num_machines > 1:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from accel_state.errors import ConfigurationError
-from accel_state.ports import get_free_port
+from accel_state.ports import LOOPBACK, get_free_port
 
 from ..interpreter import python_command
 from ..launch_context import LaunchMode
@@ -48,7 +48,7 @@ class SingleLauncher(Launcher):
         """The script, with torchrun's variables for a script that creates a process group itself."""
         variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
         variables |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
-        variables["MASTER_ADDR"] = plan.rendezvous.main_process_ip or "127.0.0.1"
+        variables["MASTER_ADDR"] = LOOPBACK
         port, notes = plan.rendezvous.main_process_port, []
         if port:
             variables["MASTER_PORT"] = str(port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
+from accel_state import run_token
 from accel_state.errors import ConfigurationError
 
 from ..external_launcher import run_external
@@ -26,7 +27,10 @@ class SrunLauncher(Launcher):
                 "directory to PATH."
             )
         start = self.commands(plan)[0]
-        return run_external(start.command, {**plan.full_environment(), **start.environment})
+        environment = {**plan.full_environment(), **start.environment}
+        # The launchers on the nodes are one run; srun passes its variables on.
+        environment.setdefault(run_token.VARIABLE, run_token.make_token())
+        return run_external(start.command, environment)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The call of srun."""

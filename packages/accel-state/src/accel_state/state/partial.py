@@ -19,8 +19,13 @@ from ..environments.base import Environment
 from ..errors import ConfigurationError
 from ..options.core import CoreOptions
 from ..options.launch import HardwareOptions
+from ..ports import is_loopback
+from ..tcp_store import serve_store
 from .process_control import ProcessControl
 from .shared import SharedState
+
+# How long a call into the store of a process group may take: torch's own value.
+_STORE_TIMEOUT = timedelta(minutes=30)
 
 
 def is_initialized() -> bool:
@@ -145,7 +150,9 @@ class PartialState(ProcessControl, SharedState):
         has_variables = environment.name == "torchrun" and environment.main_address and environment.main_port
         if "init_method" not in kwargs and not has_variables:
             kwargs["init_method"] = _init_method(environment)
-        if kwargs.get("init_method"):
+        if has_variables and not kwargs.keys() & {"init_method", "store"} and _serves_loopback(environment):
+            kwargs["store"] = _loopback_store(environment, kwargs.get("timeout"))
+        if kwargs.get("init_method") or "store" in kwargs:
             kwargs.update(rank=environment.rank, world_size=environment.world_size)
         kwargs.update(self.device_backend.process_group_options(self.device))
         dist.init_process_group(**kwargs)
@@ -214,6 +221,23 @@ def _init_method(environment: Environment) -> str:
             "MASTER_ADDR to its host name and MASTER_PORT to a free port on it, on every process."
         )
     return f"tcp://{environment.main_address}:{environment.main_port}"
+
+
+def _serves_loopback(environment: Environment) -> bool:
+    """Whether rank 0 serves the store of processes that are all on this machine. Launchers like torchrun serve it."""
+    served = env.parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE")
+    return not served and is_loopback(str(environment.main_address))
+
+
+def _loopback_store(environment: Environment, timeout: timedelta | None) -> dist.Store:
+    """The store of these processes. torch's own would listen at all addresses of this machine."""
+    host, port = str(environment.main_address), int(environment.main_port or 0)
+    timeout = timeout or _STORE_TIMEOUT
+    if environment.rank == 0:
+        store = serve_store(host, port, timeout)
+    else:
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.PrefixStore("accel/process_group", store)
 
 
 def _destroy_at_exit() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +14,18 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from torch.distributed import TCPStore
 
-from accel_state import env, get_logger
+from accel_state import env, get_logger, run_token
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError, require
 from accel_state.options import CoreOptions, FaultToleranceOptions
+from accel_state.ports import LOOPBACK
+from accel_state.tcp_store import serve_store
 
-from .._torch_compat import forget_quorum
+from .._torch_compat import forget_quorum, managers_that_listen_at
 from .lighthouse_watch import LighthouseWatch
+from .network import Network
+from .transport import StateTransport
 
 logger = get_logger(__name__)
 
@@ -47,6 +49,8 @@ _RETURN_SECONDS = 3.0
 # Calls within this process, and the state of another one, may take longer than the wait for a replica that hangs.
 _SHORTEST = timedelta(seconds=10)
 _REPORT_BYTES = 40
+# How long a call into a store may take: torch's own value.
+_STORE_TIMEOUT = timedelta(minutes=5)
 
 
 def check_environment() -> None:
@@ -66,28 +70,47 @@ class _FreshKeys:
     addresses of former groups are still there. So the process whose store it is gives the names a ticket. It takes the
     ticket back before it asks for another quorum, so that no replica finds it there later.
 
+    Each member of the group proves that it has the token of the run, with a signature in the store: the lighthouse
+    gives a place in the quorum to every process that asks for one.
+
     Args:
         pg: torchft's process group.
-        address: host and port of the store of this replica.
+        network: how this process reaches the stores of others.
+        address: host and port of the store of this replica, as others reach it.
         timeout: how long to wait for a ticket.
     """
 
-    def __init__(self, pg: Any, address: str, timeout: timedelta) -> None:
-        self._address, self._timeout = address, timeout
+    def __init__(self, pg: Any, network: Network, address: str, timeout: timedelta) -> None:
+        self._network, self._address, self._timeout = network, address, timeout
         self._configure = pg.configure
         process_group = require("torchft.process_group", purpose="strategy 'ft'", install="accel[ft]")
         self._connect = process_group.create_store_client
         self._issued: tuple[Any, str] | None = None
         pg.configure = self.configure
 
-    def configure(self, store_addr: str, *arguments: Any) -> None:
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *arguments: Any) -> None:
         """Called by torchft's manager when the quorum has changed."""
         address, _, name = store_addr.partition("/")
-        store = self._connect(f"{address}/accel/ticket", timeout=self._timeout)
+        reached = self._network.reach("store", address)
+        store = self._connect(f"{reached}/accel/ticket", timeout=self._timeout)
         if address == self._address:
             store.set(name, uuid4().hex)
             self._issued = store, name
-        self._configure(f"{store_addr}/{store.get(name).decode()}", *arguments)
+        ticket = store.get(name).decode()
+        self._prove(store, f"{name}/{ticket}", store_addr, rank, world_size)
+        self._configure(f"{reached}/{name}/{ticket}", replica_id, rank, world_size, *arguments)
+
+    def _prove(self, store: Any, key: str, store_addr: str, rank: int, world_size: int) -> None:
+        """Sign the place of this process in the group, and check the signatures of the others."""
+        token = self._network.token
+        store.set(f"{key}/{rank}", run_token.sign(token, "member", store_addr, key, rank).hex())
+        for other in range(world_size):
+            try:
+                signature = bytes.fromhex(store.get(f"{key}/{other}").decode())
+            except ValueError:
+                signature = b""
+            if not run_token.is_signed(signature, token, "member", store_addr, key, other):
+                raise run_token.TokenError(f"member {other} of {world_size} does not have the token of this run")
 
     def take_back(self) -> None:
         """Called before each quorum."""
@@ -95,21 +118,6 @@ class _FreshKeys:
             store, name = self._issued
             store.delete_key(name)
             self._issued = None
-
-
-def _transport(timeout: timedelta, host: str) -> Any:
-    """What sends the state to a replica that joins, without a line on stderr for each request."""
-    checkpointing = require("torchft.checkpointing", purpose="strategy 'ft'", install="accel[ft]")
-    # torch says of every tensor that it loads from a stream that its buffer must not be written to; it is copied.
-    warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-    transport: Any = checkpointing.HTTPTransport(timeout=timeout, num_chunks=0)
-    # torchft names the address by this host's name, which others may not know.
-    address = transport.metadata().replace(f"//{socket.gethostname()}:", f"//{host}:", 1)
-    transport.metadata = lambda: address
-    handler = getattr(getattr(transport, "_server", None), "RequestHandlerClass", None)
-    if handler is not None:
-        handler.log_message = lambda *_: None
-    return transport
 
 
 class ReplicaGroup:
@@ -144,34 +152,41 @@ class ReplicaGroup:
         kind = getattr(torchft, f"ProcessGroup{backend.upper()}", torchft.ProcessGroupGloo)
         self.pg: Any = kind(timeout=self._limit)
         self._is_on_one_machine = env.read_str(HOST) is None
-        host = env.read_str(HOST) or "localhost"
-        url_host = f"[{host}]" if ":" in host else host
+        self._network = Network(env.read_str(HOST), run_token.read_token())
+        patience = max(self._limit, _SHORTEST)
         if processes.world_size == 1:
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            port = self._store.port
+            port = self._network.port()
+            self._store = serve_store(LOOPBACK, port, _STORE_TIMEOUT)
+            port = int(self._store.port)
         else:
             port = int(env.read_str("MASTER_PORT") or 0)  # of the store through which the processes have met
-        self._keys = _FreshKeys(self.pg, f"{host}:{port}", self._limit)
-        self.manager: Any = torchft.Manager(
-            pg=self.pg,
-            load_state_dict=load,
-            state_dict=state,
-            min_replica_size=settings.min_replicas,
-            use_async_quorum=False,  # the quorum decides who computes what, so it comes first
-            timeout=max(self._limit, _SHORTEST),
-            quorum_timeout=_LONG,
-            connect_timeout=max(self._limit, _SHORTEST),
-            rank=processes.rank,
-            world_size=processes.world_size,
-            store_addr=host,
-            store_port=port,
-            lighthouse_addr=env.read_str(LIGHTHOUSE),
-            replica_id=f"accel_{self.number}",
-            hostname=url_host,
-            heartbeat_interval=timedelta(seconds=min(0.1, settings.heartbeat_timeout / 5)),
-            checkpoint_transport=_transport(max(self._limit, _SHORTEST), url_host),
-            quorum_retries=_QUORUM_RETRIES,
-        )
+        manager_port = self._network.port()
+        if processes.rank == 0:
+            self._network.open(port, manager_port)
+        address = f"{self._network.host}:{port}"
+        self._keys = _FreshKeys(self.pg, self._network, address, self._limit)
+        reach = functools.partial(self._network.reach, "manager")
+        with managers_that_listen_at(f"{LOOPBACK}:{manager_port}", address, reach):
+            self.manager: Any = torchft.Manager(
+                pg=self.pg,
+                load_state_dict=load,
+                state_dict=state,
+                min_replica_size=settings.min_replicas,
+                use_async_quorum=False,  # the quorum decides who computes what, so it comes first
+                timeout=patience,
+                quorum_timeout=_LONG,
+                connect_timeout=patience,
+                rank=processes.rank,
+                world_size=processes.world_size,
+                store_addr=LOOPBACK,
+                store_port=port,
+                lighthouse_addr=env.read_str(LIGHTHOUSE),
+                replica_id=f"accel_{self.number}",
+                hostname=self._network.url_host,
+                heartbeat_interval=timedelta(seconds=min(0.1, settings.heartbeat_timeout / 5)),
+                checkpoint_transport=StateTransport(self._network.host, self._network.token, patience),
+                quorum_retries=_QUORUM_RETRIES,
+            )
         self.rank, self.size = 0, 1
         self._lighthouse_ended = False
         self._is_current = False  # whether it has committed the latest step
@@ -282,6 +297,7 @@ class ReplicaGroup:
         self._watch.close()
         self.manager.shutdown(wait=False)
         self.pg.abort()
+        self._network.close()
         if self._progress_file is not None:
             os.close(self._progress_file)
             self._progress_file = None

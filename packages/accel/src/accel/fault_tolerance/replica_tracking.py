@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -13,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from accel_state import env
 from accel_track.tracking import Settings, TrackerRun
 
 from .replica_group import DIRECTORY
+from .transport import StateError, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -91,20 +89,17 @@ class Recent:
         """The rows, for a replica that joins: those after the last one that cannot be sent."""
         sent: deque[bytes] = deque()
         for index in range(len(self._rows) - 1, -1, -1):
-            buffer = io.BytesIO()
             try:
-                torch.save(tuple(self._rows[index]), buffer)
-            except Exception as error:  # values may be of any type, and raise anything
+                sent.appendleft(pack(tuple(self._rows[index])))
+            except StateError as error:
                 logger.debug("a row of step %d cannot be sent: %s", self._rows[index].step, error)
                 return max(self._before, *(row.step for row in list(self._rows)[: index + 1])), list(sent)
-            sent.appendleft(buffer.getvalue())
         return self._before, list(sent)
 
     def load(self, dumped: tuple[float, list[bytes]]) -> None:
         """Take over the rows of another replica of this run."""
         self._before, rows = dumped
-        read = (torch.load(io.BytesIO(row), map_location="cpu", weights_only=False) for row in rows)
-        self._rows = deque(Row(*row) for row in read)
+        self._rows = deque(Row(*unpack(row)) for row in rows)
 
 
 class ReplicaTracking(TrackerRun):

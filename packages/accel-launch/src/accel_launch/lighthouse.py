@@ -1,0 +1,150 @@
+"""torchft's lighthouse, through which the replicas of ``accel launch --ft`` agree on who takes part in a step.
+
+It listens on the loopback address, because it has no notion of a token. Launchers on other machines reach it through a
+tunnel, which has. ``python -m accel_launch.lighthouse LAUNCHER_PID ADDRESS LIMIT...`` is its process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from accel_state import run_token
+from accel_state.errors import ConfigurationError
+from accel_state.options import FaultToleranceOptions, RendezvousOptions
+from accel_state.ports import LOOPBACK, get_free_port
+from accel_state.tunnel import TunnelClient, TunnelServer
+
+from .elastic.checks import DEFAULT_PORT
+from .elastic.worker import die_with_launcher
+from .interpreter import python_command
+from .ports import listening_host, wait_for_server
+
+# How long a machine waits for the lighthouse on another one.
+_MEETING_SECONDS = 900.0
+_CONNECT_SECONDS = 10.0
+_TICK_MS = 20
+# A lighthouse that ends at once is started again after this time.
+_PAUSE_SECONDS = 1.0
+_NAMED_STRANGERS = 8
+
+
+class Lighthouse:
+    """The lighthouse of a run as this machine sees it: a process, or a tunnel to the one on machine rank 0.
+
+    Args:
+        options: time limits and numbers of replicas.
+        rendezvous: this machine's rank, and the address of machine rank 0.
+        num_machines: machines of the run.
+        token: of the run.
+        log: whether to show its output.
+        say: prints a note.
+    """
+
+    def __init__(
+        self,
+        options: FaultToleranceOptions,
+        rendezvous: RendezvousOptions,
+        num_machines: int,
+        token: str,
+        log: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options, self._token, self._log, self._say = options, token.encode(), log, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        self._tunnel: TunnelServer | TunnelClient | None = None
+        self._strangers: set[str] = set()
+        main = str(rendezvous.main_process_ip), rendezvous.main_process_port or DEFAULT_PORT
+        if rendezvous.machine_rank > 0:
+            self._join(main)
+            return
+        self._port = get_free_port()
+        if num_machines > 1:
+            self._tunnel = TunnelServer(listening_host(main[0]), main[1], self._port, self._token, self._note_stranger)
+        self._start()
+
+    @property
+    def address(self) -> str:
+        """URL for the replicas of this machine."""
+        return f"http://{LOOPBACK}:{self._port}"
+
+    def _join(self, main: tuple[str, int]) -> None:
+        """Wait for the lighthouse of another machine, and make the tunnel to it."""
+        host, port = main
+        problem = f"no lighthouse listens at {host}:{port}. Start the launcher of machine rank 0, and check that this "
+        if not wait_for_server(host, port, _MEETING_SECONDS, self._say):
+            raise ConfigurationError(f"{problem}machine can reach that port.")
+        try:
+            run_token.connect(main, self._token, _CONNECT_SECONDS).close()
+        except run_token.TokenError:
+            raise ConfigurationError(
+                f"the launcher at {host}:{port} has another {run_token.VARIABLE} than this one. Set the same value on "
+                "every machine."
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(
+                f"what listens at {host}:{port} is not the launcher of machine rank 0: {error}. Give its address with "
+                "--main_process_ip and --main_process_port."
+            ) from None
+        self._tunnel = TunnelClient(main, self._token)
+        self._port = self._tunnel.port
+
+    def _note_stranger(self, address: str) -> None:
+        if address not in self._strangers and len(self._strangers) < _NAMED_STRANGERS:
+            self._strangers.add(address)
+            self._say(f"refused {address}, which does not have the token of this run ({run_token.VARIABLE})")
+
+    def _start(self) -> None:
+        options = self._options
+        limits = (round(1000 * options.replica_timeout), _TICK_MS, round(1000 * options.heartbeat_timeout))
+        numbers = map(str, (options.min_replicas, *limits))
+        address = f"{LOOPBACK}:{self._port}"
+        command = python_command("-m", "accel_launch.lighthouse", str(os.getpid()), address, *numbers)
+        log = None if self._log else subprocess.DEVNULL
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def restart_if_ended(self) -> int | None:
+        """Start the process again if it has ended, and return its exit code (-N after signal N); None if it runs."""
+        code = None if self._process is None else self._process.poll()
+        if code is None or time.monotonic() - self._began <= _PAUSE_SECONDS:
+            return None
+        self._start()
+        return code
+
+    def close(self) -> None:
+        """End it."""
+        if self._tunnel is not None:
+            self._tunnel.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Serve until the launcher ends."""
+    launcher, address, *limits = argv
+    die_with_launcher(int(launcher))
+    # Importing the package would import torch, which takes seconds, and which this module of it does not need:
+    # replicas that have lost the lighthouse wait for the new one.
+    spec = find_spec("torchft")
+    assert spec is not None
+    package = types.ModuleType("torchft")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["torchft"] = package
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(address, *map(int, limits))
+    threading.Event().wait()
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
