@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ import torch
 from components import namespaces, torchless
 from components.digits import LAUNCH, environment
 from torch import nn
+
+from accel_state import run_token
 
 _MISSING = namespaces.missing()
 # Two launchers, and two ranks that import torch, up to three times.
@@ -226,6 +229,41 @@ def test_machines_join_and_leave(hosts, tmp_path) -> None:
     assert "a process failed or machines changed" in errors
 
 
+# Asks a port of another host to kill a replica, to show its status, and to let it join; prints what it got.
+NEIGHBOUR = """
+import socket, sys
+from datetime import timedelta
+address = sys.argv[1], int(sys.argv[2])
+for request in (b"POST /replica/accel_0/kill", b"GET /"):
+    request += b" HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n"
+    with socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(request.ljust(64))
+        print(len(b"".join(iter(lambda: connection.recv(1000), b""))))
+from torchft.coordination import LighthouseClient
+wait = timedelta(seconds=5)
+try:
+    LighthouseClient(f"http://{address[0]}:{address[1]}", wait).heartbeat("foreign", wait)
+    print("joined")
+except Exception as error:
+    print("refused")
+"""
+
+
+def check_neighbours(hosts: namespaces.Hosts) -> None:
+    """A process without the token, on the other host, gets a challenge and nothing else. And where the hosts listen."""
+    command = hosts.command(1, [sys.executable, "-c", NEIGHBOUR, "10.77.0.1", "29514"])
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["32", "32", "refused"]
+    for host, address in enumerate(("10.77.0.1", "10.77.0.2")):
+        shown = subprocess.run(
+            hosts.command(host, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, text=True, check=True
+        )
+        fields = [line.split() for line in shown.stdout.splitlines()]
+        found = {words[1].partition(":")[0] for words in fields if words[3] == "0A"}
+        number = bytes(map(int, address.split(".")))[::-1].hex().upper()  # as Linux writes it
+        assert found == {"0100007F", number}
+
+
 @pytest.mark.slow  # two hosts, and time limits that must pass
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 def test_a_cable_is_cut_and_mended(hosts, tmp_path) -> None:
@@ -233,12 +271,13 @@ def test_a_cable_is_cut_and_mended(hosts, tmp_path) -> None:
     (tmp_path / "s.py").write_text(REPLICA)
     words = ["--cpu", "--ft", "--num_replicas=2", "--replica_timeout=8", "--num_machines=2"]
     words += ["--main_process_ip=10.77.0.1", "--main_process_port=29514"]
+    token = {run_token.VARIABLE: run_token.make_token()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [
         subprocess.Popen(
             hosts.command(host, [*LAUNCH, *words, f"--machine_rank={host}", "s.py"]),
             cwd=tmp_path,
-            env=environment(),
+            env=environment(**token),
             **pipes,
         )
         for host in (0, 1)
@@ -256,6 +295,7 @@ def test_a_cable_is_cut_and_mended(hosts, tmp_path) -> None:
 
     try:
         wait_for(lambda: sizes(1).count("2") > 5)
+        check_neighbours(hosts)
         hosts.set_cable(plugged=False)
         wait_for(lambda: sizes(0).count("1") > 15)
         alone = len(sizes(0))

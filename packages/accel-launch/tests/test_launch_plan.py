@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -332,9 +333,25 @@ class TestReplicas:
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
 
+    def test_kills_from_outside_are_not_errors_of_the_script(self, tmp_path) -> None:
+        killed = ft.Replica(0, tmp_path)
+        # Twenty in half an hour, the first before the first step.
+        assert not any(killed.count_end(-signal.SIGKILL, 90.0 * number) for number in range(20))
+        # Exceptions and exit codes count, and so do crashes in native code, and hanging.
+        assert [killed.count_end(code, 2000.0) for code in (1, -signal.SIGKILL, -signal.SIGSEGV)] == [None] * 3
+        killed.hung = True
+        assert killed.count_end(-signal.SIGKILL, 2000.0) == "it failed 3 times in a row"
+        # A step in between: the script works.
+        killed.hung, killed.state = False, "computes"
+        assert killed.count_end(-signal.SIGKILL, 2000.0) is None and killed.failures == 0
+        # Killed at every start, for example for the memory that it takes.
+        killed.state = ""
+        ends = [killed.count_end(-signal.SIGKILL, 3000.0 + 5 * number) for number in range(10)]
+        assert ends[:9] == [None] * 9 and "killed 10 times within 300 s" in str(ends[9])
+
     def test_a_look_comes_right_after_a_time_limit(self, tmp_path) -> None:
         made = plan(tmp_path, ft="true", replica_timeout="2", cpu="true")
-        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), tmp_path, "localhost", 1)
+        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), tmp_path, "token")
         running = {"processes": [None], "state": "computes"}
         run.replicas = [ft.Replica(0, tmp_path, **running, silent=1.5), ft.Replica(1, tmp_path, **running, silent=7.0)]
         assert run.until_next_look() == 0.1  # nobody waits for the second one, which computes for long

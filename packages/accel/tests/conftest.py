@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from ft_runs import lighthouse  # noqa: F401
 
 from accel_state import context
 from accel_state.testing import preload

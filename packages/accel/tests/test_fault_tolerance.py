@@ -23,8 +23,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ft_runs import prepared
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.fault_tolerance.lighthouse_watch import LighthouseWatch
@@ -36,7 +36,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import check, load_groups, resolve
 from accel_track.jsonl_reader import read_run
 
-TOKEN = "0123456789abcdef" * 2
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 
 # Events are REPLICA:STEP:WHAT. Each happens once, in the middle of a step that all replicas compute. PAUSES are
@@ -485,33 +484,6 @@ def test_without_the_launcher_the_error_says_how_to_start(monkeypatch: pytest.Mo
 def test_contradictions_are_refused_before_anything_starts(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check(resolve(load_groups(), {"ft": "true", **given}, environ={}))
-
-
-@pytest.fixture
-def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A lighthouse in this process, and the environment of the only replica of two that is alive."""
-    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft: pip install 'accel[ft]'")
-    server = coordination.LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=300
-    )
-    for name, value in {
-        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{server.address().rpartition(':')[2]}",
-        "ACCELERATE_RUN_TOKEN": TOKEN,
-        "ACCELERATE_FT_NUM_REPLICAS": "2",
-        "ACCELERATE_FT_REPLICA_TIMEOUT": "5",
-        "RUST_LOG": "error",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.shutdown()
-
-
-def prepared(**settings: Any) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, strategy="ft", **settings)
-    model = nn.Linear(4, 1)
-    loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
-    return (accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader))
 
 
 @pytest.mark.parametrize("host", [None, "::1"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import pickle
 import socket
 import threading
@@ -19,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_state import get_logger, run_token
+from accel_state import run_token
 from accel_state.errors import ConfigurationError
 from accel_state.ports import listen
 
 from ..checkpoint.safe_load import allowing_harmless
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # for threads, which do not know the rank
 
 _CONNECT_SECONDS = 10.0
 _STEP_BYTES = _SIZE_BYTES = 8
@@ -176,7 +177,7 @@ class StateTransport:
             except run_token.TokenError:
                 self._warn(str(connection.getpeername()[0]), "asked for the state of this replica")
             except OSError as error:
-                logger.debug("a state was not sent: %s", error, main_process_only=False)
+                logger.debug("a state was not sent: %s", error)
 
     def _send(self, connection: socket.socket, step: int) -> None:
         with self._changed:
@@ -224,7 +225,7 @@ class StateTransport:
             connection.settimeout(timeout.total_seconds())
             connection.sendall(step.to_bytes(_STEP_BYTES, "big"))
             state = self._receive(connection, step)
-        logger.debug("the state of step %d came in %.3f s", step, time.monotonic() - began, main_process_only=False)
+        logger.debug("the state of step %d came in %.3f s", step, time.monotonic() - began)
         return state
 
     def _receive(self, connection: socket.socket, step: int) -> Any:
@@ -249,7 +250,6 @@ class StateTransport:
                 address,
                 run_token.VARIABLE,
                 what,
-                main_process_only=False,
             )
 
 
