@@ -43,6 +43,7 @@ VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGN
 # Files and directories that name vendors, and why.
 VENDORS_NAMED = {
     "accel_state/devices/": "one file for each",
+    "accel_state/ports.py": "the variable of a collective library, which launchers set before there is a device",
     "accel_state/collectives/xla.py": "the variant of this name",
     "accel_state/collectives/registry.py": "registers it",
     "accel_state/_torch_compat.py": "names of the private functions of torch_xla",

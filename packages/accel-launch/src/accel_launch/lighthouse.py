@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from accel_state import run_token
@@ -139,9 +140,7 @@ def serve(argv: Sequence[str]) -> None:
     package = types.ModuleType("torchft")
     package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["torchft"] = package
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(address, *map(int, limits))
+    server = import_module("torchft.coordination").LighthouseServer(address, *map(int, limits))
     threading.Event().wait()
     server.shutdown()
 
