@@ -115,7 +115,7 @@ def test_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value)
     monkeypatch.chdir(tmp_path)
     run = Run()
     for call, name in ((run.accelerator.save_state, "output_dir"), (run.accelerator.load_state, "input_dir")):
-        with pytest.raises(ConfigurationError, match=rf"{name}={value!r} is not the path of a directory"):
+        with pytest.raises(ConfigurationError, match=rf"{name}={value!r}"):
             call(value)
     assert not os.listdir(tmp_path)
 

@@ -264,7 +264,7 @@ def test_set_auto_wrap_policy_is_torchs_form() -> None:
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
-        ({"transformer_cls_names_to_wrap": ["Twig"]}, Tree(), "Tree has no module of class Twig. Its classes: Leaf"),
+        ({"transformer_cls_names_to_wrap": ["Twig"]}, Tree(), "Tree has no module of class Twig. Set it to Leaf"),
         ({}, Leaf(), "Leaf has no _no_split_modules"),
     ],
 )

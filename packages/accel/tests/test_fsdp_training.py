@@ -552,4 +552,4 @@ def test_one_process_trains_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(Net())
     assert type(model) is Net
-    assert "shards a model over processes, and there is only one" in caplog.text
+    assert "trains a model over several processes, and there is only one" in caplog.text

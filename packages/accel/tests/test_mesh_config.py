@@ -177,7 +177,7 @@ def test_one_process_and_a_mesh_of_one_train_as_they_are(caplog: pytest.LogCaptu
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     model = nn.Linear(2, 2)
     assert accelerator.prepare(model) is model and accelerator.parallelism_config is None
-    assert "mesh shards a model over processes, and there is only one" in caplog.text
+    assert "mesh trains a model over several processes, and there is only one" in caplog.text
 
 
 def kinds(plan: dict[str, Any]) -> dict[str, str]:

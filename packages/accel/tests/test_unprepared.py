@@ -260,7 +260,7 @@ WRONG: list[tuple[Callable[[Accelerator], Any], str]] = [
     (lambda a: a.skip_first_batches([1], 1), "skip_first_batches got .1., a list. Pass a DataLoader"),
     (lambda a: a.unwrap_model(None), "unwrap_model got None"),
     (lambda a: a.get_state_dict("gpt2"), "get_state_dict got 'gpt2', a str"),
-    (lambda a: a.save_model(nn.Linear(1, 1), None), "save_directory=None is not the path of a directory"),
+    (lambda a: a.save_model(nn.Linear(1, 1), None), "save_directory=None"),
     (lambda a: a.accumulate([nn.Linear(1, 1)]), "accumulate got .Linear.*, a list. Pass prepared models one by one"),
     (lambda a: a.accumulate("model"), "accumulate got 'model', a str"),
     (lambda a: a.autocast("fp16"), "autocast got 'fp16', a str. Pass AutocastKwargs"),

@@ -14,6 +14,7 @@ from torch import nn
 from accel_state import devices
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.humanize import counted
+from accel_state.paths import as_path
 
 from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
@@ -91,7 +92,7 @@ def disk_offload(
         ConfigurationError: the directory holds weights that are not those of this model.
     """
     check_type(model, nn.Module, "disk_offload", "Pass a model: a torch.nn.Module.")
-    if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
+    if not (as_path("offload_dir", offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -168,6 +169,8 @@ def dispatch_model(
             ``offload_dir`` and ``offload_index``; tensors without values.
     """
     check_type(model, nn.Module, "dispatch_model", "Pass a model: a torch.nn.Module.")
+    hint = "Pass a dictionary of module names to devices, such as infer_auto_device_map(model) returns."
+    check_type(device_map, Mapping, "dispatch_model(device_map=...)", hint)
     check_device_map(model, device_map)
     check_devices(device_map)
     _undo_dispatch(model)

@@ -15,6 +15,7 @@ from torch import nn
 
 from accel_state import is_initialized
 from accel_state.errors import ConfigurationError, check_type
+from accel_state.paths import as_path
 
 from ._torch_compat import parameters_of
 from .checkpoint.checkpoint_mapping import ModelTensor, check_match, match_checkpoint, model_tensors, split_by_location
@@ -128,7 +129,8 @@ def load_checkpoint_in_model(
         check_device_map(model, device_map)
         check_devices(device_map)
         device_map = with_shared_modules(model, device_map)
-    directory = None if offload_folder is None else Path(offload_folder)
+    check_type(checkpoint, (str, os.PathLike), "checkpoint", "Give a file, a directory, or a Hub repository.")
+    directory = None if offload_folder is None else as_path("offload_folder", offload_folder)
     loader = _CheckpointLoader(model, device_map, directory, dtype, as_names(keep_in_fp32_modules), offload_buffers)
     loader.open(os.fspath(checkpoint), strict)
     loader.load()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel_state import CustomDtype, dtype_byte_size
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from ._torch_compat import buffers_of, children_of, parameters_of
 from .tensors import as_dtype
@@ -127,6 +127,7 @@ def as_names(names: Sequence[str] | str | None) -> list[str]:
     """A list of names from a list, a single name, or None."""
     if names is None:
         return []
+    check_type(names, (str, Iterable), "a list of class names", "Pass names of classes, such as ['LlamaDecoderLayer'].")
     return [names] if isinstance(names, str) else list(names)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel_state.arguments import check_flags, check_number
+
 
 @dataclass
 class DataLoaderConfiguration:
@@ -41,3 +43,9 @@ class DataLoaderConfiguration:
     already_sharded: bool = False
     elastic: bool = False
     logical_shards: int = 8
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        check_number("DataLoaderConfiguration.logical_shards", self.logical_shards, at_least=1, whole=True)
+        if self.data_seed is not None:
+            check_number("DataLoaderConfiguration.data_seed", self.data_seed, whole=True)

@@ -22,7 +22,7 @@ from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
 from accel_state import devices
 from accel_state.errors import ConfigurationError
-from accel_state.paths import open_for_writing, refuse_link
+from accel_state.paths import as_path, open_for_writing, refuse_link
 from accel_state.state import PartialState, is_initialized
 
 from .layers import (
@@ -90,12 +90,17 @@ def load_and_quantize_model(
         sources = _match_weights(model, layers, weights, quantizer, str(weights_location))
     locations = _device_map(model, layers, quantizer, device_map, no_split_module_classes, max_memory)
     on_disk = [name for name, location in locations.items() if str(location) == "disk"]
+    folder = None if offload_folder is None else as_path("offload_folder", offload_folder)
     if on_disk and offload_folder is None:
         raise ConfigurationError(
             f"the device map puts {', '.join(on_disk[:4])} on the disk: give offload_folder, or raise max_memory."
         )
     quantization = _ModelQuantization(
-        model, quantizer, weights, locations, None if offload_folder is None else Path(offload_folder)
+        model,
+        quantizer,
+        weights,
+        locations,
+        folder,
     )
     for name, linear in progress_bar("Quantizing", iterable=list(layers.items())):
         quantization.quantize_layer(name, linear, sources[name])

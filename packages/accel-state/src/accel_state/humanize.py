@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 
 def counted(count: int, noun: str) -> str:
@@ -50,3 +52,9 @@ def convert_file_size_to_int(size: float | str) -> int:
     factor = (1024 if binary else 1000) ** _POWERS[prefix.upper()]
     bytes_ = int(float(number) * factor)
     return bytes_ // 8 if unit == "b" else bytes_
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the known name that is most similar, or an empty text."""
+    similar = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
-from .errors import ConfigurationError
+from .errors import ArgumentTypeError, ConfigurationError
 
 
 class LinkError(ConfigurationError):
@@ -68,3 +70,36 @@ def leads_outside(directory: str | os.PathLike[str], name: str) -> bool:
         return not Path(directory, name).resolve().is_relative_to(Path(directory).resolve())
     except (OSError, RuntimeError):  # a link to itself
         return True
+
+
+# Two letters at least: `C:/x` is a path of Windows. A URL that went through pathlib has one slash.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def as_path(name: str, value: Any) -> Path:
+    """The path in an argument.
+
+    Args:
+        name: the argument, for messages.
+        value: text or a path object.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+        ConfigurationError: it is empty, has a null byte, or is a URL.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"{name}={value!r}, a {type(value).__name__}, is not a path. Give a str or a Path.")
+    if not text:
+        raise ConfigurationError(f"{name}={value!r} is empty. Give a path, or '.' for the working directory.")
+    if "\0" in text:
+        raise ConfigurationError(f"{name}={value!r} has a null byte, which no path can have.")
+    url = _URL.match(text)
+    if url is not None:
+        advice = (
+            f"Give the path {text[len('file://') :]!r}."
+            if url[1].lower() == "file"
+            else ("Give a directory of a file system, and copy it afterwards; object storage can also be mounted.")
+        )
+        raise ConfigurationError(f"{name}={text!r} is a URL, and only paths are written to and read. {advice}")
+    return Path(value)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from .errors import ConfigurationError
+from .humanize import closest
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ class Registry(Generic[T]):
             if self.entry_point_group:
                 hint = f" A package can add its own with an entry point in the group {self.entry_point_group!r}."
             raise ConfigurationError(
-                f"{name!r} is not a known {self.kind}. Known: {', '.join(self.names()) or 'none'}.{hint}"
+                f"{name!r} is not a known {self.kind}.{closest(name, self.names())} Known: "
+                f"{', '.join(self.names()) or 'none'}.{hint}"
             )
         return self._targets[name]
 

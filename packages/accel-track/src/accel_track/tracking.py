@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel_state.errors import ConfigurationError
+from accel_state.arguments import check_number
+from accel_state.errors import ConfigurationError, check_type
+from accel_state.paths import as_path
 from accel_state.secrets import hide_values
 
 from .base import GeneralTracker, Silence, TrackerError
@@ -63,7 +65,7 @@ class TrackerRun:
         strict: bool = False,
         delivery: Delivery | None = None,
     ) -> None:
-        self.logging_dir = logging_dir
+        self.logging_dir = None if logging_dir is None else as_path("logging_dir", logging_dir)
         self.log_with = filter_trackers(log_with, logging_dir)
         self.owner_pid = os.getpid()
         self._delivery = delivery or Delivery()
@@ -95,6 +97,7 @@ class TrackerRun:
             ConfigurationError: ``config`` has another type.
             TrackerError: in strict mode, a tracker failed to start.
         """
+        check_type(project_name, str, "init_trackers(project_name=...)", "Pass the name of the project as text.")
         self.finish()
         self._config = _without_secrets(_dictionary(config))
         self.owner_pid, self._last_step = os.getpid(), None
@@ -116,20 +119,20 @@ class TrackerRun:
             values: names to numbers, tensors (on any device), strings, or what else the trackers accept.
 
         Raises:
-            ConfigurationError: ``values`` is not a mapping.
+            ConfigurationError: ``values`` is not a mapping, or ``step`` is not a whole number.
             TrackerError: in strict mode, a tracker failed since the last call.
         """
         queues = self._queues
+        if step is not None:
+            step = int(check_number("step", step, whole=True))
         if not queues or os.getpid() != self.owner_pid:
             self._explain_silence()
             return
         snapshot = self._snapshot(values)
         if snapshot is None:
             return
-        if step is not None:
-            step = int(step)
-            if self._last_step is None or step > self._last_step:
-                self._last_step = step
+        if step is not None and (self._last_step is None or step > self._last_step):
+            self._last_step = step
         for queue in queues:
             kwargs = log_kwargs.get(queue.name, {}) if log_kwargs else {}
             queue.submit("log", partial(_log, queue.tracker, snapshot, step, kwargs))

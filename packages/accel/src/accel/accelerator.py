@@ -24,6 +24,7 @@ from accel_state import (
     get_logger,
     operations,
 )
+from accel_state.arguments import check_number
 from accel_state.errors import check_type
 from accel_state.memory import release_memory
 from accel_track.tracking import Settings as TrackerSettings
@@ -385,8 +386,13 @@ class Accelerator(AcceleratorProperties):
 
         Returns:
             The norm before clipping, unscaled, equal on all ranks after synchronisation.
+
+        Raises:
+            ConfigurationError: ``max_norm`` is negative or NaN, or ``norm_type`` is not positive.
         """
         chosen = _tensors(parameters, "clip_grad_norm_")
+        max_norm = check_number("max_norm", max_norm, at_least=0, infinite=True)
+        norm_type = check_number("norm_type", norm_type, above=0, infinite=True)
         self.unscale_gradients()
         limit = max_norm if self.sync_gradients else float("inf")
         return self.strategy.clip_grad_norm(chosen, limit, norm_type)
@@ -394,6 +400,7 @@ class Accelerator(AcceleratorProperties):
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip every element of the gradients to ``[-clip_value, clip_value]``; does nothing while they accumulate."""
         chosen = _tensors(parameters, "clip_grad_value_")
+        clip_value = check_number("clip_value", clip_value, at_least=0, infinite=True)
         self.unscale_gradients()
         if self.sync_gradients:
             self.strategy.clip_grad_value(chosen, clip_value)
@@ -678,9 +685,10 @@ class Accelerator(AcceleratorProperties):
             safe_serialization: the safetensors format rather than torch's.
 
         Raises:
-            ConfigurationError: the directory is a file, a weight has no values, or a model that is sharded over several
-                nodes would be saved on each of them.
+            ConfigurationError: the directory is a file or a URL, ``max_shard_size`` is not a positive size, a weight
+                has no values, or a model that is sharded over several nodes would be saved on each of them.
         """
+        weights_io.check_shard_size(max_shard_size)
         self._checkpointer.check_model_directory(save_directory)
         state_dict = self.get_state_dict(model)
         self._checkpointer.save_model(model, state_dict, save_directory, max_shard_size, safe_serialization)

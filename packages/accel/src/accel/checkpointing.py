@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_state import PartialState
+from accel_state.paths import as_path
 
 from .checkpoint.manifest import Workers
 from .checkpoint.names import custom_file
@@ -57,7 +58,7 @@ def save_accelerator_state(
         CheckpointError: a state dict holds values that could not be loaded again without running code.
         ConfigurationError: weights that safetensors cannot hold.
     """
-    directory = Path(output_dir)
+    directory = as_path("output_dir", output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     objects = TrainingObjects([], optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     device = PartialState().device_backend
@@ -116,7 +117,7 @@ def load_accelerator_state(
         CheckpointError: files are missing or damaged, there is another number of some kind of object, or the state of
             the random number generators is missing or unusable.
     """
-    reader = StateReader(Path(input_dir), PartialState(), map_location, load_kwargs, rank=process_index)
+    reader = StateReader(as_path("input_dir", input_dir), PartialState(), map_location, load_kwargs, rank=process_index)
     with Workers() as workers:
         verification = reader.start_verification(workers)
     if verification is not None:
@@ -142,7 +143,7 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     """
     part = custom_part(index, obj)
     if _is_writer(save_on_each_node):
-        _write(part, Path(path))
+        _write(part, as_path("path", path))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -156,4 +157,4 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     Raises:
         CheckpointError: the file is missing or damaged, or reading it could run code.
     """
-    obj.load_state_dict(read(Path(path) / custom_file(index)))
+    obj.load_state_dict(read(as_path("path", path) / custom_file(index)))

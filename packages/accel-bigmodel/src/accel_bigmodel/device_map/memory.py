@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_state import convert_file_size_to_int, devices
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 
 from ..sizes import Dtype, as_names, compute_module_sizes, named_layers
 
@@ -32,6 +32,8 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
         if device_type.name != "cpu":
             free.update({index: device_type.memory_free(index) for index in range(device_type.device_count())})
         return {**free, "cpu": devices.get("cpu").memory_free()}
+    hint = "Pass a dictionary of devices to sizes, such as {0: '10GiB', 'cpu': '30GiB'}."
+    check_type(max_memory, Mapping, "max_memory", hint)
     advice = "give the bytes available for weights"
     limits = {device: memory_bytes(limit, f"max_memory[{device!r}]", advice) for device, limit in max_memory.items()}
     for device in limits:

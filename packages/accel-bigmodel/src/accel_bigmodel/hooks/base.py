@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from accel_state.errors import ArgumentTypeError, check_type
+
 from .._torch_compat import APPLY, apply_to_tensors
 
 _accelerate_added_attributes: list[str] = []
@@ -187,6 +189,11 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Returns:
         What the hook's ``init_hook`` returned: the module, unless the hook replaces it.
     """
+    check_type(module, nn.Module, "add_hook_to_module", "Pass a module: a torch.nn.Module.")
+    if not callable(getattr(hook, "init_hook", None)) or isinstance(hook, type):
+        raise ArgumentTypeError(
+            f"add_hook_to_module got {hook!r} as hook. Pass an object of a class derived from ModelHook."
+        )
     old_hook = getattr(module, "_hf_hook", None)
     if append and old_hook is not None:
         remove_hook_from_module(module)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_state.errors import ConfigurationError
-from accel_state.paths import leads_outside, open_for_writing, refuse_link
+from accel_state.paths import as_path, leads_outside, open_for_writing, refuse_link
 
 from ..checkpoint.mapped_pages import map_file, populate, read_sequentially
 from ..checkpoint.safetensors_file import SafetensorsFile
@@ -93,7 +93,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write all tensors of a state dict and their index to a directory, which is created."""
-    os.makedirs(save_dir, exist_ok=True)
+    os.makedirs(as_path("offload_dir", save_dir), exist_ok=True)
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)

@@ -7,6 +7,7 @@ import socket
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
+from accel_state.paths import as_path
 from accel_state.ports import LOOPBACK
 
 from ..ports import is_free, listening_host
@@ -32,6 +33,7 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
             )
     if options.log_dir is not None:
         try:
+            as_path("--log_dir", options.log_dir)
             os.makedirs(options.log_dir, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--log_dir {options.log_dir!r} cannot be created: {error.strerror}.") from None

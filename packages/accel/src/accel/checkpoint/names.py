@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 
+from accel_state.arguments import check_flags
 from accel_state.errors import AccelError, ConfigurationError
 from accel_state.humanize import counted
-from accel_state.paths import leads_outside
+from accel_state.paths import as_path, leads_outside
 
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"
@@ -94,9 +95,13 @@ class ProjectConfiguration:
                 )
             setattr(self, name, number)
         self.set_directories(self.project_dir)
+        check_flags(self)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set the project directory, and the logging directory if none was given."""
+        for name, value in (("project_dir", project_dir), ("logging_dir", self.logging_dir)):
+            if value is not None:
+                as_path(name, value)
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

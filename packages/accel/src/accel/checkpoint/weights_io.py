@@ -14,7 +14,9 @@ from torch import nn
 
 from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_state import PartialState
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ArgumentTypeError, ConfigurationError
+from accel_state.humanize import convert_file_size_to_int
+from accel_state.paths import as_path
 
 from ..core.unwrap import id_tensor_storage
 from .safe_load import read_safetensors
@@ -30,7 +32,7 @@ SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Write a file under a temporary name, and rename it when it is complete and on the disk."""
-    target = Path(path)
+    target = as_path("path", path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(descriptor)
     umask = os.umask(0)
@@ -62,7 +64,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
     if isinstance(f, (str, os.PathLike)):
-        write_atomically(f, _writer(obj, safe_serialization))
+        write_atomically(as_path("f", f), _writer(obj, safe_serialization))
+    elif not hasattr(f, "write"):
+        raise ArgumentTypeError(f"save(f={f!r}) got a {type(f).__name__}. Give a path, or an open binary file.")
     elif safe_serialization:
         write_safetensors(safetensors_content(obj), f)
     else:
@@ -124,6 +128,20 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
     return cleaned
 
 
+def check_shard_size(max_shard_size: int | str) -> int:
+    """The largest size of a file in bytes; raises ConfigurationError if it is not a positive size."""
+    try:
+        size = 0 if isinstance(max_shard_size, bool) else convert_file_size_to_int(max_shard_size)
+    except (ValueError, TypeError, OverflowError, AttributeError):
+        size = 0
+    if size <= 0:
+        raise ConfigurationError(
+            f"max_shard_size={max_shard_size!r} is not a size. Give a positive number of bytes, or text such as '5GB' "
+            "(10**9 bytes) or '5GiB' (2**30 bytes)."
+        )
+    return size
+
+
 def save_model_weights(
     state_dict: dict[str, Any],
     folder: Path,
@@ -134,10 +152,11 @@ def save_model_weights(
     """Write a model's weights, sharded if they are large, and remove those of an earlier save."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
+    size = check_shard_size(max_shard_size)
     stem, suffix = (SAFE_MODEL_NAME, "safetensors") if safe_serialization else (MODEL_NAME, "bin")
     tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else state_dict
     plan = split_torch_state_dict_into_shards(
-        tensors, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size
+        tensors, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=size
     )
     written = list(plan.filename_to_tensors)
     for filename, names in plan.filename_to_tensors.items():

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_state import get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import AccelError, ConfigurationError
+from accel_state.paths import as_path
 from accel_track.tracking import TrackerRun
 
 from ..checkpoint import weights_io
@@ -138,7 +139,7 @@ class Checkpointer:
                 raise ConfigurationError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
-            return _as_path("output_dir", output_dir)
+            return as_path("output_dir", output_dir)
         if output_dir is not None:
             logger.warning_once(
                 f"save_state got output_dir, which has no effect with automatic_checkpoint_naming: states are saved in "
@@ -302,7 +303,7 @@ class Checkpointer:
 
     def check_model_directory(self, save_directory: str | os.PathLike[str]) -> None:
         """Raise ConfigurationError if a model cannot be saved in a directory, before its weights are gathered."""
-        if _as_path("save_directory", save_directory).is_file():
+        if as_path("save_directory", save_directory).is_file():
             raise ConfigurationError(
                 f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
@@ -394,7 +395,7 @@ class Checkpointer:
         automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
-        path = _as_path("input_dir", LATEST if input_dir is None else input_dir)
+        path = as_path("input_dir", LATEST if input_dir is None else input_dir)
         if input_dir is None or (str(path) == LATEST and (automatic or not path.is_dir())):
             # The newest one must be the same for all ranks, so one process looks for it.
             return self._newest() if self._process.process_index == 0 else path
@@ -421,7 +422,7 @@ class Checkpointer:
 
     def _newest_or_none(self, output_dir: str | os.PathLike[str] | None) -> str | None:
         if output_dir is not None:
-            recover(Path(output_dir))
+            recover(as_path("output_dir", output_dir))
             return str(output_dir) if Path(output_dir).is_dir() else None
         if self.project.project_dir is None:
             raise ConfigurationError(
@@ -446,9 +447,3 @@ class Checkpointer:
             identity = socket.gethostname(), status.st_dev, status.st_ino, status.st_mtime_ns
         identities = self._process.collectives.all_gather_object(identity)
         return identities[: self._process.process_index].count(identity), identities.count(identity)
-
-
-def _as_path(name: str, value: Any) -> Path:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigurationError(f"{name}={value!r} is not the path of a directory.")
-    return Path(value)

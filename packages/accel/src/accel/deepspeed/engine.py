@@ -328,6 +328,13 @@ class EngineBuilder:
                 f"offload_optimizer_device='nvme' at ZeRO stage {stage}: DeepSpeed keeps the optimizer states in host "
                 "memory, as with 'cpu'. It uses a drive at stage 3 only."
             )
+        if stage == 3 and not get_value(config, "zero_optimization.stage3_gather_16bit_weights_on_model_save"):
+            warn_once(
+                "ZeRO stage 3 without zero3_save_16bit_model: save_model and get_state_dict will raise, because no "
+                "rank has the full weights. To use them at the end of the training, set "
+                "DeepSpeedPlugin(zero3_save_16bit_model=True) or --zero3_save_16bit_model true. save_state works "
+                "without it."
+            )
         if stage == 3:
             self.plugin.set_moe_leaf_modules(group.model)
         dynamo = self.preparation.setup.dynamo

@@ -11,10 +11,10 @@ import torch
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.paths import refuse_link
+from accel_state.paths import as_path, refuse_link
 
 from ..checkpoint.names import FSDP_MODEL_NAME, SHARD_TABLE_NAME
-from ..checkpoint.weights_io import save_model_weights
+from ..checkpoint.weights_io import check_shard_size, save_model_weights
 from ..core.unwrap import clean_name
 from .checkpoint.dcp_reader import read_shards, tensors_in
 
@@ -46,7 +46,9 @@ def merge_fsdp_weights(
         ConfigurationError: there are none.
     """
     state = PartialState()
-    directory, target = _find_shards(Path(checkpoint_dir)), Path(output_path)
+    check_shard_size(max_shard_size)
+    target = as_path("output_path", output_path)
+    directory = _find_shards(as_path("checkpoint_dir", checkpoint_dir))
     written: list[str] = []
     if remove_checkpoint_dir:
         refuse_link(directory)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_state import devices, env
+from accel_state.arguments import check_flags, check_number
 from accel_state.env import str_to_bool
 from accel_state.errors import ArgumentTypeError, ConfigurationError, UnknownChoiceError
 from accel_state.logging import warn_once
@@ -119,6 +120,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        check_flags(self)
         given = {field.name for field in fields(self) if getattr(self, field.name) is not None}
         launched = FsdpOptions.from_environment()
         version = launched.version if self.fsdp_version is None else self.fsdp_version
@@ -209,6 +211,7 @@ class FullyShardedDataParallelPlugin:
                 f"min_num_params={self.min_num_params!r} must be an integer: a number of parameter elements, such as "
                 "100_000_000."
             )
+        check_number("min_num_params", given, at_least=0, whole=True)
         if self.ignored_modules is None:
             self.ignored_modules = launched.ignored_modules
 

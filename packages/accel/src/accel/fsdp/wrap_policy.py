@@ -15,6 +15,8 @@ from .._torch_compat import run_wrap_policy
 
 logger = logging.getLogger(__name__)
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+
 
 def find_units(model: nn.Module, policy: Any, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """The submodules that a policy makes units of their own, inner ones first, without the model itself."""
@@ -89,19 +91,39 @@ def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callabl
     if not wanted:
         raise ConfigurationError(
             f"transformer_based_wrap needs the class names of the model's blocks, but {type(model).__name__} has no "
-            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap), for example "
-            "to BertLayer."
+            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
+            f"{_blocks_hint(model)}."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
     # The model's own list may name blocks of related models.
     if missing and (names or len(missing) == len(wanted)):
         raise ConfigurationError(
-            f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Its "
-            f"classes: {', '.join(sorted(classes))}."
+            f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Set it"
+            f"{_blocks_hint(model)}. The classes of the model: {', '.join(sorted(classes))}."
         )
     layer_classes = {classes[name] for name in wanted if name in classes}
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The class names of the blocks that a model repeats, the largest first: siblings of one class with children."""
+    sizes: dict[str, int] = {}
+    for parent in model.modules():
+        counts: dict[type, list[nn.Module]] = {}
+        for child in parent.children():
+            counts.setdefault(type(child), []).append(child)
+        for kind, children in counts.items():
+            is_block = any(True for _ in children[0].children()) and not isinstance(children[0], _CONTAINERS)
+            if len(children) > 1 and is_block:
+                size = sum(parameter.numel() for child in children for parameter in child.parameters())
+                sizes[kind.__name__] = max(size, sizes.get(kind.__name__, 0))
+    return sorted((name for name, size in sizes.items() if size), key=lambda name: -sizes[name])
+
+
+def _blocks_hint(model: nn.Module) -> str:
+    blocks = repeated_blocks(model)
+    return f" to {blocks[0]}, which the model repeats" if blocks else " to the class of the model's largest layers"
 
 
 def size_policy(min_num_params: int) -> Callable[..., bool]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError, require
-from accel_state.paths import make_directory, refuse_link
+from accel_state.paths import as_path, make_directory, refuse_link
 
 from ..checkpoint.atomic_dir import sync
 from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
@@ -67,7 +67,7 @@ def save_fsdp_model(
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
     gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, accelerator.process_state.collectives, use_dcp)
-    _write(accelerator, Path(output_dir), gathered)
+    _write(accelerator, as_path("output_dir", output_dir), gathered)
 
 
 def load_fsdp_model(
@@ -98,7 +98,7 @@ def load_fsdp_model(
     """
     _require_sharded(accelerator, model, "load_fsdp_model")
     layout = accelerator.strategy.layout(model)
-    reader = _reader(accelerator, Path(input_dir), use_dcp)
+    reader = _reader(accelerator, as_path("input_dir", input_dir), use_dcp)
     names: dict[str, str] | None = None
     if adapter_only and is_peft_model(model):
         names = {short: full for full, short in _adapter_names(model).items()}
@@ -147,7 +147,7 @@ def save_fsdp_optimizer(
     state = state_dicts.optimizer_state(model, inner)
     kind, collectives = fsdp_plugin.state_dict_type, accelerator.process_state.collectives
     gathered = gather_one(kind, OPTIMIZER_NAME, optimizer_index, state, collectives, use_dcp)
-    _write(accelerator, Path(output_dir), gathered)
+    _write(accelerator, as_path("output_dir", output_dir), gathered)
 
 
 def load_fsdp_optimizer(
@@ -179,7 +179,7 @@ def load_fsdp_optimizer(
     """
     inner = _torch_optimizer(accelerator, optimizer, model, optimizer_index, "load_fsdp_optimizer")
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
-    reader = _reader(accelerator, Path(input_dir), use_dcp)
+    reader = _reader(accelerator, as_path("input_dir", input_dir), use_dcp)
     action = f"loading optimizer {optimizer_index} from {input_dir}"
     _plan_and_apply(accelerator, action, lambda: plan_optimizer(reader, optimizer_index, layout, inner, names))
 

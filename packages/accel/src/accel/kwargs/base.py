@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from accel_state.arguments import check_flags
 from accel_state.errors import ArgumentTypeError, ConfigurationError, check_type
 
 H = TypeVar("H", bound="KwargsHandler")
@@ -15,6 +16,9 @@ H = TypeVar("H", bound="KwargsHandler")
 @dataclass
 class KwargsHandler:
     """Base class of the settings that an Accelerator takes in ``kwargs_handlers``."""
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, as a deep copy."""

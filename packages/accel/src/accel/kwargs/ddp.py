@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from accel_state.arguments import check_number
 from accel_state.enums import NamedChoice
 from accel_state.errors import ConfigurationError
 from accel_state.logging import warn_once
@@ -132,6 +133,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("DistributedDataParallelKwargs.bucket_cap_mb", self.bucket_cap_mb, above=0)
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         wrapper = DDPCommunicationHookType(self.comm_wrapper)
         if wrapper not in (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 
 from accel_state import devices
-from accel_state.errors import ConfigurationError
+from accel_state.arguments import check_number
+from accel_state.errors import ArgumentTypeError, ConfigurationError
+from accel_state.paths import as_path
 from accel_track.delivery_queue import Delivery
 
 from .base import KwargsHandler
@@ -54,6 +56,13 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("GradScalerKwargs.init_scale", self.init_scale, above=0)
+        check_number("GradScalerKwargs.growth_factor", self.growth_factor, above=1)
+        check_number("GradScalerKwargs.backoff_factor", self.backoff_factor, above=0, below=1)
+        check_number("GradScalerKwargs.growth_interval", self.growth_interval, at_least=1, whole=True)
+
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
@@ -68,6 +77,22 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = "nccl"
     init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("backend", "init_method"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ArgumentTypeError(f"InitProcessGroupKwargs({name}={value!r}) must be text, or None.")
+        if self.timeout is None:
+            return
+        if not isinstance(self.timeout, timedelta):
+            raise ArgumentTypeError(
+                f"InitProcessGroupKwargs(timeout={self.timeout!r}) must be a datetime.timedelta, such as "
+                f"timedelta(seconds={self.timeout!r})."
+            )
+        if self.timeout <= timedelta():
+            raise ConfigurationError(f"InitProcessGroupKwargs(timeout={self.timeout!r}) must be longer than 0.")
 
 
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
@@ -104,6 +129,20 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output_trace_dir is not None:
+            as_path("output_trace_dir", self.output_trace_dir)
+        activities, schedule = self.activities, self.schedule_option
+        if activities is not None and (isinstance(activities, str) or not isinstance(activities, Iterable)):
+            raise ArgumentTypeError(f"ProfileKwargs(activities={activities!r}) must be a list, such as ['cpu'].")
+        if schedule is not None and not isinstance(schedule, Mapping):
+            raise ArgumentTypeError(
+                f"ProfileKwargs(schedule_option={schedule!r}) must be a dictionary, such as {{'active': 2}}."
+            )
+        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
+            raise ArgumentTypeError(f"ProfileKwargs(on_trace_ready={self.on_trace_ready!r}) must be a function.")
 
     def build(self) -> torch.profiler.profile:
         """Create the profiler without starting it."""

@@ -31,8 +31,7 @@ from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from .registry import STRATEGIES
-from .strategy_choice import Choice, attribute_of, check_strategy, choose, make_strategy
+from .strategy_choice import Choice, attach_strategy, attribute_of, check_strategy, choose, make_strategy
 
 logger = get_logger(__name__)
 
@@ -78,10 +77,8 @@ def build(
     state = _acquire_state(owner, _precision_of(choice.settings, mixed_precision), cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
-    if isinstance(strategy, Strategy):
-        strategy.attach(process, handlers)
-    elif strategy is not None:
-        strategy = STRATEGIES.load(strategy)(process, handlers)
+    if strategy is not None:
+        strategy = attach_strategy(strategy, process, handlers)
     else:
         strategy = make_strategy(choice, process, handlers)
     # For scripts that read the state; accel itself asks the strategy.

@@ -171,6 +171,26 @@ def check_strategy(strategy: Any, plugins: Mapping[str, Any]) -> None:
         )
 
 
+def attach_strategy(strategy: Strategy | str, process: PartialState, handlers: Handlers) -> Strategy:
+    """The strategy that the argument ``strategy`` names or is, on this process's device."""
+    kind = STRATEGIES.load(strategy) if isinstance(strategy, str) else type(strategy)
+    if not process.use_distributed and not kind.supports_single_process:
+        return _without(strategy if isinstance(strategy, str) else kind.__name__, process, handlers)
+    if isinstance(strategy, Strategy):
+        strategy.attach(process, handlers)
+        return strategy
+    return kind(process, handlers)
+
+
+def _without(name: str, process: PartialState, handlers: Handlers) -> Strategy:
+    logger.warning(
+        "%s trains a model over several processes, and there is only one: the model is trained without it. Start "
+        "several: `accel launch --num_processes N`.",
+        name,
+    )
+    return STRATEGIES.load("single")(process, handlers)
+
+
 def make_strategy(choice: Choice, process: PartialState, handlers: Handlers) -> Strategy:
     """The strategy for a choice, on this process's device."""
     device, name, settings = process.device_backend, choice.family, choice.settings
@@ -197,12 +217,7 @@ def make_strategy(choice: Choice, process: PartialState, handlers: Handlers) -> 
             )
         return STRATEGIES.load("ft_fsdp2")(process, handlers, settings)
     if not process.use_distributed and not STRATEGIES.load(strategy).supports_single_process:
-        logger.warning(
-            "%s shards a model over processes, and there is only one: the model is trained without it. Start several: "
-            "`accel launch --num_processes N`.",
-            name,
-        )
-        return STRATEGIES.load("single")(process, handlers)
+        return _without(name, process, handlers)
     return STRATEGIES.load(strategy)(process, handlers, settings, **choice.combined)
 
 

@@ -1,0 +1,209 @@
+"""Wrong calls end in errors of accel that name the argument, before anything is written or changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from accel.checkpointing import load_accelerator_state, save_accelerator_state
+from accel.contract.strategy import Strategy
+from accel.fsdp.merge import merge_fsdp_weights
+from accel.fsdp.wrap_policy import repeated_blocks
+from accel.hooks import ModelHook, add_hook_to_module
+from accel.utils import AutocastKwargs, ProfileKwargs
+from accel_bigmodel import (
+    disk_offload,
+    dispatch_model,
+    infer_auto_device_map,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel_state import AccelError, ConfigurationError
+from accel_track import TrackerRun
+
+NAN = float("nan")
+PATHS = ["a\0b", "", 5, "s3://bucket/ck", Path("gs://bucket/ck")]
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    monkeypatch.chdir(tmp_path)
+    return Accelerator(cpu=True)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=repr)
+def test_directories(accelerator: Accelerator, path: Any) -> None:
+    model = accelerator.prepare(linear())
+    calls: dict[str, Callable[[], Any]] = {
+        "output_dir": lambda: accelerator.save_state(path),
+        "input_dir": lambda: accelerator.load_state(path),
+        "save_directory": lambda: accelerator.save_model(model, path),
+        "f": lambda: accelerator.save({"a": torch.ones(1)}, path),
+        "project_dir": lambda: ProjectConfiguration(project_dir=path),
+        "logging_dir": lambda: ProjectConfiguration(logging_dir=path),
+        "project_dir ": lambda: Accelerator(cpu=True, project_dir=path),
+        "output_dir ": lambda: save_accelerator_state(path, [], [], [], [], 0, 0),
+        "input_dir ": lambda: load_accelerator_state(path, [], [], [], [], 0),
+        "output_path": lambda: merge_fsdp_weights(".", path),
+        "checkpoint_dir": lambda: merge_fsdp_weights(path, "."),
+        "offload_dir": lambda: disk_offload(linear(), path),
+        "offload_folder": lambda: load_checkpoint_in_model(linear(), ".", offload_folder=path),
+        "logging_dir ": lambda: TrackerRun("jsonl", path),
+        "output_trace_dir": lambda: ProfileKwargs(output_trace_dir=path),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigurationError, match=rf"\b{name.strip()}\b"):
+            call()
+    assert os.listdir() == []
+
+
+CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
+    **{f"split_batches={v!r}": ("split_batches", lambda v=v: DataLoaderConfiguration(split_batches=v)) for v in "x2"},
+    "even_batches": ("even_batches", lambda: DataLoaderConfiguration(even_batches="false")),  # type: ignore[arg-type]
+    "data_seed": ("data_seed", lambda: DataLoaderConfiguration(data_seed="x")),  # type: ignore[arg-type]
+    "logical_shards": ("logical_shards", lambda: DataLoaderConfiguration(logical_shards=0)),
+    "map None": ("device_map", lambda: dispatch_model(linear(), device_map=None)),  # type: ignore[arg-type]
+    "map text": ("device_map", lambda: dispatch_model(linear(), device_map="cpu")),  # type: ignore[arg-type]
+    "memory": ("max_memory", lambda: infer_auto_device_map(linear(), max_memory="10GB")),  # type: ignore[arg-type]
+    "classes": ("class names", lambda: infer_auto_device_map(linear(), no_split_module_classes=5)),  # type: ignore[arg-type]
+    "checkpoint": ("checkpoint", lambda: load_checkpoint_and_dispatch(linear(), 5)),  # type: ignore[arg-type]
+    "hook": ("add_hook_to_module", lambda: add_hook_to_module(linear(), "x")),  # type: ignore[arg-type]
+    "hook None": ("add_hook_to_module", lambda: add_hook_to_module(linear(), None)),  # type: ignore[arg-type]
+    "hook class": ("add_hook_to_module", lambda: add_hook_to_module(linear(), ModelHook)),  # type: ignore[arg-type]
+    "hook to text": ("add_hook_to_module", lambda: add_hook_to_module("x", ModelHook())),  # type: ignore[arg-type]
+    "min_num_params": ("min_num_params", lambda: FullyShardedDataParallelPlugin(min_num_params=-1)),
+    "sync": ("sync_module_states", lambda: FullyShardedDataParallelPlugin(sync_module_states="x")),  # type: ignore[arg-type]
+    "init_scale": ("init_scale=-1", lambda: GradScalerKwargs(init_scale=-1)),
+    "init_scale NaN": ("init_scale=nan", lambda: GradScalerKwargs(init_scale=NAN)),
+    "growth_factor": ("growth_factor", lambda: GradScalerKwargs(growth_factor=0.5)),
+    "backoff_factor": ("backoff_factor", lambda: GradScalerKwargs(backoff_factor=2)),
+    "growth_interval": ("growth_interval", lambda: GradScalerKwargs(growth_interval=0)),
+    "enabled": ("enabled", lambda: AutocastKwargs(enabled="x")),  # type: ignore[arg-type]
+    "bucket": ("bucket_cap_mb=-1", lambda: DistributedDataParallelKwargs(bucket_cap_mb=-1)),
+    "unused": ("unused", lambda: DistributedDataParallelKwargs(find_unused_parameters="no")),  # type: ignore[arg-type]
+    "timeout": ("timeout=5", lambda: InitProcessGroupKwargs(timeout=5)),  # type: ignore[arg-type]
+    "timeout below zero": ("timeout", lambda: InitProcessGroupKwargs(timeout=timedelta(seconds=-1))),
+    "backend": ("backend=5", lambda: InitProcessGroupKwargs(backend=5)),  # type: ignore[arg-type]
+    "activities": ("activities", lambda: ProfileKwargs(activities="cpu")),  # type: ignore[arg-type]
+    "schedule": ("schedule_option", lambda: ProfileKwargs(schedule_option="x")),  # type: ignore[arg-type]
+    "trace": ("on_trace_ready", lambda: ProfileKwargs(on_trace_ready=5)),  # type: ignore[arg-type]
+    "each node": ("save_on_each_node", lambda: ProjectConfiguration(save_on_each_node="x")),  # type: ignore[arg-type]
+    "strategy": ("Did you mean 'mesh'", lambda: Accelerator(cpu=True, strategy="mehs")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_arguments(name: str) -> None:
+    text, call = CALLS[name]
+    with pytest.raises(ConfigurationError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("value", [NAN, -1, "x", None, [1]], ids=repr)
+def test_clipping(accelerator: Accelerator, value: Any) -> None:
+    model = linear()
+    model(torch.ones(1, 2)).sum().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    with pytest.raises(AccelError, match="max_norm"):
+        accelerator.clip_grad_norm_(model.parameters(), value)
+    with pytest.raises(AccelError, match="clip_value"):
+        accelerator.clip_grad_value_(model.parameters(), value)
+    with pytest.raises(AccelError, match="norm_type"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=value)
+    assert all(torch.equal(new.grad, old) for new, old in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"), float("inf"))
+    assert norm == torch.stack([grad.abs().max() for grad in before]).max()
+
+
+@pytest.mark.parametrize("size", [0, -1, "x", "-1GB", None, True, "0MB", [1]], ids=repr)
+def test_sizes_of_files(accelerator: Accelerator, size: Any) -> None:
+    model = accelerator.prepare(linear())
+    with pytest.raises(ConfigurationError, match="max_shard_size"):
+        accelerator.save_model(model, "out", max_shard_size=size)
+    with pytest.raises(ConfigurationError, match="max_shard_size"):
+        merge_fsdp_weights(".", "out", max_shard_size=size)
+    assert os.listdir() == []
+    accelerator.save_model(model, "out", max_shard_size="1GiB")
+    assert os.listdir("out") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("step", ["x", 1.5, NAN, [1]], ids=repr)
+def test_steps_of_logs(tmp_path: Path, tracked: bool, step: Any) -> None:
+    run = TrackerRun("jsonl" if tracked else None, tmp_path)
+    run.init_trackers("project")
+    with pytest.raises(ConfigurationError, match="step="):
+        run.log({"a": 1}, step=step)
+    run.log({"a": 1}, step=torch.tensor(3))
+    run.finish()
+    with pytest.raises(ConfigurationError, match="project_name"):
+        run.init_trackers(5)  # type: ignore[arg-type]
+
+
+class Several(Strategy):
+    """Needs more than one process."""
+
+    supports_single_process = False
+
+
+@pytest.mark.parametrize("strategy", [Several(), "fsdp2"], ids=["object", "name"])
+def test_a_strategy_for_several_processes_on_one(caplog: pytest.LogCaptureFixture, strategy: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+    assert ("Several" if isinstance(strategy, Strategy) else "fsdp2") in caplog.text
+    model, optimizer = accelerator.prepare(net := linear(), torch.optim.SGD(net.parameters(), lr=0.5))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert all(torch.equal(new, old - 0.5) for new, old in zip(net.parameters(), before, strict=True))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Inner(), Inner()])
+        self.head = nn.Linear(4, 40)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(4) for _ in range(3)])
+
+
+@pytest.mark.parametrize("names", [None, ["BertLayer"]])
+def test_the_blocks_of_the_model_are_suggested(names: list[str] | None) -> None:
+    assert repeated_blocks(Stacked()) == ["Block", "Inner"] and repeated_blocks(linear()) == []
+    plugin = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=names
+    )
+    with pytest.raises(ConfigurationError, match=r"to Block\b"):
+        plugin.set_auto_wrap_policy(Stacked())
