@@ -154,6 +154,17 @@ class SimGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> SimWork:
         return self._reduce_scatter_base(output, given, opts)
 
+    # What torch's functional collectives call. The last of several on one stream is done after the others.
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        return [self._allgather_base(output, given) for output, given in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        works = [self._reduce_scatter_base(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    def all_to_all_single(self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> SimWork:
+        return self.alltoall_base(output, given, out_sizes, in_sizes, opts)
+
     def barrier(self, opts: Any = None) -> Any:
         torch.simgpu.synchronize()
         return self._gloo.barrier(*some(opts))

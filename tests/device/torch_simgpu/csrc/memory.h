@@ -21,6 +21,7 @@ struct Block {
   Access write{};
 };
 struct Kept { char* address; Clock needed; };
+struct Suspect { int stream; Clock accesses; std::string op; };
 struct Arena {
   char *address, *shadow;
   size_t limit = std::min<size_t>(setting("SIMGPU_MEMORY", int64_t(8) << 30), ARENA);
@@ -29,6 +30,7 @@ struct Arena {
   std::map<char*, Block> blocks;                            // handed out, kept or cached
   std::map<std::pair<int, size_t>, std::vector<char*>> cache;  // freed, by stream and size
   std::vector<Kept> kept;                                   // freed while recorded streams were busy
+  std::map<char*, Suspect> suspects;                        // freed while other streams were busy
   std::map<char*, size_t> holes;
   Arena() {
     auto reserve = [](int protection) {
@@ -91,7 +93,12 @@ inline void poison_on(int k, void* data, size_t bytes) {
 inline void trim(Arena& a) {
   for (auto& [where, addresses] : a.cache) {
     if (!work(where.first).queue.empty()) continue;
+    std::vector<char*> staying;
     for (char* p : addresses) {
+      if (a.suspects.count(p)) {
+        staying.push_back(p);
+        continue;
+      }
       madvise(a.host(p), where.second, MADV_DONTNEED);
       a.cached -= where.second;
       a.blocks.erase(p);
@@ -103,12 +110,11 @@ inline void trim(Arena& a) {
         if (before->first + before->second == hole->first) { before->second += hole->second; a.holes.erase(hole); }
       }
     }
-    addresses.clear();
+    addresses.swap(staying);
   }
 }
 inline void into_cache(Arena& a, char* p) {
   auto& b = a.blocks.at(p);
-  poison_on(b.stream, a.host(p), b.bytes);
   a.cache[{b.stream, b.bytes}].push_back(p);
   a.cached += b.bytes;
   if (a.cached > CACHED) trim(a);
@@ -120,21 +126,20 @@ inline void release(void* pointer) {
   auto* p = static_cast<char*>(pointer);
   auto& b = a.blocks.at(p);
   a.used -= b.bytes;
-  // Work of the block's own stream, and of those in record_stream, delays the reuse. Everything else has to be done before.
+  // Work of the block's own stream, and of those in record_stream, delays the reuse. All other work has to be ordered before the
+  // next allocation on the block's stream, which may be given this memory (check_suspects).
   Clock ordered = work(b.stream).clock;
   join(ordered, host_clock());
-  std::string early;
+  Suspect suspect{b.stream, {}, ""};
   auto check = [&](int other, const Access& access) {
     bool safe = other < 0 || other == b.stream || b.recorded.count(other) || at(ordered, other) >= access.tick;
-    if (!safe) early = access.op + " on " + stream_name(other);
+    if (safe) return;
+    suspect.accesses[other] = access.tick;
+    suspect.op = access.op + " on " + stream_name(other);
   };
   check(b.writer, b.write);
   for (auto& [other, access] : b.reads) check(other, access);
-  if (!early.empty()) {
-    ++counters[EARLY_FREES];
-    report("freed without record_stream while in use by " + early + ": " + describe(b));
-    poison(a.host(p), b.bytes);
-  }
+  if (!suspect.accesses.empty()) a.suspects[p] = suspect;
   Clock needed;
   for (int other : b.recorded)
     if (other != b.stream && at(host_clock(), other) < work(other).tick) needed[other] = work(other).tick;
@@ -154,6 +159,24 @@ inline void collect(Arena& a) {  // blocks whose recorded streams are known to b
   }
   a.kept.swap(still);
 }
+// An allocation on a stream may be given any block that was freed on it: report those that are still in use, and overwrite them.
+inline void check_suspects(Arena& a, int k) {
+  Clock ordered = work(k).clock;
+  join(ordered, host_clock());
+  for (auto item = a.suspects.begin(); item != a.suspects.end();) {
+    auto& [p, suspect] = *item;
+    if (suspect.stream != k) { ++item; continue; }
+    bool done = true;
+    for (auto& [other, tick] : suspect.accesses) done = done && at(ordered, other) >= tick;
+    if (!done) {
+      auto& b = a.blocks.at(p);
+      ++counters[EARLY_FREES];
+      report("freed without record_stream, and used again, while in use by " + suspect.op + ": " + describe(b));
+      poison(a.host(p), b.bytes);
+    }
+    item = a.suspects.erase(item);
+  }
+}
 inline std::string mebibytes(double n) {
   char text[64];
   snprintf(text, sizeof text, n < (1 << 30) ? "%.2f MiB" : "%.2f GiB", n < (1 << 30) ? n / 1048576 : n / 1073741824);
@@ -161,6 +184,7 @@ inline std::string mebibytes(double n) {
 }
 inline char* take(Arena& a, Index device, int k, size_t bytes) {
   collect(a);
+  check_suspects(a, k);
   if (a.used + bytes > a.limit) {
     ++a.failures;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "SIMGPU out of memory. Tried to allocate ", mebibytes(bytes), ". Device ", int(device),
@@ -173,6 +197,7 @@ inline char* take(Arena& a, Index device, int k, size_t bytes) {
     a.cached -= bytes;
     auto& b = a.blocks.at(p);
     b.recorded.clear();
+    poison_on(k, a.host(p), bytes);
     return p;
   }
   auto hole = a.holes.begin();

@@ -7,11 +7,35 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_state.errors import ConfigurationError
+
 Shard = Callable[[torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor that has the shape of the full parameter."""
+
+
+def step_kinds_apart(optimizer: Optimizer) -> None:
+    """Update parameters one by one in groups where some are sharded (DTensors) and others are not.
+
+    torch's operators over lists of tensors, which optimizers use by default on accelerators, do not mix the two.
+
+    Raises:
+        ConfigurationError: the optimizer was created with ``foreach=True``, which asks for these operators.
+    """
+    for group in optimizer.param_groups:
+        sharded = [isinstance(parameter, DTensor) for parameter in group["params"]]
+        if not any(sharded) or all(sharded) or "foreach" not in group:
+            continue
+        if group["foreach"]:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}(foreach=True) cannot update {sum(sharded)} sharded parameters together "
+                f"with {len(sharded) - sum(sharded)} others. Leave foreach out, or give each kind a group of its own."
+            )
+        if not group.get("fused"):
+            group["foreach"] = False
 
 
 class Replacements:

@@ -21,7 +21,7 @@ from ..core.types import Gathered, Layout
 from ..core.unwrap import names_in_order
 from ..fsdp.checkpoint.files import gather
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
-from ..fsdp.param_remap import Replacements
+from ..fsdp.param_remap import Replacements, step_kinds_apart
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
@@ -51,6 +51,7 @@ class ShardedStrategy(Strategy):
         super().attach(state, handlers)
         self.replacements = Replacements()
         self.ties: Any = WeakIdKeyDictionary()
+        self._stepped_apart: Any = WeakIdKeyDictionary()
         if not state.use_distributed:
             raise ConfigurationError(
                 "FSDP shards a model over processes, but this script was started without a process group. Start it "
@@ -76,6 +77,10 @@ class ShardedStrategy(Strategy):
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         self.replacements.apply(optimizer)
+        if optimizer not in self._stepped_apart:
+            self._stepped_apart[optimizer] = True
+            optimizer.register_load_state_dict_post_hook(step_kinds_apart)  # a state contains the groups' settings
+        step_kinds_apart(optimizer)
 
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)

@@ -1,0 +1,53 @@
+"""Puts the device in ``ACCEL_TEST_DEVICE`` in the place of the CPU, in every process that a test starts.
+
+Tests ask for the CPU (``cpu=True``, ``ACCELERATE_USE_CPU``), so that they do the same on every machine. With this
+folder on ``PYTHONPATH``, accel takes such a request for one of the device. Nothing is imported before accel imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def _detect_device(module: ModuleType) -> None:
+    original = module.detect
+    module.detect = lambda cpu=False: original()
+
+
+def _start_on_device(module: ModuleType) -> None:
+    original = module.PartialState.__init__
+
+    def start(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, **kwargs)
+
+    module.PartialState.__init__ = start
+
+
+_CHANGES = {"accel_state.devices.registry": _detect_device, "accel_state.state.partial": _start_on_device}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Applies a change to a module that was just loaded."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        change = _CHANGES.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if change is not None else None
+        if spec is None or spec.loader is None or change is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("ACCEL_TEST_DEVICE") and os.environ.get("ACCEL_TEST_IN_PLACE", "1") == "1":
+    sys.meta_path.insert(0, _Finder())
