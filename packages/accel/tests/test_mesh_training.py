@@ -398,3 +398,29 @@ def refusals() -> None:
 
 def test_what_cannot_be_laid_over_a_mesh_is_refused() -> None:
     run_world(refusals, 2, timeout=250)
+
+
+def foreach_of(**options: Any) -> str:
+    """What an optimizer of sharded matrices and whole vectors does: accelerators update lists of tensors by default."""
+    accelerator = accelerator_for({"tp_size": 2}, None)
+    model = build("llama")
+    try:
+        _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, **options))
+    except ConfigurationError as error:
+        return str(error)
+    kinds = {isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]}
+    assert kinds == {True, False}
+    before = optimizer.state_dict()
+    before["param_groups"][0]["foreach"] = None  # as of a run without tensor parallelism
+    optimizer.load_state_dict(before)
+    return str(optimizer.param_groups[0]["foreach"])
+
+
+def foreach_of_all() -> list[str]:
+    return [foreach_of(), foreach_of(foreach=True)]
+
+
+def test_sharded_and_whole_parameters_are_updated_one_by_one() -> None:
+    for default, asked in run_world(foreach_of_all, 2, state=False):
+        assert default == "False"
+        assert "foreach=True" in asked
