@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
 
 from accel_data import _torch_compat
+from accel_state.testing import run_world
 
 
 def test_pin_memory_walks_nested_batches() -> None:
@@ -57,3 +59,13 @@ def without_worker_info(worker_id: int) -> None:
 
 def test_worker_information_can_be_hidden() -> None:
     assert torch.cat(list(DataLoader(range(2), num_workers=1, worker_init_fn=without_worker_info))).tolist() == [0, 1]
+
+
+def _write_and_read() -> list[str]:
+    rank = dist.get_rank()
+    _torch_compat.default_store().set(f"accel/test/{rank}", str(rank))
+    return [_torch_compat.default_store().get(f"accel/test/{other}").decode() for other in range(2)]
+
+
+def test_the_default_store_is_shared_by_all_ranks() -> None:
+    assert run_world(_write_and_read, 2) == [["0", "1"]] * 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
 
 # Pins every tensor in a nested batch, as the loader's own thread does. The public Tensor.pin_memory takes one tensor.
@@ -21,6 +22,12 @@ def has_live_workers(loader: DataLoader[Any]) -> bool:
 def stop_workers(loader: DataLoader[Any]) -> None:
     """Stop persistent workers, so that the next epoch starts new ones (``_iterator``; torch has no public method)."""
     loader._iterator = None
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group; ``dist`` has no public accessor."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def set_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:

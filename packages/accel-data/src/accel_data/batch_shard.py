@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
+
+from accel_state.errors import ConfigurationError
+from accel_state.state import PartialState
 
 from .epoch_rng import SamplerRng
 from .samplers import SequentialSource, StreamSource, is_plain_batch_sampler, random_access_source
@@ -105,6 +110,30 @@ class ShardedSampler:
     def use_rng_of(self, sampler: Any) -> None:
         """Track the randomness of ``sampler``, which replaced the wrapped sampler."""
         self.rng = SamplerRng(sampler, self.rng.synchronize)
+
+    def _stream(self, sampler: Any, head_size: int, start: EpochStart) -> StreamSource:
+        """The items of a sampler that is read sequentially, from ``start`` on."""
+        compares = self.num_processes > 1 and self.rng.may_differ
+        stream = StreamSource(sampler, head_size, self._compare_order if compares else None)
+        stream.skip(start.position)
+        return stream
+
+    def _compare_order(self, first: list[Any]) -> None:
+        """Raise an error on every rank if the first items of the epoch differ between the ranks."""
+        collectives = PartialState().collectives
+        if collectives.world_size != self.num_processes:
+            return
+        digest = int.from_bytes(blake2b(repr(first).encode(), digest_size=7).digest(), "little")
+        digests = collectives.all_gather(torch.tensor(digest)).tolist()
+        if len(set(digests)) > 1:
+            other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+            raise ConfigurationError(
+                f"the order of the samples differs between ranks 0 and {other}, so that some samples would be read "
+                "twice and others not at all: the loader's sampler draws from a generator with another seed on each "
+                'rank. Copy the generator from rank 0 (rng_types=["torch"]; "numpy" and "python" likewise), give the '
+                "sampler an attribute `generator`, or read on one rank (dispatch_batches=True). If each rank is meant "
+                "to draw samples of its own, pass already_sharded=True."
+            )
 
     def begin_at(self, start: EpochStart) -> None:
         """Begin the next epoch at ``start``; later epochs begin at their first sample."""
@@ -250,8 +279,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         with self.rng.draw_order(start.origin) as progress.origin:
             source = random_access_source(self.sampler)
             if source is None:
-                stream = StreamSource(self.sampler, max(self.step_size, self.complete_to))
-                stream.skip(start.position)
+                stream = self._stream(self.sampler, max(self.step_size, self.complete_to), start)
         if source is None:
             batches, head = self._one_behind(self._slice_chunks(stream, progress), progress), stream.head
         else:
@@ -305,8 +333,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
 
     def _round_epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[list[Any]]:
         with self.rng.draw_order(start.origin) as progress.origin:
-            batches = StreamSource(self.batch_sampler, self.num_processes)
-            batches.skip(start.position)
+            batches = self._stream(self.batch_sampler, self.num_processes, start)
         yield from self._one_behind(self._slice_rounds(batches, progress), progress)
 
     def _slice_rounds(self, batches: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:
@@ -402,8 +429,7 @@ class ItemShard(ShardedSampler):
 
     def _epoch(self, progress: EpochProgress, start: EpochStart) -> Iterator[Any]:
         with self.rng.draw_order(start.origin) as progress.origin:
-            items = StreamSource(self.sampler, self.num_processes)
-            items.skip(start.position)
+            items = self._stream(self.sampler, self.num_processes, start)
         yield from self._one_behind(self._own_items(items, progress), progress)
 
     def _own_items(self, items: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:

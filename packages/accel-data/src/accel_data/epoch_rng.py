@@ -65,6 +65,11 @@ class SamplerRng:
         return None if self.owner is None else self.owner.generator
 
     @property
+    def may_differ(self) -> bool:
+        """Whether the order may differ between ranks: it may be drawn from generators that are not copied."""
+        return self.synchronize and self.owner is None and not self.is_deterministic
+
+    @property
     def lasting_generator(self) -> torch.Generator | None:
         """The generator that the orders of all epochs are drawn from; None if each epoch has its own."""
         return None if isinstance(self.generator, EpochGenerator) else self.generator

@@ -224,9 +224,12 @@ def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any
 def is_already_split(dataset: Any) -> bool:
     """Whether the data set reads only this rank's part.
 
-    It says so with an attribute ``already_sharded = True``; the result of Hugging Face's ``split_dataset_by_node`` is
-    recognised too.
+    It says so with an attribute ``already_sharded = True``. The result of Hugging Face's ``split_dataset_by_node`` for
+    iterable data is recognised too, and a pipeline of webdataset with ``split_by_node``.
     """
     if getattr(dataset, "already_sharded", False):
+        return True
+    stages = getattr(dataset, "pipeline", None)
+    if isinstance(stages, list) and any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages):
         return True
     return getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1

@@ -58,7 +58,7 @@ def prepare_data_loader(
     batches_per_step: int = 1,
     elastic: bool = False,
     logical_shards: int = 8,
-) -> DataLoader[Any]:
+) -> PreparedLoader:
     """A loader with the same settings that reads this process's shard of the data.
 
     Map-style data is sharded by its sampler. Each rank reads its own sources of an iterable data set that has

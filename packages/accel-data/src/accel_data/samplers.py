@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -39,8 +39,8 @@ class SeedableRandomSampler(RandomSampler):
         return not self.replacement and self.num_samples == len(self.data_source)
 
     def permutation(self) -> torch.Tensor:
-        """The order of the current epoch: an int64 tensor of shape (number of samples,)."""
-        return torch.randperm(len(self.data_source), generator=self._seeded())
+        """The order of the current epoch: a tensor of shape (number of samples,); int32 if that suffices."""
+        return permutation(len(self.data_source), self._seeded())
 
     def _seeded(self) -> torch.Generator:
         # manual_seed takes 64 bits; a seed near the limit wraps around instead of failing in a late epoch.
@@ -156,8 +156,13 @@ class SequentialSource:
         """Called once the stream was read to its end."""
 
 
+def permutation(length: int, generator: torch.Generator | None) -> torch.Tensor:
+    """What ``torch.randperm`` draws, in half of the memory up to 2**31 samples."""
+    return torch.randperm(length, generator=generator, dtype=torch.int32 if length < 2**31 else torch.int64)
+
+
 class PermutationSource(SequentialSource):
-    """A permutation as one int64 tensor: 8 bytes per sample, converted to Python numbers on demand.
+    """A permutation as one tensor: 4 bytes per sample up to 2**31 samples, converted to Python numbers on demand.
 
     The generator is drawn from once more at the end of the stream, like in :class:`torch.utils.data.RandomSampler`, so
     that later epochs have the orders of plain PyTorch.
@@ -180,20 +185,32 @@ class PermutationSource(SequentialSource):
 
     def close(self) -> None:
         if self.generator is not None:
-            torch.randperm(self.length, generator=self.generator)
+            permutation(self.length, self.generator)
 
 
 class StreamSource:
-    """Sequential access to the indices of a sampler; keeps the first ``head_size`` for completing last batches."""
+    """Sequential access to the indices of a sampler.
 
-    def __init__(self, sampler: Iterable[Any], head_size: int) -> None:
+    Args:
+        sampler: the sampler.
+        head_size: how many of the first indices are kept, for completing last batches.
+        on_first: called with the first indices that are read.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], head_size: int, on_first: Callable[[list[Any]], None] | None = None
+    ) -> None:
         self._iterator = iter(sampler)
         self._head_size = head_size
+        self._on_first = on_first
         self.head: list[Any] = []
 
     def read(self, count: int) -> list[Any]:
         """The next ``count`` indices, or as many as are left."""
         items = list(islice(self._iterator, count))
+        if self._on_first is not None:
+            on_first, self._on_first = self._on_first, None
+            on_first(items)
         missing = self._head_size - len(self.head)
         if missing > 0:
             self.head.extend(items[:missing])
@@ -226,6 +243,5 @@ def random_access_source(sampler: Any) -> SequentialSource | None:
     if isinstance(sampler, SeedableRandomSampler):
         return PermutationSource(sampler.permutation())
     if isinstance(sampler, RandomSampler):
-        permutation = torch.randperm(sampler.num_samples, generator=sampler.generator)
-        return PermutationSource(permutation, sampler.generator)
+        return PermutationSource(permutation(sampler.num_samples, sampler.generator), sampler.generator)
     return SequentialSource(len(sampler))
