@@ -51,6 +51,7 @@ def test_skipping_batches_of_a_sampler() -> None:
     assert (len(skipped), skipped.total_length, skipped.batch_size, skipped.drop_last) == (1, 3, 3, True)
     assert skipped.sampler is batches.sampler
     assert len(SkipBatchSampler(batches, 7)) == 0
+    assert list(SkipBatchSampler(batches)) == list(batches) and len(SkipBatchSampler(batches)) == 3
     with pytest.raises(ConfigurationError, match="skip_batches=-1 must be at least 0"):
         SkipBatchSampler(batches, -1)
 

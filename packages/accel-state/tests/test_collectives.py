@@ -116,6 +116,9 @@ def check_exchange(rank: int, world: int) -> None:
 
 def check_padding(rank: int, world: int) -> None:
     data = [torch.full((rank + 1, 2), rank + 1), torch.full((3,), rank), torch.tensor(rank)]
+    scalar = torch.tensor(5.0 + rank)
+    for dim in (0, -1):
+        assert ops.pad_across_processes(scalar, dim=dim) is scalar, "it has no dimension to pad"
     padded = ops.pad_across_processes(data, pad_index=-1)
     assert (
         padded[0].shape == (world, 2)

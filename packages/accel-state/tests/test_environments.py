@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from accel_state import environments
 from accel_state.environments.base import Environment, Variables
 from accel_state.environments.slurm import Allocation, SlurmEnvironment, expand_hosts, find_address
+from accel_state.environments.torchrun import TorchrunEnvironment
 from accel_state.errors import ConfigurationError
 
 TORCHRUN = {
@@ -178,6 +179,24 @@ def test_a_value_that_is_no_integer_is_named(name, text):
             continue
         with pytest.raises(ConfigurationError, match=key):
             environments.detect({**variables, key: text})
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_ranks_below_zero(name):
+    variables = LAUNCHERS[name]
+    ranks = [key for key in variables if key.endswith(("RANK", "PROCID", "LOCALID", "NODEID", "RANKID"))]
+    assert ranks
+    for key in ranks:
+        with pytest.raises(ConfigurationError, match=f"{key}=-1"):
+            environments.detect({**variables, key: "-1"})
+
+
+@pytest.mark.parametrize("wrong", [{"rank": -1}, {"local_rank": -1}, {"node_rank": -1}, {"rank": 2}, {"local_rank": 2}])
+def test_numbers_of_an_environment(wrong):
+    numbers = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "node_rank": 0, "num_nodes": 1}
+    assert TorchrunEnvironment(**numbers).rank == 0
+    with pytest.raises(ConfigurationError, match=str(next(iter(wrong.values())))):
+        TorchrunEnvironment(**{**numbers, **wrong})
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def train(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("length", "steps"), [(24, 3), (28, 3), (4, 3), (20, 1)])
+@pytest.mark.parametrize(("length", "steps"), [(24, 3), (28, 3), (4, 3), (20, 1), (20, 3), (56, 5)])
 def test_windows_equal_one_big_batch_the_short_last_one_too(length: int, steps: int, streaming: bool) -> None:
     expected = reference_run(length, 4, steps, 1)
     actual = train(length, 4, steps, streaming)

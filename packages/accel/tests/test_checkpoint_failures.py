@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -16,12 +18,14 @@ from checkpoint_runs import (
     Run,
     checkpoints,
 )
+from safetensors import SafetensorError
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint.atomic_dir import CheckpointDirectory
 from accel.checkpoint.manifest import Manifest
 from accel.checkpoint.names import CheckpointError
+from accel.checkpoint.safe_load import read_safetensors
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -66,6 +70,61 @@ def test_an_interrupted_replacement_is_recovered(tmp_path: Path, killed: str) ->
     assert run.counter.state["count"] == 1 and (tmp_path / "state" / "notes.txt").read_text() == "mine"
     run.accelerator.save_state(tmp_path / "state")
     assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_save_first_finishes_an_interrupted_replacement(tmp_path: Path) -> None:
+    """Without a load before it: the older checkpoint is back even if this save fails."""
+    run = Run()
+    run.accelerator.save_state(tmp_path / "state")
+    folder = CheckpointDirectory(tmp_path / "state")
+    (folder.target / "notes.txt").write_text("mine")
+    os.rename(folder.target, folder.replaced)
+    folder.begin()
+    assert (folder.target / "notes.txt").read_text() == "mine" and not folder.replaced.exists()
+    folder.abandon()
+    run.accelerator.load_state(folder.target)
+    os.rename(folder.target, folder.replaced)
+    run.accelerator.save_state(folder.target)
+    assert (folder.target / "notes.txt").read_text() == "mine" and os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("error", [errno.ENOTSUP, errno.ENOLCK, errno.EINVAL])
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """States are saved, replaced and rotated; what might be another process's unfinished save stays."""
+    refused: list[int] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        refused.append(operation)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    unfinished = tmp_path / ".other.accel-partial"
+    unfinished.mkdir()
+    run = Run(project_config=ProjectConfiguration(str(tmp_path / "p"), automatic_checkpoint_naming=True, total_limit=1))
+    for count in (1, 2):
+        run.counter.state["count"] = count
+        run.accelerator.save_state()
+    assert checkpoints(tmp_path / "p") == ["checkpoint_1"] and refused
+    directory = CheckpointDirectory(tmp_path / "state")
+    directory.begin()
+    directory.commit()
+    directory.begin()
+    directory.abandon()
+    assert sorted(os.listdir(tmp_path)) == [unfinished.name, "p", "state"]
+    run.accelerator.load_state()
+    assert run.counter.state["count"] == 2
+
+
+def test_errors_of_writers_name_the_directory(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path / "state")
+    for error in (SafetensorError("I/O error"), OSError(28, "full"), RuntimeError("PytorchStreamWriter failed")):
+        with pytest.raises(CheckpointError, match=str(tmp_path / "state")), directory.explaining_write_errors():
+            raise error
+    with pytest.raises(RuntimeError, match="^of a model$"), directory.explaining_write_errors():
+        raise RuntimeError("of a model")
+    (tmp_path / "m.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
+        read_safetensors(tmp_path / "m.safetensors", "cpu")
 
 
 def failing_save(folder: str, failing_rank: int) -> tuple[str, list[str], int]:

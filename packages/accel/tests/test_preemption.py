@@ -360,16 +360,47 @@ def test_ranks_agree_however_they_are_interleaved(
     store = HashStore()
     points = [(loop, step) for loop, steps in enumerate(loops) for step in range(steps + 1)]
     agreements = [StopAgreement(store, rank, world) for rank in range(world)]
-    at, stopped = [0] * world, [False] * world
+    at, stopped, was_told = [0] * world, [False] * world, False
     schedule = [turn % world for turn in turns] + list(range(world)) * len(points)
     for turn, rank in enumerate(schedule):
         if stopped[rank] or at[rank] == len(points):
             continue
         loop, step = points[at[rank]]
         wants = turn >= told and rank == who % world
+        was_told |= wants
         stopped[rank] = agreements[rank].passes(loop, begins=step == 0, wants_to_stop=wants)
         at[rank] += not stopped[rank]
+        assert was_told or not stopped[rank], "a rank stops although none was told to"
+        if wants and not stopped[rank] and at[rank] < len(points):
+            assert_announced(store, agreements, rank)
     assert len(set(stopped)) == 1 and len(set(at)) == 1
+    assert was_told or at[0] == len(points)
+
+
+def assert_announced(store: HashStore, agreements: list[StopAgreement], rank: int) -> None:
+    """The other ranks stop at this rank's next open point, unless one of them has passed it already."""
+    lease = agreements[rank]._lease
+    passed = any(other._lease > lease for other in agreements)
+    announced = store.check([f"point/{lease}"]) and store.get(f"point/{lease}") == b"stop"
+    assert announced or passed or agreements[rank]._announced < lease
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_rank_that_is_told_stops_all_at_the_next_open_point(ahead: int) -> None:
+    """Between two open points, so that only the announcement tells the rank that gets there first."""
+    store = HashStore()
+    told, other = StopAgreement(store, 0, 2), StopAgreement(store, 1, 2)
+    for agreement in (told, other):
+        assert not agreement.passes(0, begins=True, wants_to_stop=False)
+        agreement._steps_left = 5  # as after fast steps
+    for _ in range(3):
+        assert not told.passes(0, begins=False, wants_to_stop=False)
+    for _ in range(3 - ahead):
+        assert not other.passes(0, begins=False, wants_to_stop=False)
+    assert not told.passes(0, begins=False, wants_to_stop=True), "this point is not open"
+    for _ in range(1 + ahead):
+        assert not other.passes(0, begins=False, wants_to_stop=False)
+    assert other.passes(0, begins=False, wants_to_stop=False) and told.passes(0, begins=False, wants_to_stop=False)
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
