@@ -17,6 +17,12 @@ from torch import nn
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
 
+def test_the_page_shows_the_device_that_the_tests_run_on() -> None:
+    shown = (PAGE.parents[1] / "tests" / "device" / "torch_simgpu" / "accel_device.py").read_text()
+    assert f"```python\n{shown}```" in PAGE.read_text()
+    assert len(shown.splitlines()) <= 30
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory on the path with the package and its metadata, as pip would install it."""

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.self_test import checks
+from accel.self_test import checks, device_checks
+from accel.self_test.device_checks import DEVICE_CHECKS
 from accel_launch.cli import main
+from accel_state.devices.cpu import CpuDevice
 from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(300)  # a launch of two ranks, which a busy machine keeps waiting
@@ -129,3 +131,47 @@ def test_a_script_is_not_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["extra.py"], ["--cpu", "extra.py"], ["-m", "extra.py"]):
         assert main(["test", *words]) == 2
         assert "'extra.py' is not an option: accel test runs a script of its own" in capsys.readouterr().err
+
+
+def test_a_device_is_checked_and_reported(tmp_path) -> None:
+    result = accel_test("--device", "cpu", "--num_processes", "1", "--report", str(tmp_path / "row.md"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all(f"ok  {name}" in result.stdout for name in [*DEVICE_CHECKS, *checks.CHECKS])
+    row = (tmp_path / "row.md").read_text().splitlines()[-1]
+    assert (
+        row.startswith("| cpu, 1 process | none | yes | `accel test --device cpu`: identity, memory")
+        and row.count("|") == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--device", "gpux", "--cpu"], "gpux"), (["--report", "missing/row.md"], "missing")],
+)
+def test_a_device_or_report_that_is_not_possible(words, named) -> None:
+    result = accel_test("--num_processes", "1", *words)
+    assert result.returncode != 0 and named in result.stderr and "passed" not in result.stdout
+
+
+class ForgetsSeeds(CpuDevice):
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing, as a plug-in that does not pass the seed on."""
+
+
+class ForgetsStates(CpuDevice):
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+class HasNoMemory(CpuDevice):
+    def memory_free(self, index: int = 0) -> int:
+        return self.memory_total(index) + 1
+
+
+@pytest.mark.parametrize(
+    ("device", "check"), [(ForgetsSeeds, "generators"), (ForgetsStates, "generators"), (HasNoMemory, "memory")]
+)
+def test_a_device_that_does_not_do_what_it_says_fails(monkeypatch, device, check) -> None:
+    monkeypatch.setattr(device_checks, "device_of", lambda accelerator: device())
+    with pytest.raises(checks.SelfTestError):
+        DEVICE_CHECKS[check](Accelerator(cpu=True))

@@ -1,4 +1,4 @@
-"""How accel uses the simulated GPU; its entry point in the group ``accel.devices`` is in torch_simgpu-1.0.dist-info."""
+"""How accel uses simulated GPUs, which the package torch_simgpu adds to torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from accel_state.devices.base import Device
 
 
 class SimGpuDevice(Device):
-    """Simulated GPUs: torch_simgpu adds ``torch.simgpu`` with the functions of ``torch.cuda``."""
+    """Simulated GPUs: importing torch_simgpu adds ``torch.simgpu``, with the functions of ``torch.cuda``."""
 
     name = "simgpu"
+    vendor_package = "torch_simgpu"
+    # The backend of torch.distributed that torch_simgpu registers, and the variable that hides devices from a process.
     collective_backend = "simccl"
     visible_devices_variable = "SIMGPU_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_GPU
-    vendor_package = "torch_simgpu"
+    # torch.OutOfMemoryError is recognised by itself. Others are known by a part of their message.
+    out_of_memory_messages = ("SIMGPU out of memory",)

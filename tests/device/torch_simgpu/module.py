@@ -177,13 +177,18 @@ def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
         set_rng_state(state, index)
 
 
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed number, which is what an operator takes."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def manual_seed(seed: int) -> None:
-    _ops.seed(current_device(), seed)
+    _ops.seed(current_device(), _signed(seed))
 
 
 def manual_seed_all(seed: int) -> None:
     for index in range(device_count()):
-        _ops.seed(index, seed)
+        _ops.seed(index, _signed(seed))
 
 
 def counters() -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from pathlib import Path
 
 from accel_launch.command import Command
 from accel_launch.interpreter import python_command
@@ -22,9 +23,19 @@ def run(argv: list[str]) -> int:
             f"{script!r} is not an option: accel test runs a script of its own, with options of accel launch. Leave it "
             f"out, or run your script with: accel launch {script}"
         )
+    own = [f"--device={arguments.device}"] if arguments.device else []
+    if arguments.report:
+        report = Path(arguments.report).absolute()
+        if not report.parent.is_dir():
+            raise ConfigurationError(f"--report {arguments.report}: there is no directory {report.parent}. Create it.")
+        own.append(f"--report={report}")
+    if arguments.device == "cpu":
+        options.append("--cpu")
     config = ["--config_file", arguments.config_file] if arguments.config_file else []
     # A subprocess, because for a single process the launcher replaces itself by the script.
-    code = subprocess.call(python_command("-m", "accel_launch", "launch", *config, *options, "-m", _MODULE))
+    code = subprocess.call(python_command("-m", "accel_launch", "launch", *config, *options, "-m", _MODULE, *own))
+    if code == 0 and arguments.report:
+        print(f"Wrote {arguments.report}.")
     if code == 0:
         print("The self-test passed: this machine is ready to train with this configuration.")
     return code if code >= 0 else 128 - code
@@ -34,13 +45,17 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser; unknown options are passed to ``accel launch``."""
     parser = ConfigParser(
         prog="accel test",
-        usage="accel test [--config_file FILE] [options of accel launch]",
+        usage="accel test [--config_file FILE] [--device NAME] [--report FILE] [options of accel launch]",
         description="Run collectives, data loaders, training and a checkpoint on the configured processes, and compare "
         "the results with plain PyTorch in one process.",
         allow_abbrev=False,
     )
     text = "configuration file to test (default: the default configuration file)"
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help=text)
+    text = "check this device too, by its name in torch: memory, generators, autocast, copies, offloading, saves"
+    parser.add_argument("--device", metavar="NAME", help=text)
+    text = "write what passed into this file, as a row of docs/hardware.md"
+    parser.add_argument("--report", metavar="FILE", help=text)
     return parser
 
 
