@@ -36,6 +36,7 @@ ELSEWHERE = {
     "accel estimate-memory llama/ --offload *": "packages/accel-bigmodel/tests/test_estimate.py::test_offload_command",
     "accel to-fsdp2 *": "packages/accel/tests/test_to_fsdp2.py",
     "accel merge-weights *": "packages/accel/tests/test_fsdp_checkpoints.py",
+    "accel test --device simgpu *": "tests/device/test_accel.py::test_the_device_is_checked_and_reported",
     "accel test": "packages/accel/tests/test_self_test.py",
     "accel config": "packages/accel-launch/tests/test_questionnaire.py",
     "accel config update": "packages/accel-launch/tests/test_config_command.py",

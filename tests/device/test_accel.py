@@ -180,16 +180,16 @@ def test_commands_that_describe_the_machine(command: str) -> None:
         assert "simgpu:1 computes correct" in done.stdout and "simccl" in done.stdout
 
 
-def test_self_test_on_two_devices_has_nothing_to_warn_of() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_launch", "test", "--num_processes", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_device_is_checked_and_reported() -> None:
+    row = Path.cwd() / "row.md"
+    command = [sys.executable, "-m", "accel_launch", "test", "--device", "simgpu", "--num_processes", "2"]
+    done = subprocess.run([*command, "--report", str(row)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    report = row.read_text()
+    row.unlink()
     assert "2 process(es), MULTI_GPU, simgpu:0" in done.stdout
     assert "first backward pass" not in done.stderr and "first batch" not in done.stderr
+    assert report.splitlines()[-1].startswith("| simgpu, 2 processes | simccl | yes |")
 
 
 def test_memory_is_that_of_the_device() -> None:
