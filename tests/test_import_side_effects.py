@@ -140,7 +140,7 @@ def test_the_probe_detects_an_effect(tmp_path: Path) -> None:
     assert {"environment", "random generator", "handlers", "threads"} <= set(found["it"])
 
 
-@pytest.mark.parametrize("package", ["accel", "accel_state", "accel_data", "accel_track"])
+@pytest.mark.parametrize("package", ["accel", "accel_state", "accel_data", "accel_monitor", "accel_track"])
 def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path) -> None:
     assert _torch_is_imported_by(f"import {package}", tmp_path) == []
 

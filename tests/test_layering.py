@@ -23,6 +23,7 @@ SIBLINGS = {
     "accel_megatron": {"accel", "accel_state", "accel_data", "accel_launch"},
     "accel_track": {"accel_state"},
     "accel_fp8": {"accel_state"},
+    "accel_monitor": {"accel_state"},
     "accel_plan": {"accel", "accel_state", "accel_data", "accel_launch", "accel_bigmodel"},
     "accel_compat": {"accel", "accel_state", "accel_launch"},
     "accel": {"accel_state", "accel_data", "accel_launch", "accel_bigmodel", "accel_track"},

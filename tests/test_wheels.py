@@ -52,7 +52,7 @@ for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
 """
 # What `pip install accel` brings; the others are extras.
-BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron", "accel-plan"}
+BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron", "accel-monitor", "accel-plan"}
 # The siblings that each package installs, its optional ones left out.
 TOGETHER = {
     "accel-state": {"accel-state"},
@@ -62,6 +62,7 @@ TOGETHER = {
     "accel-quant": {"accel-quant", "accel-bigmodel", "accel-state"},
     "accel-track": {"accel-track", "accel-state"},
     "accel-fp8": {"accel-fp8", "accel-state"},
+    "accel-monitor": {"accel-monitor", "accel-state"},
     "accel": BASE,
     "accel-plan": BASE | {"accel-plan"},
     "accel-compat": BASE | {"accel-compat"},
@@ -77,6 +78,7 @@ PUBLIC_SURFACE = {
     "accel-megatron": ["test_plugin.py", "test_redirection.py"],
     "accel-track": ["test_tracking.py", "test_jsonl.py"],
     "accel-fp8": ["test_native_layers.py"],
+    "accel-monitor": ["test_attach.py", "test_ledger.py"],
     "accel": ["test_facade.py", "test_saving.py"],
 }
 each_distribution = pytest.mark.parametrize("distribution", TOGETHER)

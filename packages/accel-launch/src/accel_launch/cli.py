@@ -23,7 +23,9 @@ INTERRUPTED = 130
 _DISTRIBUTIONS = {
     "checkpoint": "accel",
     "estimate-memory": "accel-bigmodel",
+    "goodput": "accel-monitor",
     "merge-weights": "accel",
+    "monitor": "accel-monitor",
     "plan": "accel[plan]",
     "test": "accel",
     "to-fsdp2": "accel",

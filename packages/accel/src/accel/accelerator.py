@@ -45,7 +45,7 @@ from .properties import AcceleratorProperties
 from .setup import config_resolution
 from .setup.prepare import Preparation
 from .setup.unprepared import StartupChecks, warn_about_returned
-from .training import lomo
+from .training import lomo, monitoring
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.uneven_inputs import join_uneven_inputs
@@ -90,6 +90,8 @@ class Accelerator(AcceleratorProperties):
         deterministic_reduction: add up the gradients of elastic loaders (``DataLoaderConfiguration(elastic=True)``) in
             an order that depends on the number of logical shards only, so that weights have the same bits on any number
             of processes. It computes with one thread per process on the CPU.
+        monitor: measure what the time of each step is spent on, and report it to ``<project_dir>/monitor``; needs the
+            extra ``accel[monitor]``. By default the launcher's choice (``accel launch --monitor``).
 
     Raises:
         ConfigurationError: an argument that is unknown, contradicts another, or cannot be used on this machine.
@@ -121,6 +123,7 @@ class Accelerator(AcceleratorProperties):
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
         strategy: Strategy | str | None = None,
         deterministic_reduction: bool = False,
+        monitor: bool | None = None,
     ) -> None:
         project = config_resolution.project_settings(project_dir, project_config)
         self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
@@ -171,10 +174,12 @@ class Accelerator(AcceleratorProperties):
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
         self._startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
         setup.strategy.start(self)
+        self._monitor = monitoring.start(monitor, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Signal handlers belong to this process.
-        return {**self.__dict__, "preemption": None, "_startup_checks": None}
+        # Signal handlers and measurements belong to this process; a monitor sets a backward of its own.
+        own = {"preemption": None, "_startup_checks": None, "_monitor": monitoring.NO_MONITOR}
+        return {name: value for name, value in {**self.__dict__, **own}.items() if name != "backward"}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +203,7 @@ class Accelerator(AcceleratorProperties):
             )
         warn_about_returned(args)
         result = self.prepared.prepare(args, placements, self)
+        self._monitor.prepared()
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -543,7 +549,8 @@ class Accelerator(AcceleratorProperties):
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
         if self.process_state.stands_by:
             return self._checkpointer.count_save(output_dir)
-        return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
+        with self._monitor.part("saving"):
+            return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
 
     def wait_for_save(self) -> None:
         """Return when the save started with ``blocking=False`` has ended; at once without one. Every rank must call it.
@@ -590,7 +597,9 @@ class Accelerator(AcceleratorProperties):
         """
         if strict is not None:
             load_model_func_kwargs["strict"] = strict
-        self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
+        with self._monitor.part("loading"):
+            self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
+        self._monitor.loaded()
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
@@ -799,6 +808,7 @@ class Accelerator(AcceleratorProperties):
             if self.preemption is not None:
                 self.preemption.remove()
                 self.preemption = None
+            self._monitor.finish()
             try:
                 self._tracking.finish()
             finally:

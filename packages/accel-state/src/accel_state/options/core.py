@@ -54,6 +54,12 @@ class CoreOptions(OptionGroup):
         question="Should distributed operations be checked while running for errors? This can avoid time-outs but is "
         "slower.",
     )
+    monitor: bool = option(
+        False,
+        exported=True,
+        help="Measure what the time of every rank is spent on; `accel monitor` and `accel goodput` show it. Needs "
+        "accel-monitor: pip install 'accel[monitor]'.",
+    )
 
 
 _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}

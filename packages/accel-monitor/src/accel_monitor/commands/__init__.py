@@ -1,0 +1,1 @@
+"""The subcommands ``accel monitor`` and ``accel goodput``."""

@@ -1,0 +1,213 @@
+"""Connects loaders, models and optimizers to a recorder, through public hooks of torch where there are any."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from accel_state.errors import ConfigurationError
+
+from .parts import Part
+from .recorder import Recorder
+
+_DATA, _FORWARD, _BACKWARD, _WAITING = int(Part.DATA), int(Part.FORWARD), int(Part.BACKWARD), int(Part.WAITING)
+_OPTIMIZER, _EVALUATION, _OTHER = int(Part.OPTIMIZER), int(Part.EVALUATION), int(Part.OTHER)
+_TOKENS = ("input_ids", "tokens")
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch: the length of its first tensor, and the elements of its ``input_ids``."""
+    if isinstance(batch, torch.Tensor):
+        return (len(batch) if batch.dim() else 1), 0
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            samples, tokens = size_of(item)
+            if samples:
+                return samples, tokens
+        return 0, 0
+    get = getattr(batch, "get", None)
+    if get is None:
+        return 0, 0
+    for name in _TOKENS:
+        ids = get(name)
+        if isinstance(ids, torch.Tensor):
+            return len(ids), ids.numel()
+    return size_of(list(batch.values()))
+
+
+_CLASSES = "_accel_monitor_classes"
+"""Attribute of the class of a measured loader: the recorder, and the class that the loader had."""
+
+
+def _measured(loader: Any) -> Iterator[Any]:
+    """The batches of a measured loader."""
+    recorder, cls = getattr(type(loader), _CLASSES)
+    batches = cls.__iter__(loader)
+    try:
+        while True:
+            evaluating = bool(recorder.models) and not recorder.models[0].training
+            recorder.switch(_EVALUATION if evaluating else _DATA)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                recorder.switch(_EVALUATION if evaluating else recorder.idle)
+            if not evaluating:
+                recorder.count(*size_of(batch))
+                recorder.part = _OTHER
+            yield batch
+    finally:
+        if hasattr(batches, "close"):
+            batches.close()
+
+
+def _reduce(loader: Any, protocol: Any) -> Any:
+    """Pickle and copy a measured loader as it was: worker processes measure nothing."""
+    variant = type(loader)
+    unwatch(loader)
+    try:
+        make, arguments, *rest = loader.__reduce_ex__(protocol)
+    finally:
+        object.__setattr__(loader, "__class__", variant)
+    # The pickler compares the class given to __newobj__ with that of the object.
+    return (_new if make.__name__ == "__newobj__" else make, arguments, *rest)
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)
+
+
+def watch_loader(loader: Any, recorder: Recorder) -> Callable[[], None]:
+    """Measure every later iteration of a loader. The object stays the same; its class becomes a subclass of its own.
+
+    Returns:
+        A function that ends the measurement.
+
+    Raises:
+        ConfigurationError: the object cannot be iterated over, or its class cannot be extended.
+    """
+    unwatch(loader)
+    cls = type(loader)
+    if not hasattr(cls, "__iter__"):
+        raise ConfigurationError(
+            f"loader={cls.__name__} object cannot be iterated over. Pass the DataLoader that the training loop uses."
+        )
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {"__iter__": _measured, "__reduce_ex__": _reduce, _CLASSES: (recorder, cls)}
+    try:
+        variant = type(cls.__name__, (cls,), {**names, **methods})
+        object.__setattr__(loader, "__class__", variant)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"loader={cls.__name__} object cannot be measured ({error}). Pass a DataLoader, or an object of a class "
+            "with an __iter__."
+        ) from None
+    return functools.partial(unwatch, loader)
+
+
+def unwatch(loader: Any) -> None:
+    """Give a measured loader its own class again."""
+    classes = getattr(type(loader), _CLASSES, None)
+    if classes is not None:
+        object.__setattr__(loader, "__class__", classes[1])
+
+
+class ModelHooks:
+    """The hooks of one model: forward, evaluation, and the end of this rank's backward pass.
+
+    With DistributedDataParallel, what its forward does before that of the model (synchronising buffers) counts as
+    waiting, and so does the backward pass after the last gradient of this rank: DistributedDataParallel then waits for
+    the sums. Other wrappers communicate in the middle of their passes, where the time cannot be divided.
+
+    With ``marks_backward``, the backward pass begins where the forward pass ends, so that it includes the loss.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder, marks_backward: bool) -> None:
+        self.recorder = recorder
+        self.separates_waiting = isinstance(model, DistributedDataParallel)
+        self._last: nn.Parameter | None = None
+        self._parameter_hooks: list[RemovableHandle] = []
+        self._handles = [model.register_forward_pre_hook(self._before, prepend=True)]
+        if isinstance(model, DistributedDataParallel):
+            inner: nn.Module = model.module
+            self._handles.append(inner.register_forward_pre_hook(self._inside, prepend=True))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(self._remember))
+        if marks_backward:
+            self._handles.append(model.register_forward_hook(self._after))
+
+    def _before(self, module: nn.Module, arguments: Any) -> None:
+        recorder = self.recorder
+        if module.training and torch.is_grad_enabled():
+            recorder.evaluating = False
+            recorder.switch(_WAITING if self.separates_waiting else _FORWARD)
+        else:
+            recorder.evaluating = True
+            recorder.switch(_EVALUATION)
+
+    def _inside(self, module: nn.Module, arguments: Any) -> None:
+        if not self.recorder.evaluating:
+            self.recorder.switch(_FORWARD)
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        # A hook of the output would tell when the backward pass begins, and cost as much as all other hooks together.
+        if not self.recorder.evaluating:
+            self.recorder.switch(_BACKWARD)
+
+    def _remember(self, parameter: nn.Parameter) -> None:
+        self._last = parameter
+
+    def _gradients_done(self, parameter: nn.Parameter) -> None:
+        self.recorder.switch(_WAITING)
+
+    def after_step(self) -> None:
+        """Keep the hook of the parameter whose gradient came last; the order is the same in later steps."""
+        if self._parameter_hooks and self._last is not None:
+            for handle in self._parameter_hooks:
+                handle.remove()
+            self._parameter_hooks = []
+            self._handles.append(self._last.register_post_accumulate_grad_hook(self._gradients_done))
+
+    def remove(self) -> None:
+        """End the measurement."""
+        for handle in (*self._handles, *self._parameter_hooks):
+            handle.remove()
+
+
+class OptimizerHooks:
+    """The hooks of one optimizer; the steps of the run are those of the first."""
+
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, counts: bool, models: list[ModelHooks]) -> None:
+        self.recorder, self._counts, self._models = recorder, counts, models
+        self._first = True
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def _before(self, *_: Any) -> None:
+        self.recorder.switch(_OPTIMIZER)
+
+    def _after(self, *_: Any) -> None:
+        recorder = self.recorder
+        recorder.switch(recorder.idle)
+        if self._counts:
+            recorder.step_done()
+        if self._first:
+            self._first = False
+            for model in self._models:
+                model.after_step()
+
+    def remove(self) -> None:
+        """End the measurement."""
+        for handle in self._handles:
+            handle.remove()

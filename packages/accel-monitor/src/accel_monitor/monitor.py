@@ -1,0 +1,267 @@
+"""The monitor of one process, and :func:`attach` for scripts without an Accelerator."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_state import environments
+from accel_state.errors import ConfigurationError, check_type
+from accel_state.paths import refuse_link
+
+from ._torch_compat import watch_compilation
+from .hooks import ModelHooks, OptimizerHooks, watch_loader
+from .parts import Part
+from .recorder import Recorder, Snapshot
+from .records import FOLDER
+from .reporter import Reporter
+
+INTERVAL = 2.0
+"""Seconds between two reports."""
+_FOR_PART = {"saving": Part.SAVING, "loading": Part.LOADING, "evaluation": Part.EVALUATION, "other": Part.OTHER}
+
+
+class Monitor:
+    """Measures one process and reports it to files in ``<project_dir>/monitor``.
+
+    Args:
+        project_dir: the directory of the run, the same for all ranks and all attempts.
+        rank: the rank of this process.
+        world_size: number of ranks.
+        replica: the replica group of this process; None without replica groups.
+        device: the device whose memory is reported.
+        step: optimizer steps that were done before, if the script has loaded its state already.
+        interval: seconds between two reports.
+        launcher: process id of the launcher of this run; its start counts as the start of the run.
+
+    Raises:
+        ConfigurationError: the directory is a file or a link, or a number is not allowed.
+    """
+
+    def __init__(
+        self,
+        project_dir: str | os.PathLike[str],
+        *,
+        rank: int,
+        world_size: int,
+        replica: int | None = None,
+        device: torch.device | str = "cpu",
+        step: int = 0,
+        interval: float = INTERVAL,
+        launcher: int | None = None,
+    ) -> None:
+        directory = Path(project_dir)
+        for path in (directory, directory / FOLDER):
+            if path.exists() and not path.is_dir():
+                raise ConfigurationError(f"project_dir={os.fspath(project_dir)!r}: {path} is a file. Give a directory.")
+        refuse_link(directory / FOLDER)
+        if not interval > 0:
+            raise ConfigurationError(f"interval={interval!r} must be a positive number of seconds.")
+        if step < 0:
+            raise ConfigurationError(f"step={step!r} must be at least 0: the optimizer steps done before.")
+        device = torch.device(device)
+        self._recorder = Recorder()
+        self._recorder.step = step
+        identity = {
+            "replica": replica,
+            "rank": rank,
+            "world_size": world_size,
+            "device": str(device),
+            "step": step,
+        }
+        self._reporter = Reporter(self._recorder, directory, interval, identity, launcher, device)
+        self._world_size = world_size
+        if device.type != "cpu":
+            self._reporter.event(
+                "note",
+                text=f"times are those of the host: on {device.type} it queues work, and the time is booked where the "
+                "loop waits for a result.",
+            )
+        self._models: list[ModelHooks] = []
+        self._removals: list[Callable[[], None]] = []
+        self._watches_compilation = False
+        self._counting: Optimizer | None = None
+        self._outer_parts: list[int] = []
+        self._reporter.start()
+        atexit.register(self._at_exit)
+
+    def watch(
+        self,
+        *,
+        loader: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        marks_backward: bool = True,
+    ) -> None:
+        """Measure further objects. The first optimizer counts the steps.
+
+        Args:
+            loader: a loader of the training loop, or of an evaluation.
+            model: the model that the loop calls, after wrapping.
+            optimizer: an optimizer.
+            marks_backward: begin the backward pass where the model's forward ends, because nothing else reports it.
+
+        Raises:
+            ConfigurationError: an object cannot be measured.
+        """
+        recorder = self._recorder
+        if model is not None:
+            check_type(model, nn.Module, "model", "Pass the model that the training loop calls.")
+            hooks = ModelHooks(model, recorder, marks_backward)
+            self._models.append(hooks)
+            if self._world_size > 1 and not hooks.separates_waiting:
+                name = type(model).__name__
+                self._reporter.event(
+                    "note",
+                    text=f"waiting for other ranks is part of the forward and backward time of {name}, which "
+                    "communicates inside of them.",
+                )
+            recorder.models.append(model)
+            self._removals.append(hooks.remove)
+        if optimizer is not None:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            check_type(inner, Optimizer, "optimizer", "Pass an optimizer of torch.")
+            counts = self._counting is None
+            self._counting = self._counting or inner
+            self._removals.append(OptimizerHooks(inner, recorder, counts, self._models).remove)
+        if loader is not None:
+            self._removals.append(watch_loader(loader, recorder))
+        self._watch_compilation()
+
+    def _watch_compilation(self) -> None:
+        if not self._watches_compilation:
+            remove = watch_compilation(self._compiling, self._compiled)
+            if remove is not None:
+                self._watches_compilation = True
+                self._removals.append(remove)
+
+    def _compiling(self, *_: Any) -> None:
+        self._outer_parts.append(self._recorder.part)
+        self._recorder.switch(Part.COMPILING)
+
+    def _compiled(self, *_: Any) -> None:
+        if self._outer_parts:
+            self._recorder.switch(self._outer_parts.pop())
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A block whose time counts as one part: "saving", "loading", "evaluation" or "other".
+
+        A saved state is also reported with its duration, from which ``accel goodput`` computes how often to save.
+
+        Raises:
+            ConfigurationError: another name.
+        """
+        if name not in _FOR_PART:
+            raise ConfigurationError(f"part {name!r} is not one of {', '.join(_FOR_PART)}.")
+        recorder = self._recorder
+        outer = recorder.part
+        recorder.switch(_FOR_PART[name])
+        began = recorder.since
+        try:
+            yield
+        finally:
+            recorder.switch(outer)
+        if name == "saving":
+            self._reporter.event("save", seconds=round(recorder.since - began, 6), step=recorder.step)
+
+    def loaded(self, step: int) -> None:
+        """Report that a state was loaded, and how many optimizer steps it contains."""
+        before, self._recorder.step = self._recorder.step, step
+        self._reporter.event("load", step=step, before=before)
+
+    def timed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs ``backward(loss, ...)``, measures it, and remembers the loss."""
+        recorder, begin = self._recorder, int(Part.BACKWARD)
+
+        def run(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.switch(begin)
+            try:
+                result = backward(loss, *args, **kwargs)
+            finally:
+                recorder.switch(recorder.idle)
+            if isinstance(loss, torch.Tensor):
+                recorder.loss = loss.detach()
+            return result
+
+        return run
+
+    def snapshot(self) -> Snapshot:
+        """The counters now."""
+        return self._recorder.snapshot()
+
+    def finish(self) -> None:
+        """Report that the run is complete, and end the measurement; the objects are as they were before.
+
+        A process that ends without it reports its last counters too, and the next one continues the same run.
+        """
+        self._end(True)
+
+    def _at_exit(self) -> None:
+        # The script may have ended by an exception or a signal: that it finished is only known from finish().
+        self._end(False)
+
+    def _end(self, finished: bool) -> None:
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+        self._reporter.finish(finished)
+        atexit.unregister(self._at_exit)
+
+
+def attach(
+    *,
+    loader: Any,
+    optimizer: Optimizer,
+    model: nn.Module | None = None,
+    project_dir: str | os.PathLike[str] = ".",
+    step: int = 0,
+    interval: float = INTERVAL,
+) -> Monitor:
+    """Measure a training loop. The loop does not change: the objects that are passed report what they do.
+
+    Args:
+        loader: the loader of the training loop.
+        optimizer: its optimizer.
+        model: the model that the loop calls, after wrapping it in DistributedDataParallel or compiling it. Without it,
+            forward and backward pass count as "other", and evaluation is not told from training.
+        project_dir: the directory of the run, the same for all ranks; files are written to ``monitor/`` in it.
+        step: optimizer steps of the checkpoint that was loaded.
+        interval: seconds between two reports.
+
+    Returns:
+        The monitor. ``with monitor.part("saving")`` marks blocks, and ``monitor.finish()`` ends the run.
+
+    Raises:
+        ConfigurationError: an argument cannot be used.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    check_type(inner, Optimizer, "optimizer", "Pass an optimizer of torch.")
+    if not hasattr(type(loader), "__iter__"):
+        raise ConfigurationError(
+            f"loader={type(loader).__name__} object cannot be iterated over. Pass the DataLoader of the training loop."
+        )
+    environment = environments.detect()
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    monitor = Monitor(
+        project_dir,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device=parameters[0].device,
+        step=step,
+        interval=interval,
+    )
+    try:
+        monitor.watch(loader=loader, model=model, optimizer=optimizer)
+    except BaseException:
+        monitor._end(False)
+        raise
+    return monitor

@@ -1,0 +1,252 @@
+"""The thread that writes what a recorder has counted. It never disturbs the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_state import devices
+from accel_state.errors import ConfigurationError
+from accel_state.paths import make_directory, open_for_writing
+
+from . import process
+from .live import LiveRecord, read_live, remove_live
+from .parts import NAMES
+from .recorder import Recorder
+from .records import FOLDER, encode, encode_now, file_name, read_attempts, to_sample
+
+# Not that of accel_state, which needs a PartialState: scripts without an Accelerator may have none.
+logger = logging.getLogger(__name__)
+
+# Lines are appended at first after this many intervals, later when the run has grown by this share: a run of a month
+# has some thousand lines a rank.
+_INTERVALS = 5
+_GROWTH = 0.002
+# How long the end of the process waits for its last line, if the file system does not answer.
+_LAST_LINE_SECONDS = 5.0
+
+
+class Reporter:
+    """Writes the counters of one process every few seconds.
+
+    Errors of the file system are reported once as a warning, and writing is tried again: counters are cumulative, so
+    a later line contains what is missing.
+
+    Args:
+        recorder: what to report.
+        project_dir: the directory of the run.
+        interval: seconds between two reports.
+        identity: the fields of the first line: replica, rank, world_size, device.
+        started_with: a process that started this one for the run, such as the launcher; its start counts as the start.
+        device: whose memory is reported.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        project_dir: Path,
+        interval: float,
+        identity: dict[str, Any],
+        started_with: int | None,
+        device: torch.device,
+    ) -> None:
+        self.recorder, self.interval, self._device = recorder, interval, device
+        self._name = file_name(identity["replica"], identity["rank"])
+        self._folder = project_dir / FOLDER
+        self._started_with = started_with
+        self._thread_id = threading.get_native_id()
+        self._pid = os.getpid()
+        self._id = f"{self._pid:x}-{time.time_ns():x}"
+        now = time.time()
+        self._start = {
+            "kind": "start",
+            "id": self._id,
+            "format": 1,
+            **identity,
+            "host": socket.gethostname(),
+            "pid": self._pid,
+            "parts": NAMES,
+            "time": now - (time.perf_counter() - recorder.start),
+            "process_start": process.start_time(self._pid) or now,
+            "interval": interval,
+        }
+        self._events: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._finished = False
+        self._stop, self._wake = False, threading.Event()
+        self._warned = False
+        self._line_due = 0.0
+        self._now: int | None = None
+        self._started = False
+        self._live = self._make_live()
+        self._thread = threading.Thread(target=self._run, name="accel-monitor", daemon=True)
+
+    def _make_live(self) -> LiveRecord | None:
+        try:
+            live = LiveRecord()
+        except OSError as error:
+            logger.warning(
+                f"the monitor has no shared memory ({error}): steps between the last report and a kill are lost"
+            )
+            return None
+        self._start["live"] = live.path
+        self.recorder.on_step = live.write
+        return live
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write a line soon; called by the loop."""
+        recorder = self.recorder
+        line = {"kind": kind, "id": self._id, "at": round(time.perf_counter() - recorder.start, 6), **fields}
+        with self._lock:
+            self._events.append(line)
+        self._wake.set()
+
+    def finish(self, finished: bool) -> None:
+        """Write the last line, and stop. It waits a few seconds at most."""
+        if os.getpid() != self._pid or self._stop:
+            return
+        self._finished, self._stop = finished, True
+        self._wake.set()
+        self._thread.join(_LAST_LINE_SECONDS)
+        self.recorder.on_step = None
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            stop = self._stop
+            with self._explaining():
+                self._report(stop)
+            if stop:
+                return
+            self._wake.wait(self.interval)
+            self._wake.clear()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ConfigurationError) as error:
+            if not self._warned:
+                self._warned = True
+                reason = getattr(error, "strerror", None) or error
+                logger.warning(
+                    f"the monitor cannot write to {self._folder}: {reason}. Training continues, and the monitor tries "
+                    "again."
+                )
+
+    def _report(self, stop: bool) -> None:
+        if not self._started:
+            self._begin()
+        with self._lock:
+            events, self._events = self._events, []
+        line = {"kind": "sample", "id": self._id, **self._counters()}
+        lines = [*events]
+        if stop:
+            lines.append({**line, "kind": "end", "finished": self._finished})
+        elif events or line["at"] >= self._line_due:
+            lines.append(line)
+            self._line_due = line["at"] + max(_INTERVALS * self.interval, _GROWTH * line["at"])
+        try:
+            if lines:
+                self._append(b"".join(map(encode, lines)))
+        except OSError:
+            with self._lock:
+                self._events = events + self._events
+            self._line_due = 0.0
+            raise
+        assert self._now is not None
+        os.pwrite(self._now, encode_now(line), 0)
+        if stop:
+            os.close(self._now)
+            if self._live is not None:
+                self._live.remove()
+
+    def _begin(self) -> None:
+        make_directory(self._folder)
+        previous = self._close_previous()
+        start = dict(self._start)
+        if self._started_with is not None:
+            began = process.start_time(self._started_with)
+            # The launcher of a restarted process has been running through the attempts before.
+            if began is not None and (previous is None or began > previous):
+                start["process_start"] = min(began, start["process_start"])
+        self._append(encode(start))
+        self._now = open_for_writing(self._folder / f"{self._name}.now")
+        self._started = True
+
+    def _close_previous(self) -> float | None:
+        """Append the last counters of the process before, if it was killed. Returns when it was last alive."""
+        file = self._folder / f"{self._name}.jsonl"
+        if not file.exists():
+            return None
+        attempts = read_attempts(file)
+        if not attempts:
+            return None
+        last = attempts[-1]
+        if last.finished is None and not last.running and last.start["host"] == socket.gethostname():
+            path = last.start.get("live") or ""
+            live = read_live(path)
+            if live is not None and to_sample(live) is not None:
+                self._append(encode({"kind": "sample", "id": last.start["id"], **live}))
+            remove_live(path)
+        return last.end
+
+    def _append(self, content: bytes) -> None:
+        descriptor = open_for_writing(self._folder / f"{self._name}.jsonl", append=True)
+        try:
+            size = os.fstat(descriptor).st_size
+            # After a line that was cut off.
+            if size and not _ends_line(self._folder / f"{self._name}.jsonl"):
+                content = b"\n" + content
+            written = os.write(descriptor, content)
+            if written < len(content):
+                raise OSError(28, "No space left on device")
+        finally:
+            os.close(descriptor)
+
+    def _counters(self) -> dict[str, Any]:
+        snapshot = self.recorder.snapshot()
+        ran, queued = process.scheduled(self._thread_id) or (None, None)
+        device = devices.of(self._device)
+        memory = None if device is None else device.memory_allocated(self._device.index or 0)
+        return {
+            "at": round(snapshot.elapsed, 6),
+            "parts": [round(seconds, 6) for seconds in snapshot.seconds],
+            "part": NAMES[snapshot.part],
+            "step": snapshot.step,
+            "step_at": None if snapshot.step_at is None else round(snapshot.step_at, 6),
+            "samples": snapshot.samples,
+            "tokens": snapshot.tokens,
+            "loss": _value(self.recorder.loss),
+            "memory": memory,
+            "ran": ran,
+            "queued": queued,
+        }
+
+
+def _ends_line(file: Path) -> bool:
+    with file.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) == b"\n"
+
+
+def _value(loss: Any) -> float | str | None:
+    """The loss as a number; values that JSON has no number for as text."""
+    if loss is None:
+        return None
+    value = float(loss)
+    return value if abs(value) < float("inf") else str(value)

@@ -1,0 +1,199 @@
+"""Accelerator(monitor=True): what is measured on several ranks, over saved states, and that training is unchanged."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+pytest.importorskip("accel")
+
+from accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+from accel.contract.strategy import Strategy
+from accel.training import monitoring
+from accel_monitor import Part, make_ledger, read_runs
+from accel_monitor.ledger import Cause
+from accel_state import ConfigurationError, MissingDependencyError
+from accel_state.registry import Registry
+from accel_state.testing import run_world
+
+
+class Rows(Dataset):
+    """64 samples; those of odd index, which rank 1 gets, take a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index // 4 % 2:
+            time.sleep(self.seconds)
+        return torch.linspace(index, index + 1, 4)
+
+
+def train(folder: str, monitor: bool, seconds: float, fsdp: bool = False) -> tuple[torch.Tensor, list[float]]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+    accelerator = Accelerator(monitor=monitor, project_dir=folder, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    # With buffers, which DistributedDataParallel synchronises before each forward pass.
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8) if fsdp else nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(Rows(seconds), batch_size=4)
+    )
+    for inputs in loader:
+        accelerator.backward(model(inputs).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    total = torch.cat([value.reshape(-1).float() for value in weights.values()]) if weights else torch.zeros(0)
+    seconds_by_part = accelerator._monitor._monitor.snapshot().seconds if monitor else []
+    accelerator.end_training()
+    return total, seconds_by_part
+
+
+def test_a_rank_that_waits_for_another_is_told_from_one_that_is_slow(tmp_path: Path) -> None:
+    plain = run_world(train, 2, str(tmp_path), False, 0.0)
+    (weights, fast), (_, slow) = run_world(train, 2, str(tmp_path), True, 0.02)
+    torch.testing.assert_close(weights, plain[0][0], rtol=0, atol=0)
+    # Rank 1 has 8 batches of 4 samples, 0.64 s in all, for which rank 0 waits in the synchronisation of each step.
+    assert slow[Part.DATA] >= 0.64 and fast[Part.WAITING] >= 0.8 * slow[Part.DATA]
+    assert slow[Part.WAITING] < 0.5 * fast[Part.WAITING] and fast[Part.DATA] < 0.5 * slow[Part.DATA]
+    (run,) = read_runs(tmp_path)
+    assert [run.attempts[0, rank][0].last_step for rank in (0, 1)] == [8, 8]
+    assert run.attempts[0, 0][0].samples[-1].samples == 32 and run.attempts[0, 1][0].finished
+    assert not run.notes
+
+
+def test_fsdp_is_measured_as_a_whole_and_says_so(tmp_path: Path) -> None:
+    (weights, seconds), _ = run_world(train, 2, str(tmp_path), True, 0.0, True)
+    plain = run_world(train, 2, str(tmp_path), False, 0.0, True)
+    torch.testing.assert_close(weights, plain[0][0], rtol=0, atol=0)
+    assert seconds[Part.WAITING] == 0 and seconds[Part.FORWARD] > 0 and seconds[Part.BACKWARD] > 0
+    (run,) = read_runs(tmp_path)
+    assert any("part of the forward and backward" in note for note in run.notes)
+
+
+def make(folder: Path, **settings) -> tuple:
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project, **settings)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.ones(40, 4)), 4))
+
+
+def steps(parts: tuple, count: int) -> None:
+    accelerator, model, optimizer, loader = parts
+    for _, (inputs,) in zip(range(count), loader, strict=False):
+        accelerator.backward(model(inputs).mean())
+        optimizer.step()
+
+
+def test_saved_and_loaded_states_are_in_the_ledger(tmp_path: Path) -> None:
+    parts = make(tmp_path, monitor=True)
+    steps(parts, 4)
+    parts[0].save_state()
+    steps(parts, 3)
+    parts[0].load_state()
+    steps(parts, 5)
+    parts[0].end_training()
+    (run,) = read_runs(tmp_path)
+    (attempt,) = run.attempts[0, 0]
+    assert [(load.step, load.before) for load in attempt.loads] == [(4, 7)] and len(attempt.saves) == 1
+    ledger = make_ledger(run)
+    assert ledger.repeated_steps == 3 and ledger.seconds[Cause.AGAIN] > 0
+    assert ledger.seconds[Cause.SAVING] == pytest.approx(attempt.saves[0], rel=0.01)
+    assert ledger.total == pytest.approx(ledger.wall) and attempt.last_step == 9
+
+
+def test_an_accelerator_without_a_monitor_has_nothing_of_it(tmp_path: Path) -> None:
+    parts = make(tmp_path)
+    assert parts[0]._monitor is monitoring.NO_MONITOR and "backward" not in vars(parts[0])
+    assert type(parts[3]).__iter__ is not None and "accel_monitor" not in type(parts[3]).__dict__
+    assert not (tmp_path / "monitor").exists()
+
+
+def test_a_measured_accelerator_can_be_pickled(tmp_path: Path) -> None:
+    parts = make(tmp_path, monitor=True)
+    steps(parts, 2)
+    duplicate = pickle.loads(pickle.dumps(parts[0]))
+    assert duplicate._monitor is not parts[0]._monitor and "backward" not in vars(duplicate)
+    parts[0].end_training()
+    assert "backward" not in vars(parts[0])
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine(Strategy):
+        uses_engine = True
+
+    with pytest.raises(ConfigurationError, match="Engine"):
+        Accelerator(cpu=True, monitor=True, strategy=Engine())
+    monkeypatch.setattr(monitoring, "MONITORS", Registry("monitor", {}))
+    with pytest.raises(MissingDependencyError, match=r"accel\[monitor\]"):
+        Accelerator(cpu=True, monitor=True)
+
+
+SCRIPT = """
+import os, random, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator, ProjectConfiguration
+folder, steps, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = torch.nn.Linear(8, 1)
+data = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+accelerator.resume()
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+random.seed(restart)
+victim, moment = random.randrange(2), random.randrange(15, 45)
+log = os.open(f"{folder}/steps-{accelerator.process_index}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+here = 0
+while optimizer.steps_taken < steps:
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).mean())
+        optimizer.step()
+        os.write(log, b"%d\\n" % optimizer.steps_taken)
+        here += 1
+        time.sleep(0.005)
+        if here == moment and restart < kills and accelerator.process_index == victim:
+            os.kill(os.getpid(), 9)
+        if optimizer.steps_taken % 20 == 0:
+            accelerator.save_state()
+        if optimizer.steps_taken >= steps:
+            break
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow  # starts two ranks four times
+@pytest.mark.timeout(400)
+def test_killed_ranks_lose_no_second_and_no_step(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["--cpu", "--num_processes", "2", "--max_restarts", "3", "--monitor", script, tmp_path, 100, 3]
+    began = time.time()
+    command = [sys.executable, "-m", "accel_launch", "launch", *map(str, words)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=380, capture_output=True)
+    wall = time.time() - began
+    ledger = make_ledger(read_runs(tmp_path)[0])
+    for rank in (0, 1):
+        executed = (tmp_path / f"steps-{rank}").read_text().split()
+        own = make_ledger(read_runs(tmp_path)[0])
+        own.run.attempts = {(0, rank): own.run.attempts[0, rank]}
+        repeated = make_ledger(own.run).repeated_steps
+        # The step in which a process dies may be complete although its record is not written, or not yet logged.
+        assert abs(repeated - (len(executed) - len(set(executed)))) <= 3
+    assert ledger.failures == 3 and ledger.seconds[Cause.DEAD] > 0 and ledger.seconds[Cause.AGAIN] > 0
+    assert ledger.total == pytest.approx(2 * ledger.wall, rel=0.01)
+    # The launcher's own end, after the ranks, is not in the ledger.
+    assert 0 <= wall - ledger.wall < 0.1 * wall + 2

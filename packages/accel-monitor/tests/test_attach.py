@@ -1,0 +1,228 @@
+"""attach() in one process: what is measured, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_monitor import Part, attach, read_runs
+from accel_monitor.live import read_live
+from accel_state import ConfigurationError
+
+
+class SlowData(torch.utils.data.Dataset):
+    """32 samples, each of which takes 5 ms."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.full((4,), float(index))
+
+
+class Net(nn.Module):
+    """A linear layer whose forward and backward passes take 10 ms more each, and that has a token count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        output = self.layer(inputs)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(0.01))
+        return output
+
+
+def parts(data: torch.utils.data.Dataset) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
+    torch.manual_seed(1)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), DataLoader(data, batch_size=8)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> None:
+    model.train()
+    for inputs in loader:
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module, loader: DataLoader) -> None:
+    model.eval()
+    with torch.no_grad():
+        for inputs in loader:
+            model(inputs)
+
+
+def test_time_goes_to_the_parts_that_took_it_and_training_is_unchanged(tmp_path: Path) -> None:
+    plain = parts(SlowData())
+    train(*plain)
+    model, optimizer, loader = parts(SlowData())
+    began = time.perf_counter()
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path)
+    train(model, optimizer, loader)
+    evaluate(model, loader)
+    train(model, optimizer, loader)
+    with monitor.part("saving"):
+        time.sleep(0.03)
+    snapshot = monitor.snapshot()
+    took = time.perf_counter() - began
+    monitor.finish()
+    seconds = snapshot.seconds
+    assert sum(seconds) == pytest.approx(snapshot.elapsed)
+    assert snapshot.elapsed == pytest.approx(took, rel=0.1, abs=0.05)
+    # 64 training samples of 5 ms in 8 steps; 4 evaluation batches of 10 ms and 32 samples of 5 ms. At least: a busy
+    # machine sleeps longer.
+    assert seconds[Part.DATA] >= 0.32 and seconds[Part.FORWARD] >= 0.08 and seconds[Part.BACKWARD] >= 0.08
+    assert seconds[Part.EVALUATION] >= 0.2 and seconds[Part.SAVING] >= 0.03
+    assert seconds[Part.WAITING] == seconds[Part.COMPILING] == 0
+    assert (snapshot.step, snapshot.samples) == (8, 64)
+    train(*plain)
+    torch.testing.assert_close(model.layer.weight, plain[0].layer.weight, rtol=0, atol=0)
+
+
+def test_the_last_line_has_all_counters_and_objects_are_as_before(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
+    cls = type(loader)
+    loader.collate_fn = lambda rows: {"input_ids": torch.stack([row[0] for row in rows])}
+    monitor = attach(loader=loader, optimizer=optimizer, project_dir=tmp_path, step=7)
+    assert isinstance(loader, cls) and type(loader) is not cls and len(loader) == 4
+    for batch in loader:
+        model(batch["input_ids"]).mean().backward()
+        optimizer.step()
+    monitor.finish()
+    assert type(loader) is cls and not optimizer._optimizer_step_pre_hooks
+    (run,) = read_runs(tmp_path)
+    (attempt,) = run.attempts[0, 0]
+    last = attempt.samples[-1]
+    assert (last.step, last.samples, last.tokens, attempt.finished) == (11, 32, 128, True)
+    assert sum(last.parts) == pytest.approx(last.at, abs=1e-4)
+    assert attempt.start["pid"] == os.getpid() and attempt.begin <= attempt.start["time"] <= time.time()
+    assert not os.path.exists(attempt.start["live"]) and not run.notes
+
+
+def test_workers_copies_and_pickles_are_not_measured(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path)
+    for duplicate in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert type(duplicate) is DataLoader and len(list(duplicate)) == 4
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    copied(torch.ones(1, 4))
+    assert type(loader) is not DataLoader
+    snapshot = monitor.snapshot()
+    monitor.finish()
+    assert snapshot.samples == 0 and snapshot.seconds[Part.FORWARD] == 0
+
+
+def test_a_loop_that_is_left_closes_the_loader(tmp_path: Path) -> None:
+    class Batches:
+        closed = False
+
+        def __iter__(self):
+            try:
+                yield torch.ones(2, 4)
+                yield torch.ones(2, 4)
+            finally:
+                self.closed = True
+
+    loader = Batches()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = attach(loader=loader, optimizer=optimizer, project_dir=tmp_path)
+    for _ in loader:
+        break
+    assert loader.closed
+    monitor.finish()
+
+
+def test_the_record_in_memory_has_the_step_before_any_report(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
+    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
+    train(model, optimizer, loader)
+    while not list(tmp_path.glob("monitor/*.now")):
+        time.sleep(0.01)
+    (attempt,) = read_runs(tmp_path)[0].attempts[0, 0]
+    assert attempt.last_step == 4 and attempt.finished is None and attempt.running
+    record = read_live(attempt.start["live"])
+    assert record["step"] == 4 and sum(record["parts"]) == pytest.approx(record["at"])
+    monitor.finish()
+
+
+def test_files_that_cannot_be_written_cost_a_warning_and_no_counters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
+    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=0.02)
+    folder = tmp_path / "monitor"
+    while not list(folder.glob("*.now")):
+        time.sleep(0.01)
+    folder.rename(tmp_path / "moved")
+    folder.write_text("in the way")
+    with monitor.part("saving"):
+        pass
+    train(model, optimizer, loader)
+    deadline = time.monotonic() + 60
+    while "cannot write" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "cannot write" in caplog.text
+    folder.unlink()
+    (tmp_path / "moved").rename(folder)
+    monitor.finish()
+    (attempt,) = read_runs(tmp_path)[0].attempts[0, 0]
+    assert attempt.samples[-1].step == 4 and len(attempt.saves) == 1 and attempt.finished
+
+
+def test_compilation_is_a_part(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(16, 4)))
+    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    compiled = torch.compile(model.layer, backend="eager")
+    monitor = attach(loader=loader, optimizer=optimizer, model=compiled, project_dir=tmp_path)
+    train(compiled, optimizer, loader)
+    seconds = monitor.snapshot().seconds
+    monitor.finish()
+    assert seconds[Part.COMPILING] > 0 and seconds[Part.FORWARD] < seconds[Part.COMPILING]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ({"loader": 3}, "int"),
+        ({"loader": [1, 2]}, "list"),
+        ({"optimizer": "sgd"}, "sgd"),
+        ({"model": "net"}, "net"),
+        ({"interval": 0}, "0"),
+        ({"step": -1}, "-1"),
+        ({"project_dir": __file__}, "test_attach.py"),
+    ],
+)
+def test_arguments_that_cannot_be_used(tmp_path: Path, arguments: dict, value: str) -> None:
+    model, optimizer, loader = parts(SlowData())
+    good = {"loader": loader, "optimizer": optimizer, "model": model, "project_dir": tmp_path}
+    with pytest.raises(ConfigurationError, match=value):
+        attach(**{**good, **arguments})
+    assert type(loader) is DataLoader and not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+    assert not [thread for thread in threading.enumerate() if thread.name == "accel-monitor"]
+
+
+def test_a_part_with_another_name(tmp_path: Path) -> None:
+    _, optimizer, loader = parts(SlowData())
+    monitor = attach(loader=loader, optimizer=optimizer, project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="lunch"), monitor.part("lunch"):
+        pass
+    monitor.finish()
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,56 @@
+"""The monitor of an Accelerator: nothing by default, or what a distribution such as accel-monitor registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accel_state.errors import MissingDependencyError
+from accel_state.options import CoreOptions
+from accel_state.registry import Registry
+
+MONITORS: Registry[Callable[[Any, bool], Any]] = Registry("monitor", {}, "accel.monitors")
+
+
+class NoMonitor:
+    """The interface of a monitor, which does nothing here."""
+
+    def prepared(self) -> None:
+        """Objects were prepared."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """A block whose time belongs to "saving", "loading" or "evaluation"."""
+        return nullcontext()
+
+    def loaded(self) -> None:
+        """A state was loaded."""
+
+    def finish(self) -> None:
+        """Training has ended."""
+
+
+NO_MONITOR = NoMonitor()
+
+
+def start(monitor: bool | None, accelerator: Any) -> NoMonitor:
+    """The monitor of an Accelerator.
+
+    Args:
+        monitor: whether it is measured; None leaves it to the launcher (``accel launch --monitor``).
+        accelerator: the Accelerator.
+
+    Raises:
+        MissingDependencyError: no monitor is installed.
+        ConfigurationError: what the Accelerator does cannot be measured.
+    """
+    launched = CoreOptions.from_environment().monitor
+    if not (launched if monitor is None else monitor):
+        return NO_MONITOR
+    if "default" not in MONITORS:
+        raise MissingDependencyError(
+            f"{'monitor=True' if monitor else '--monitor'} needs the distribution accel-monitor. Install it with: "
+            "pip install 'accel[monitor]'"
+        )
+    started: NoMonitor = MONITORS.load("default")(accelerator, launched)
+    return started
