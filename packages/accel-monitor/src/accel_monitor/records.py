@@ -2,7 +2,8 @@
 
 Each rank has two files in ``<project directory>/monitor``. ``rank-00003.jsonl`` is only appended to: a line when a
 process starts, one from time to time and at its events, and one at its end. ``rank-00003.now`` holds the latest
-counters and is overwritten every few seconds. Ranks of replica groups have names with the replica, ``replica-1-rank-00003``.
+counters and is overwritten every few seconds. Ranks of replica groups have names with the replica,
+``replica-1-rank-00003``.
 
 Counters in a line count from the start of its process, so a line that is lost or damaged costs no more than detail.
 """

@@ -1,1 +1,1 @@
-"""The subcommands ``accel monitor`` and ``accel goodput``."""
+"""The subcommand ``accel goodput``."""

@@ -1,4 +1,4 @@
-"""What both subcommands share. Torch-free."""
+"""What subcommands share. Torch-free."""
 
 from __future__ import annotations
 
