@@ -52,7 +52,8 @@ for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
 """
 # What `pip install accel` brings; the others are extras.
-BASE = {project.name for project in projects()} - {"accel-quant", "accel-compat", "accel-megatron", "accel-monitor", "accel-plan"}
+_EXTRAS = {"accel-quant", "accel-compat", "accel-megatron", "accel-monitor", "accel-plan"}
+BASE = {project.name for project in projects()} - _EXTRAS
 # The siblings that each package installs, its optional ones left out.
 TOGETHER = {
     "accel-state": {"accel-state"},
