@@ -205,7 +205,15 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         process_index: int = 0,
         split_batches: bool = False,
         even_batches: bool = True,
+        **others: Any,
     ) -> None:
+        if others:
+            # Lightning makes batch samplers anew, to shard them.
+            raise ConfigurationError(
+                f"a BatchSamplerShard, that of a prepared loader, was created again with {', '.join(sorted(others))}: "
+                "the loader divides its samples among the ranks already. Give Lightning the loader that was not "
+                "prepared, or call fabric.setup_dataloaders(loader, use_distributed_sampler=False)."
+            )
         check_rank(num_processes, process_index)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes

@@ -31,6 +31,7 @@ from .iterable_shard import (
 )
 from .layout import LoaderLayout, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
+from .other_loaders import as_torch_loader, is_other_loader
 from .samplers import SeedableRandomSampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
@@ -69,7 +70,9 @@ def prepare_data_loader(
     resume it exactly.
 
     Args:
-        dataloader: any torch loader. A prepared one is returned unchanged.
+        dataloader: any torch loader; or one of another library that yields batches, such as webdataset's WebLoader or
+            torchdata.nodes.Loader, which is read as an iterable data set with ``batch_size=None``. A prepared loader is
+            returned unchanged.
         device: device to move batches to, with ``put_on_device``; None means that of this process.
         num_processes: number of ranks that share the data; None means that of the run. A mesh overrides both.
         process_index: index of this rank among them; None means that of the run.
@@ -101,7 +104,9 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     if not hasattr(dataloader, "dataset"):
-        check_type(dataloader, DataLoader, "prepare_data_loader", "Pass a DataLoader of torch.")
+        if not is_other_loader(dataloader):
+            check_type(dataloader, DataLoader, "prepare_data_loader", "Pass a DataLoader of torch.")
+        dataloader = as_torch_loader(dataloader)
     warn_about_custom_iter(dataloader)
     num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
     check_rank(num_processes, process_index)

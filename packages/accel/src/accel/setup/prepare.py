@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_data.elastic_loader import ShardListener
+from accel_data.other_loaders import is_known_loader
 from accel_state import RNGType
 from accel_state.errors import ConfigurationError, check_type
 
@@ -69,7 +70,7 @@ class Preparation:
         for obj in (*self.models, *self.optimizers, *self.schedulers):
             _mark(obj)
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
-            if isinstance(obj, DataLoader):
+            if isinstance(obj, DataLoader) or is_known_loader(obj):
                 prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
             elif isinstance(obj, nn.Module):
                 prepared[index] = accelerator.prepare_model(obj, device_placement=device_placement)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
+from accel_data.other_loaders import is_known_loader
 from accel_state import GradientState
 from accel_state.logging import warn_once
 
@@ -38,7 +39,7 @@ def warn_about_returned(objects: Iterable[Any]) -> None:
             hint = f"the class {obj.__name__}. Pass an object of it"
         elif isinstance(obj, types.GeneratorType):
             hint = "a generator, such as model.parameters(). Pass the model"
-        elif isinstance(obj, Dataset):
+        elif isinstance(obj, Dataset) and not is_known_loader(obj):
             hint = f"the data set {type(obj).__name__}. Pass a DataLoader of it"
         if hint is not None:
             warn_once(__name__, f"prepare() got {hint}; it was returned unprepared.")
