@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -368,3 +369,30 @@ def test_an_error_in_one_ranks_source_stops_the_others() -> None:
     assert not failure.value.timed_out
     assert "another rank failed to read data" in failure.value.reports[0]
     assert "LookupError: no sample on this rank" in failure.value.reports[1]
+
+
+def bytes_of_dispatched_steps(ragged: bool) -> tuple[list[int], list[int], list[int]]:
+    """Sizes of the messages of an epoch of 3 steps, except small ones, and what this rank read."""
+    collectives = PartialState().collectives
+    sizes: dict[str, list[int]] = {"broadcast": [], "scatter": []}
+
+    def counted(call: Any, found: list[int], tensor: Any, *arguments: Any) -> Any:
+        if tensor.numel() * tensor.element_size() > 4000:
+            found.append(tensor.numel() * tensor.element_size())
+        return call(tensor, *arguments)
+
+    for name, found in sizes.items():
+        setattr(collectives, name, partial(counted, getattr(collectives, name), found))
+    rows = torch.arange(23 if ragged else 24).repeat_interleave(1000).view(-1, 1000)
+    loader = prepare_data_loader(DataLoader(rows, batch_size=4), dispatch_batches=True, even_batches=False)
+    read = [int(row[0]) for batch in loader for row in batch]
+    delattr(collectives, "broadcast"), delattr(collectives, "scatter")
+    return sizes["broadcast"], sizes["scatter"], read
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_dispatched_batch_goes_to_its_rank_only(ragged: bool) -> None:
+    ranks = run_world(bytes_of_dispatched_steps, 2, ragged)
+    for broadcast, scatter, _ in ranks:
+        assert broadcast == [] and scatter == [4 * 8000] * 3  # a batch of 4 rows of 1000 numbers, not two
+    assert sorted([*ranks[0][2], *ranks[1][2]]) == list(range(23 if ragged else 24))

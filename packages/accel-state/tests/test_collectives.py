@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from accel_state import PartialState
 from accel_state import operations as ops
 from accel_state.collectives.packing import SMALL_BYTES, ByteLayout
+from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world
 
 Pair = namedtuple("Pair", "a b")
@@ -112,6 +114,10 @@ def check_exchange(rank: int, world: int) -> None:
     sent = torch.tensor([100.0 * rank + target for target in range(world) for _ in range(rank + 1)])
     received = collectives.all_to_all(sent, [source + 1 for source in range(world)])
     assert received.tolist() == [100.0 * source + rank for source in range(world) for _ in range(source + 1)]
+    # Rank 0 sends rank r a part of its own; also without the backend's scatter.
+    for scatter in (collectives.scatter, partial(Collectives.scatter, collectives)):
+        parts = [torch.tensor([10 * target, -target]) for target in range(world)] if rank == 0 else None
+        assert scatter(torch.zeros(2, dtype=torch.int64), parts).tolist() == [10 * rank, -rank]
 
 
 def check_padding(rank: int, world: int) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.utils import AutocastKwargs, DistributedDataParallelKwargs
+from accel_data import PreparedLoader
 from accel_state import AcceleratorState
 from accel_state import logging as accel_logging
 from accel_state.errors import ConfigurationError
@@ -233,6 +234,13 @@ def test_what_prepare_cannot_prepare_is_logged(
     caplog.clear()
     for other in ([1, "a"], {"a": 1}, None, "text", 3, object(), lambda: 0):
         assert accelerator.prepare(other) is other
+    assert not caplog.records
+
+
+def test_loaders_of_other_libraries_are_prepared(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = pytest.importorskip("torchdata.nodes", reason="needs torchdata")
+    loader = Accelerator(cpu=True).prepare(nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(range(5)), 2, False)))
+    assert isinstance(loader, PreparedLoader) and list(loader) == [[0, 1], [2, 3], [4]]
     assert not caplog.records
 
 

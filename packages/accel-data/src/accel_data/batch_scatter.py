@@ -5,14 +5,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
+from accel_state.collectives.packing import ByteLayout
 from accel_state.collectives.single import Collectives
 from accel_state.operations import get_data_structure, is_tensor_information, recursively_apply
-from accel_state.operations.nested import leaves
+from accel_state.operations.nested import leaves, replace_leaves
 
 from .batch_ops import concat_batches, count_samples, slice_batch
 from .lookahead import Step
@@ -30,6 +31,7 @@ class GlobalStep:
     remainder: int = -1  # samples of all ranks that are not padding; -1 if a gather has nothing to drop
     ragged: bool = False  # whether the ranks' batches differ in size
     position: int = 0  # position in the stream after this step
+    message_bytes: int = 0  # length of the message that each rank's tensors are sent in
     rng: RngStates | None = None  # generators of rank 0 after reading, for ranks that share its batches
 
 
@@ -138,13 +140,27 @@ class ReadError(RuntimeError):
     """Rank 0 failed to read the data; the message contains its traceback."""
 
 
-def send_step(collectives: Collectives, step: GlobalStep | None) -> None:
-    """Send a step from rank 0 to the other ranks; None marks the end."""
+def send_step(collectives: Collectives, step: GlobalStep | None, has_part_per_rank: bool) -> None:
+    """Send a step from rank 0 to the other ranks; None marks the end.
+
+    Args:
+        collectives: those of all ranks.
+        step: the step.
+        has_part_per_rank: whether the i-th part is that of rank i, so that each rank gets its own part only. Otherwise,
+            where several ranks share a part, all ranks get all parts.
+    """
     if step is None:
         collectives.broadcast_object(None)
         return
-    collectives.broadcast_object(replace(step, parts=get_data_structure(step.parts)))
-    collectives.broadcast_many([tensor.detach() for tensor in leaves(step.parts)])
+    parts = [[tensor.detach() for tensor in leaves(part)] for part in step.parts]
+    layouts = [ByteLayout(part) for part in parts]
+    size = max(layout.total for layout in layouts) if has_part_per_rank else 0
+    collectives.broadcast_object(replace(step, parts=get_data_structure(step.parts), message_bytes=size))
+    if size:
+        packed = [layout.pack(part, size) for layout, part in zip(layouts, parts, strict=True)]
+        collectives.scatter(packed[0], packed)
+    elif not has_part_per_rank:
+        collectives.broadcast_many(list(chain.from_iterable(parts)))
 
 
 def send_error(collectives: Collectives, error: BaseException) -> None:
@@ -152,18 +168,39 @@ def send_error(collectives: Collectives, error: BaseException) -> None:
     collectives.broadcast_object("".join(traceback.format_exception(error)))
 
 
-def receive_step(collectives: Collectives, device: torch.device | None) -> GlobalStep | None:
-    """Receive a step from rank 0 on ``device``; None marks the end. Raises ReadError if rank 0 failed."""
+def receive_step(collectives: Collectives, device: torch.device | None, has_part_per_rank: bool) -> GlobalStep | None:
+    """Receive a step from rank 0 on ``device``, as :func:`send_step` sends it; None marks the end.
+
+    Raises:
+        ReadError: rank 0 failed.
+    """
     header: Any = collectives.broadcast_object(None)
     if isinstance(header, str):
         raise ReadError(f"rank {collectives.rank} stops because rank 0 failed to read the data:\n{header}")
     if header is None:
         return None
-    header.parts = recursively_apply(
+    step: GlobalStep = header
+    if not has_part_per_rank:
+        step.parts = _empty(step.parts, device)
+        collectives.broadcast_many(leaves(step.parts))
+        return step
+    structure = step.parts[collectives.rank]
+    step.parts = [None] * collectives.world_size
+    if step.message_bytes:
+        part = _empty(structure, torch.device("meta"))
+        buffer = collectives.scatter(torch.empty(step.message_bytes, dtype=torch.uint8, device=device), None)
+        shapes = leaves(part)
+        part = replace_leaves(part, iter(ByteLayout(shapes).unpack(buffer, shapes)))
+    else:
+        part = _empty(structure, device)
+    step.parts[collectives.rank] = part
+    return step
+
+
+def _empty(structure: Any, device: torch.device | None) -> Any:
+    """Nested data with a tensor for each description of one."""
+    return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype, device=device),
-        header.parts,
+        structure,
         test_type=is_tensor_information,
     )
-    collectives.broadcast_many(leaves(header.parts))
-    received: GlobalStep = header
-    return received

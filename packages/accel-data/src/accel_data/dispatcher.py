@@ -10,7 +10,7 @@ from accel_state.state import PartialState
 
 from .batch_scatter import BatchSplitter, GlobalStep, receive_step, send_error, send_step
 from .batch_shard import BatchSamplerShard
-from .layout import LoaderLayout, data_ranks
+from .layout import LoaderLayout, data_ranks, has_part_per_rank
 from .loader import PreparedLoader
 from .lookahead import Step
 from .resume_state import Iteration
@@ -68,6 +68,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self._global_step = GlobalStep()
         # Of ranks that share a batch only one has read it; the others must not fall behind in random numbers.
         self._shares_batches = self.layout.num_processes < PartialState().num_processes
+        self._has_part_per_rank = has_part_per_rank(self.layout.num_processes, torch_device_mesh)
         if self._sharded is not None:
             # Only rank 0 begins the sampler, so there is nothing to synchronize.
             self._sharded.rng.synchronize = False
@@ -131,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _receive_steps(self) -> Iterator[GlobalStep]:
         collectives = PartialState().collectives
-        while (step := receive_step(collectives, self.device)) is not None:
+        while (step := receive_step(collectives, self.device, self._has_part_per_rank)) is not None:
             if step.rng is not None and self.layout.process_index == 0:
                 restore_rng(step.rng)
             yield step
@@ -151,7 +152,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if step is not None and self._shares_batches:
                 step.rng = capture_rng()
             if collectives.world_size > 1:
-                send_step(collectives, step)
+                send_step(collectives, step, self._has_part_per_rank)
             if step is None:
                 return
             last = step.last

@@ -30,7 +30,7 @@ from .elastic import (
     derived_seed,
     seed_generators,
 )
-from .layout import LoaderLayout
+from .layout import LoaderLayout, has_part_per_rank
 from .loader import PreparedLoader
 from .lookahead import Step
 from .resume_state import Iteration, ResumePoint
@@ -316,15 +316,19 @@ class ElasticDispatcher(ElasticLoader):
                     send_error(collectives, error)
                 raise
             if PartialState().process_index == 0 and collectives.world_size > 1:
-                send_step(collectives, step)
+                send_step(collectives, step, self._has_part_per_rank)
             if step is None:
                 return
             yield ShardBatch(step.shards[rank], step.parts[rank], step.state), step.last
 
+    @property
+    def _has_part_per_rank(self) -> bool:
+        return has_part_per_rank(self.plan.num_processes, self.torch_device_mesh)
+
     def _receive(self) -> Iterator[ElasticStep]:
         collectives = PartialState().collectives
         while True:
-            step = receive_step(collectives, self.device)
+            step = receive_step(collectives, self.device, self._has_part_per_rank)
             if not isinstance(step, ElasticStep):
                 return
             yield step

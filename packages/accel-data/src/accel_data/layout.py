@@ -56,6 +56,12 @@ def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any =
     return size, rank
 
 
+def has_part_per_rank(num_processes: int, mesh: Any = None) -> bool:
+    """Whether ranks that get different data are all ranks of the run, in their order."""
+    world = PartialState().num_processes
+    return num_processes == world and (mesh is None or mesh.mesh.flatten().tolist() == list(range(world)))
+
+
 def distributed_sampler_layout(
     sampler: DistributedSampler[Any], batch_size: int | None, drop_last: bool, num_processes: int, process_index: int
 ) -> LoaderLayout:

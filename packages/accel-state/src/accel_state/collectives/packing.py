@@ -42,9 +42,10 @@ class ByteLayout:
             self.spans.append((start, end))
         self.total = -(-end // _ALIGNMENT) * _ALIGNMENT
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy the tensors into one uint8 tensor of ``total`` bytes."""
-        buffer = torch.empty(self.total, dtype=torch.uint8, device=tensors[0].device)
+    def pack(self, tensors: Sequence[torch.Tensor], size: int | None = None) -> torch.Tensor:
+        """Copy the tensors into one uint8 tensor of ``size`` bytes, by default ``total``."""
+        device = tensors[0].device if tensors else None
+        buffer = torch.empty(self.total if size is None else size, dtype=torch.uint8, device=device)
         for tensor, (start, end) in zip(tensors, self.spans, strict=True):
             buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return buffer

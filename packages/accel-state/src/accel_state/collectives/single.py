@@ -63,6 +63,17 @@ class Collectives:
         """:meth:`broadcast` of each tensor, in place, in as few messages as the backend allows."""
         return [self.broadcast(tensor, source) for tensor in tensors]
 
+    def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int = 0) -> torch.Tensor:
+        """Copy the i-th part that rank ``source`` passes into rank i's tensor, and return the tensor.
+
+        Args:
+            tensor: has the shape and dtype of every part, on all ranks.
+            parts: one for each rank; None on the other ranks.
+        """
+        # A broadcast of which each rank keeps its part, because not every backend implements scatter.
+        rows = tensor.new_empty((self.world_size, *tensor.shape)) if parts is None else torch.stack(list(parts))
+        return tensor.copy_(self.broadcast(rows, source)[self.rank])
+
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Send the i-th of ``world_size`` equal parts of a flat tensor to rank i; returns the parts received, joined.
 

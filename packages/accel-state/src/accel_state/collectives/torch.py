@@ -113,6 +113,12 @@ class TorchCollectives(Collectives):
                 _write_back(tensors[i], value)
         return list(tensors)
 
+    def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int = 0) -> torch.Tensor:
+        local = self._usable(tensor)
+        sent = None if parts is None else [packing.as_bytes(self._usable(part)) for part in parts]
+        self._call("scatter", dist.scatter, packing.as_bytes(local), sent, self._rank_in_world(source), **self._group)
+        return _write_back(tensor, local)
+
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         local = self._usable(tensor)
         received = local.new_empty(sum(sizes))
