@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from accel_launch.config.write import declared, nest, to_text
 from accel_launch.questionnaire import flow
-from accel_launch.questionnaire.flow import TextPrompts, ask_all, complete, propose, questions
+from accel_launch.questionnaire.flow import TextPrompts, ask_all, complete, label, propose, questions
+from accel_state.enums import REMOVED_DYNAMO_BACKENDS
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
 from accel_state.options.declaration import GIVEN, MORE_THAN_ONE
@@ -330,6 +331,19 @@ class TestAsText:
             )
             == "MULTI_GPU"
         )
+
+    def test_what_no_machine_can_choose_is_not_offered(self) -> None:
+        offered: dict[str, tuple[str, ...] | None] = {}
+
+        def ask(opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
+            offered[opt.name] = choices
+            return proposal
+
+        ask_all(ask, {"dynamo_backend": "OFI", "distributed_type": "MULTI_TPU"})
+        types, backends = offered["distributed_type"], offered["dynamo_backend"]
+        assert types is not None and backends is not None
+        assert [label(OPTIONS["distributed_type"], kind) for kind in types if "TPU" in kind or kind == "XLA"] == ["TPU"]
+        assert "INDUCTOR" in backends and not set(backends) & set(REMOVED_DYNAMO_BACKENDS)
 
     def test_printed_commands_can_be_typed(self, capsys: pytest.CaptureFixture[str]) -> None:
         kinds = ("NO", "MULTI_CPU", "XLA")

@@ -408,8 +408,17 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
             COMMAND.run([str(file), "--model", "llama-3-8b", *wrong])
     with pytest.raises(ConfigurationError, match=r"CONFIG nope.yaml: no such file \(looked in"):
         COMMAND.run(["nope.yaml"])
+    with pytest.raises(ConfigurationError, match=r"--config_file nope.yaml: no such file"):
+        COMMAND.run(["--config_file", "nope.yaml"])
+    with pytest.raises(ConfigurationError, match="configuration is missing"):
+        COMMAND.run(["--model", "llama-3-8b"])
+    with pytest.raises(ConfigurationError, match=r"other.yaml contradicts --config_file"):
+        COMMAND.run(["other.yaml", "--config-file", str(file)])
     with pytest.raises(ConfigurationError, match="--model is missing. Give llama-3-8b"):
         COMMAND.run([str(file)])
+    for words in (["--config_file", str(file)], [str(file), "--config-file", str(file)]):
+        capsys.readouterr()
+        assert COMMAND.run([*words, *options, "--json"]) == 0 and json.loads(capsys.readouterr().out) == found
     with pytest.raises(ConfigurationError, match="--modle is not an option. Did you mean --model"):
         COMMAND.run([str(file), "--modle", "llama-3-8b"])
 

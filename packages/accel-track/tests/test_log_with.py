@@ -51,7 +51,10 @@ def test_all_is_every_tracker_that_is_installed(word: str) -> None:
 
 
 def test_what_is_no_tracker_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'wandbb' is not a known tracker\. Known: jsonl, .*accel\.trackers"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"'wandbb' is not a known tracker\. Did you mean 'wandb'\?.*accel\.trackers",
+    ):
         filter_trackers("wandbb")
     with pytest.raises(ConfigurationError, match=r"log_with=3 is not a tracker: it lacks name"):
         filter_trackers([3])

@@ -389,3 +389,30 @@ def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None
     register_tracker_class(Named)
     assert "named_in_a_test" in get_available_trackers()
     assert TrackerRun("named_in_a_test").log_with == [Named]
+
+
+class Directory(GeneralTracker):
+    """Expects its directory to exist, and its path as it was given."""
+
+    name = "directory"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str) -> None:
+        super().__init__()
+        self.path = logging_dir + f"/{run_name}.txt"
+
+    @property
+    def tracker(self) -> str:
+        return self.path
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        Path(self.path).write_text(str(values))
+
+
+def test_the_directory_of_a_tracker_is_made(tmp_path: Path) -> None:
+    directory = str(tmp_path / "new" / "logs")
+    run = TrackerRun(Directory, directory, strict=True)
+    run.init_trackers("project")
+    run.log({"a": 1})
+    run.finish()
+    assert Path(directory, "project.txt").read_text() == "{'a': 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_one_run_is_drawn_finely(runs: Path, capsys: pytest.CaptureFixture[str])
     name = next(path.name for path in (runs / "digits").iterdir())
     run(["show", str(runs), "--run", name, "--metric", "*loss", "--width", "60"])
     printed = capsys.readouterr().out
-    assert printed.count("digits/") == 1 and "lr " in printed.split("train/loss\n")[0]
+    assert printed.count("digits/") == 1
     assert any("\u2800" < character <= "\u28ff" for character in printed)
 
 
@@ -53,7 +54,9 @@ def test_the_first_value_is_at_the_upper_left() -> None:
         and lines[4].rstrip().endswith("*")
         and lines[5].split() == ["0", "3"]
     )
-    assert draw(Chart("flat", {"a": [(5, 1.0)]}), 30, 3, braille=True).splitlines()[-1].split() == ["5", "6"]
+    for braille in (True, False):
+        lines = draw(Chart("flat", {"a": [(5, 1.0), (6, math.nan)]}), 30, 3, braille=braille).splitlines()
+        assert lines[-1].split() == ["5"] and lines[2].endswith("*") and lines[2].index("*") == lines[-1].index("5")
     assert draw(Chart("nothing", {"a": [(0, math.nan)]}), 30, 3, braille=True)
 
 
@@ -122,6 +125,40 @@ def test_the_page_is_whole(runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert page.tags.count("svg") == 2 and page.tags.count("polyline") == 2 * 2 + 2 and page.tags.count("script") == 1
     assert '"note": "<b>&"' in page.text and "<script>" in page.text
     assert capsys.readouterr().out == f"wrote {tmp_path / 'pages' / 'page.html'}\n"
+
+
+def test_one_point_is_a_point_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"_step": 3, "n": 1.5}\n')
+    run(["show", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    page = Page()
+    page.feed((tmp_path / "page.html").read_text())
+    assert page.tags.count("circle") == 1 and page.tags.count("polyline") == 0
+
+
+def test_runs_of_several_directories(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(runs, tmp_path / "copy")
+    first = next((runs / "digits").iterdir())
+    run(["show", str(runs), str(first), "--width", "60"])
+    assert capsys.readouterr().out.count("at step 49") == 2 * 3, "a run that is given twice is shown once"
+    run(["show", str(runs), str(tmp_path / "copy"), "--metric", "train/loss", "--width", "60"])
+    printed = capsys.readouterr().out
+    assert printed.count("at step 49") == 4 and f"{tmp_path / 'copy'}/digits/" in printed
+    assert all(mark in printed for mark in ("* ", "o ", "+ ", "x ")), "a curve for each"
+    with pytest.raises(ConfigurationError, match="missing"):
+        run(["show", str(runs), str(tmp_path / "missing")])
+
+
+def test_a_pattern_selects_rows_of_tables_too(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(path.name for path in (runs / "digits").iterdir())
+    run(["show", str(runs), "--run", name, "--metric", "*loss", "--width", "60"])
+    printed = capsys.readouterr().out
+    assert "train/loss" in printed and "lr" not in printed and "note" not in printed
+    run(["show", str(runs), "--run", name, "--metric", "not*"])
+    assert "note" in (printed := capsys.readouterr().out) and "train/loss" not in printed, "texts have a row only"
+    page, table = tmp_path / "page.html", tmp_path / "table.csv"
+    run(["show", str(runs), "--run", name, "--metric", "lr", "--html", str(page), "--csv", str(table)])
+    assert "<td>lr" in page.read_text() and "<td>train/loss" not in page.read_text()
+    assert table.read_text().splitlines()[0] == "_step,_time,lr"
 
 
 def test_the_image(runs: Path, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "schedule": ("schedule_option", lambda: ProfileKwargs(schedule_option="x")),  # type: ignore[arg-type]
     "trace": ("on_trace_ready", lambda: ProfileKwargs(on_trace_ready=5)),  # type: ignore[arg-type]
     "each node": ("save_on_each_node", lambda: ProjectConfiguration(save_on_each_node="x")),  # type: ignore[arg-type]
+    "backend that is gone": ("OFI", lambda: Accelerator(cpu=True, dynamo_backend="OFI")),
     "strategy": ("Did you mean 'mesh'", lambda: Accelerator(cpu=True, strategy="mehs")),
 }
 

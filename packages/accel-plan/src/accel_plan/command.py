@@ -53,14 +53,9 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the configuration cannot train the model on these ranks.
     """
     options = parse_options(argv, _parser())
-    names = ("config", "model", "optimizer", *_VALUES, *_SWITCHES)
+    names = ("config", "config_file", "model", "optimizer", *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
-    config = Path(given.pop("config"))
-    if not config.expanduser().is_file():
-        raise ConfigurationError(
-            f"CONFIG {config}: no such file (looked in {Path.cwd()}). Give a configuration file of accel launch; "
-            "`accel config` writes one."
-        )
+    config = _config_file(given.pop("config", None), given.pop("config_file", None))
     settings = load_settings({**options, "config_file": str(config)})
     for note in settings.notes():
         print(f"accel plan: {note}", file=sys.stderr)
@@ -79,6 +74,25 @@ def run(argv: list[str]) -> int:
     plan = make_plan(PlanRequest(settings, **{name.removeprefix("pp_"): value for name, value in given.items()}))
     print(json.dumps(plan.as_dict(), indent=2) if as_json else as_text(plan))
     return 0
+
+
+def _config_file(argument: str | None, option: str | None) -> Path:
+    """The file, given as the argument or with ``--config_file``."""
+    if argument is not None and option is not None and Path(argument) != Path(option):
+        raise ConfigurationError(f"CONFIG {argument} contradicts --config_file {option}. Give one of them.")
+    given = argument if argument is not None else option
+    if given is None:
+        raise ConfigurationError(
+            "the configuration is missing. Give a configuration file of accel launch, as CONFIG or with --config_file; "
+            "`accel config` writes one."
+        )
+    config = Path(given)
+    if not config.expanduser().is_file():
+        raise ConfigurationError(
+            f"{'CONFIG' if option is None else '--config_file'} {config}: no such file (looked in {Path.cwd()}). "
+            "Give a configuration file of accel launch; `accel config` writes one."
+        )
+    return config
 
 
 def _parse_number(name: str, text: str, minimum: int) -> int:
@@ -101,7 +115,9 @@ def _parser() -> ConfigParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="configuration file of accel launch (.yaml, .yml or .json)")
+    text = "configuration file of accel launch (.yaml, .yml or .json)"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", default=argparse.SUPPRESS, help=text)
+    _add_argument(parser, "config_file", metavar="CONFIG", help="the same file, as accel launch takes it")
     parser.add_argument(
         "--model",
         default=argparse.SUPPRESS,

@@ -98,6 +98,12 @@ class DynamoBackend(NamedChoice):
     NEURON = "NEURON"
 
 
+REMOVED_DYNAMO_BACKENDS = (
+    *("AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "OFI", "FX2TRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE"),
+)
+"""Backends that no supported torch has any more; the names stay, because scripts import the enumeration."""
+
+
 class ComputeEnvironment(NamedChoice):
     """Where a job runs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -30,17 +31,20 @@ class Run:
         facts: content of run.json: project, run_id, status, config and so on.
         rows: one dictionary per call of ``log``, in order, with ``_step`` and ``_time`` (seconds since 1970).
         damaged: number of unreadable lines, such as one that was being written when the process was killed.
+        prefix: put before the name, where runs of different directories have the same one.
     """
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     damaged: int = 0
+    prefix: str = ""
 
     @property
     def name(self) -> str:
         """Project and run id, joined by a slash."""
-        return f"{self.facts.get('project', self.folder.parent.name)}/{self.facts.get('run_id', self.folder.name)}"
+        project, run_id = self.facts.get("project", self.folder.parent.name), self.facts.get("run_id", self.folder.name)
+        return f"{self.prefix}{project}/{run_id}"
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
         """Points (step, value) of every numeric metric, by name; a row without a step follows the previous one."""
@@ -55,23 +59,29 @@ class Run:
                     series.setdefault(name, {})[step] = number
         return {name: sorted(points.items()) for name, points in series.items()}
 
-    def last(self) -> dict[str, tuple[Any, Any]]:
-        """The latest (step, value) of everything that was logged, by name."""
+    def last(self, patterns: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+        """The latest (step, value) of what was logged, by name; with shell patterns, only of matching names."""
         last: dict[str, tuple[Any, Any]] = {}
         for row in self.rows:
             last.update((name, (row.get(STEP), value)) for name, value in row.items() if name not in (STEP, TIME))
-        return last
+        return {name: entry for name, entry in last.items() if matches(name, patterns)}
 
-    def write_csv(self, path: Path) -> None:
-        """Write all rows as comma-separated values, one column per name."""
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+    def write_csv(self, path: Path, patterns: Sequence[str] = ()) -> None:
+        """Write all rows as comma-separated values, one column per name; with shell patterns, only matching names."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        columns = [name for name in names if name in (STEP, TIME) or matches(name, patterns)]
         columns.sort(key=lambda name: (name != STEP, name != TIME))
         partial = path.with_name(f"{path.name}.partial")
         with open(open_for_writing(partial), "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows({name: _cell(value) for name, value in row.items()} for row in self.rows)
         partial.replace(path)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of some shell patterns; without patterns, every name does."""
+    return not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _number(value: Any) -> float | None:
@@ -136,26 +146,41 @@ def _rows_up_to(rows: list[dict[str, Any]], last_step: float | None) -> list[dic
     return [row for row, step in zip(rows, steps, strict=True) if step is None or step <= last_step]
 
 
-def find_runs(folder: Path, names: Sequence[str] = ()) -> list[Run]:
-    """All runs in a directory and its subdirectories, oldest first.
+def find_runs(folder: Path | Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+    """All runs in directories and their subdirectories, oldest first.
 
     Args:
-        folder: the directory of a run, or one that contains runs.
+        folder: the directory of a run, or one that contains runs; or several of these.
         names: keep only runs whose project/run_id contains one of these.
 
     Raises:
         ConfigurationError: there is no such directory, or no run in it.
     """
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"directory not found: {str(folder)!r}. Pass the logging_dir of a run logged with 'jsonl'."
-        )
-    runs = [read_run(path.parent) for path in sorted(folder.rglob(METRICS_NAME))]
+    folders = [folder] if isinstance(folder, Path) else list(folder)
+    for path in folders:
+        if not path.is_dir():
+            raise ConfigurationError(
+                f"directory not found: {str(path)!r}. Pass the logging_dir of a run logged with 'jsonl'."
+            )
+    files = [path for parent in folders for path in sorted(parent.rglob(METRICS_NAME))]
+    found = {path.resolve(): path.parent for path in files}
+    runs = _distinct([read_run(path) for path in found.values()])
     runs.sort(key=lambda run: (str(run.facts.get("started", "")), run.name))
     selected = [run for run in runs if not names or any(name in run.name for name in names)]
     if not selected:
         known = f" Existing runs: {', '.join(run.name for run in runs)}." if runs else " Log one with log_with='jsonl'."
         raise ConfigurationError(
-            f"{folder} contains no run" + (f" named {' or '.join(names)}." if names else ".") + known
+            f"{', '.join(map(str, folders))} contains no run"
+            + (f" named {' or '.join(names)}." if names else ".")
+            + known
         )
     return selected
+
+
+def _distinct(runs: list[Run]) -> list[Run]:
+    """Runs of which those with equal names have the directory that contains the project's before it."""
+    names = [run.name for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        if names.count(name) > 1:
+            run.prefix = f"{run.folder.parent.parent}/"
+    return runs

@@ -65,7 +65,9 @@ class TrackerRun:
         strict: bool = False,
         delivery: Delivery | None = None,
     ) -> None:
-        self.logging_dir = None if logging_dir is None else as_path("logging_dir", logging_dir)
+        if logging_dir is not None:
+            as_path("logging_dir", logging_dir)
+        self.logging_dir = logging_dir  # as it was given: trackers may expect text
         self.log_with = filter_trackers(log_with, logging_dir)
         self.owner_pid = os.getpid()
         self._delivery = delivery or Delivery()
@@ -341,7 +343,7 @@ class TrackerRun:
             tracker = selected
             if isinstance(selected, type):
                 if selected.requires_logging_directory:  # type: ignore[attr-defined]
-                    arguments.setdefault("logging_dir", self.logging_dir)
+                    os.makedirs(arguments.setdefault("logging_dir", self.logging_dir), exist_ok=True)
                 tracker = selected(project_name, **arguments)
             run = self._resumed.get(str(tracker.name))
             if run is not None and hasattr(tracker, "resume"):

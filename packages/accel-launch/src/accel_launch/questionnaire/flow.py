@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
+from accel_state.enums import REMOVED_DYNAMO_BACKENDS
 from accel_state.env import all_variables, read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import OptionGroup, Resolution, load_groups, resolve
@@ -40,6 +42,8 @@ def label(opt: Option, choice: str) -> str:
     if opt.name == "distributed_type":
         if choice == "NO":
             return "No distributed training"
+        if choice == "MULTI_TPU":
+            return "TPU with torch_tpu"
         if choice.startswith("MULTI_"):
             return "multi-" + choice.removeprefix("MULTI_")
         # Users know the device by the name of the chip, not of its compiler.
@@ -216,12 +220,16 @@ def _value(name: str, answers: Mapping[str, Any]) -> Any:
 
 def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The choices that apply; None for all."""
+    if opt.name == "dynamo_backend":
+        return tuple(name for name in opt.choices if name not in REMOVED_DYNAMO_BACKENDS)
     if opt.name != "distributed_type":
         return None
     if answers.get("compute_environment") == "AMAZON_SAGEMAKER":
         return CLOUD_TYPES
     # Each engine has a question of its own.
     engines = [kind for name, kind in ENGINES.items() if name != "tpu"]
+    if importlib.util.find_spec("torch_tpu") is None:
+        engines.append("MULTI_TPU")  # without it, TPU is a question of torch_xla alone
     return tuple(kind for kind in LOCAL_TYPES if kind not in engines)
 
 

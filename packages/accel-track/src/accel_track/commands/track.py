@@ -47,12 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description="Show runs that were logged with log_with='jsonl'.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     show = commands.add_parser("show", help="print the last values and plot the curves of one or several runs")
-    show.add_argument("folder", type=Path, metavar="DIR", help="directory of a run, or one that contains runs")
+    text = "directory of a run, or one that contains runs; several are shown together"
+    show.add_argument("folders", type=Path, nargs="+", metavar="DIR", help=text)
     columns = shutil.get_terminal_size((100, 24)).columns
     repeatable = {"action": "append", "default": []}
     options: dict[str, tuple[str, str, dict[str, Any]]] = {
         "--run": ("TEXT", "only runs whose project/run_id contains TEXT; repeatable", repeatable),
-        "--metric": ("PATTERN", "only metrics that match PATTERN, such as '*loss*'; repeatable", repeatable),
+        "--metric": (
+            "PATTERN",
+            "only values that match PATTERN, such as '*loss*', in plots and tables; repeatable",
+            repeatable,
+        ),
         "--smooth": ("W", "weight of past values in a moving average, in [0, 1)", {"type": _fraction, "default": 0.0}),
         "--png": ("FILE", "write the curves as an image (needs matplotlib)", {"type": Path}),
         "--html": ("FILE", "write values, configs and curves as a self-contained page", {"type": Path}),

@@ -40,13 +40,20 @@ for (const svg of document.querySelectorAll("svg")) {
 """
 
 
-def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None:
-    """Write a page with the facts, last values and configs of ``runs``, and the curves of ``charts``."""
+def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, patterns: Sequence[str] = ()) -> None:
+    """Write a page with the facts, configs and last values of ``runs``, and the curves of ``charts``.
+
+    Args:
+        runs: the runs.
+        charts: their curves.
+        path: the file.
+        patterns: shell patterns of the values to list; empty lists all.
+    """
     colors = {run.name: _COLORS[index % len(_COLORS)] for index, run in enumerate(runs)}
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(', '.join(run.name for run in runs))}</title><style>{_STYLE}</style><h1>Runs</h1>"
-        + "".join(_run(run, colors[run.name]) for run in runs)
+        + "".join(_run(run, colors[run.name], patterns) for run in runs)
         + '<h2>Curves</h2><div class="charts">'
         + "".join(_figure(chart, colors) for chart in charts)
         + f"</div><script>{_SCRIPT}</script></html>\n"
@@ -55,11 +62,11 @@ def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _run(run: Run, color: str) -> str:
+def _run(run: Run, color: str, patterns: Sequence[str]) -> str:
     values = "".join(
         f'<tr><td>{escape(name)}<td class="number">{escape(text_of(value) if isinstance(value, float) else str(value))}'
         f"<td>{'' if step is None else step}"
-        for name, (step, value) in run.last().items()
+        for name, (step, value) in run.last(patterns).items()
     )
     facts = " · ".join(escape(str(run.facts[name])) for name in ("status", "started", "host") if name in run.facts)
     config = escape(json.dumps(run.facts.get("config", {}), indent=2, ensure_ascii=False))
@@ -79,10 +86,7 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
 
     lines, data = [], []
     for name, points in chart.curves.items():
-        lines += [
-            f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.6" points="{part}"/>'
-            for part in _parts(points, locate)
-        ]
+        lines += [_line(part, colors[name]) for part in _parts(points, locate)]
         data.append(
             [name, [[step, value if math.isfinite(value) else None, locate(step, low)[0]] for step, value in points]]
         )
@@ -100,6 +104,13 @@ def _figure(chart: Chart, colors: dict[str, str]) -> str:
         f"<figure><figcaption>{escape(chart.metric)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-curves="{curves}">{marks}{"".join(lines)}</svg></figure>'
     )
+
+
+def _line(part: str, color: str) -> str:
+    if " " not in part:  # a line with one point would not be drawn
+        x, y = part.split(",")
+        return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
+    return f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{part}"/>'
 
 
 def _parts(points: list[tuple[float, float]], locate: Callable[[float, float], tuple[float, float]]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel_state.errors import ConfigurationError, require
 
-from ..jsonl_reader import Run, find_runs
+from ..jsonl_reader import Run, find_runs, matches
 from .html import write_html
 from .terminal import Chart, charts, draw, one_line
 
@@ -30,7 +30,8 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
         axes = figure.add_subplot(rows, columns, index + 1)
         for name, points in chart.curves.items():
             steps, values = [step for step, _ in points], [_drawable(value) for _, value in points]
-            axes.plot(steps, values, label=one_line(name), linewidth=1.4)
+            marker = "o" if sum(map(math.isfinite, values)) == 1 else None  # a line has no point to end at
+            axes.plot(steps, values, label=one_line(name), linewidth=1.4, marker=marker)
         axes.set_title(one_line(chart.metric), fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -54,19 +55,23 @@ def show(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--width {arguments.width} --height {arguments.height} is too small. Use at least --width 20 --height 2."
         )
-    runs = find_runs(arguments.folder, arguments.run)
+    runs = find_runs(arguments.folders, arguments.run)
     if arguments.csv is not None:
         _write_csv(runs, arguments)
         if arguments.png is None and arguments.html is None:
             return
-    # Runs without numeric metrics can be printed, but not plotted.
-    needs_charts = arguments.png is not None or arguments.metric or any(run.series() for run in runs)
+    # Texts can be printed, but not plotted.
+    patterns = arguments.metric
+    has_numbers = any(matches(name, patterns) for run in runs for name in run.series())
+    needs_charts = (
+        arguments.png is not None or has_numbers or (patterns and not any(run.last(patterns) for run in runs))
+    )
     drawn = charts(runs, arguments.metric, arguments.smooth) if needs_charts else []
     if arguments.png is not None:
         write_png(drawn, arguments.png)
         print(f"wrote {arguments.png}")
     if arguments.html is not None:
-        write_html(runs, drawn, arguments.html)
+        write_html(runs, drawn, arguments.html, patterns)
         print(f"wrote {arguments.html}")
     if arguments.png is None and arguments.html is None:
         _print(runs, drawn, arguments)
@@ -76,13 +81,13 @@ def _write_csv(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     if len(runs) > 1:
         names = ", ".join(run.name for run in runs)
         raise ConfigurationError(f"--csv takes one run, and there are {len(runs)}: {names}. Select one with --run.")
-    runs[0].write_csv(arguments.csv)
+    runs[0].write_csv(arguments.csv, arguments.metric)
     print(f"wrote {arguments.csv}")
 
 
 def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Namespace) -> None:
     for run in runs:
-        _print_last_values(run)
+        _print_last_values(run, arguments.metric)
     for chart in drawn[:_MOST_CHARTS]:
         print()
         print(draw(chart, arguments.width, arguments.height, braille=_shows_braille()))
@@ -90,17 +95,17 @@ def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Name
         print(f"\n{len(drawn) - _MOST_CHARTS} more plots. Select some with --metric, or write all with --html.")
 
 
-def _print_last_values(run: Run) -> None:
+def _print_last_values(run: Run, patterns: Sequence[str]) -> None:
     facts = [one_line(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
     damaged = [f"{run.damaged} unreadable line{'s' if run.damaged > 1 else ''}"] if run.damaged else []
     print(f"{one_line(run.name)}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})")
-    values = [(one_line(name), step, value) for name, (step, value) in run.last().items()]
+    values = [(one_line(name), step, value) for name, (step, value) in run.last(patterns).items()]
     width = max((len(name) for name, _, _ in values), default=0)
     for name, step, value in values:
         at_step = "" if step is None else f"  at step {one_line(step)}"
         print(f"  {name:<{width}}  {one_line(value):>12}{at_step}")
     if not values:
-        print("  nothing was logged yet")
+        print("  nothing that matches was logged" if patterns and run.rows else "  nothing was logged yet")
 
 
 def _shows_braille() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError
 
-from ..jsonl_reader import Run
+from ..jsonl_reader import Run, matches
 
 Points = list[tuple[float, float]]
 
@@ -22,6 +21,11 @@ class Chart:
     metric: str
     curves: dict[str, Points]  # points (step, value) by run name
 
+    @property
+    def is_point(self) -> bool:
+        """Whether all finite values are at one step."""
+        return len({step for curve in self.curves.values() for step, value in curve if math.isfinite(value)}) == 1
+
     def limits(self) -> tuple[float, float, float, float]:
         """First and last step, lowest and highest value of all finite points; empty ranges are widened."""
         points = [point for curve in self.curves.values() for point in curve if math.isfinite(point[1])]
@@ -31,7 +35,8 @@ class Chart:
             margin = abs(high) * 0.05 or 1.0
             low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
         if last == first:
-            last += max(1.0, abs(first) * 1e-9)  # steps may be time stamps, too large for adding 1
+            margin = max(1.0, abs(first) * 1e-9)  # steps may be time stamps, too large for adding 1
+            first, last = first - margin, last + margin
         return first, last, low, high
 
 
@@ -45,7 +50,7 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
     """A chart for every metric that matches a shell pattern, smoothed with ``weight``, in the order of first values."""
     series = {run.name: run.series() for run in runs}
     names = list(dict.fromkeys(name for metrics in series.values() for name in metrics))
-    selected = [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    selected = [name for name in names if matches(name, patterns)]
     if not selected:
         known = f"Numeric metrics: {', '.join(names)}." if names else "No numeric metric was logged yet."
         matching = f" that matches {' '.join(patterns)}" if patterns else ""
@@ -92,7 +97,8 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
     labels = [text_of(high), *[""] * (height - 2), text_of(low)]
     margin = max(map(len, labels)) + 1
     columns = max(width - margin - 2, 10)
-    use_dots = braille and len(chart.curves) == 1
+    # A single dot of a braille character is easily overlooked.
+    use_dots = braille and len(chart.curves) == 1 and not chart.is_point
     wide, tall = (columns * 2, height * 4) if use_dots else (columns, height)
     dots: dict[tuple[int, int], int] = {}
     for number, points in enumerate(chart.curves.values()):
@@ -102,6 +108,8 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
     border = "┤" if braille else "|"
     lines = [f"{label:>{margin}} {border}{row}" for label, row in zip(labels, rows, strict=True)]
     axis = f"{'':>{margin}}  {text_of(first)}{text_of(last):>{max(columns - len(text_of(first)), 1)}}"
+    if chart.is_point:
+        axis = f"{'':>{margin}}  {text_of((first + last) / 2):^{columns}}".rstrip()
     named = [f"  {_MARKS[index % len(_MARKS)]} {one_line(name)}" for index, name in enumerate(chart.curves)]
     legend = named if len(named) > 1 else []
     return "\n".join([one_line(chart.metric), *legend, *lines, axis])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_state.enums import DynamoBackend
+from accel_state.enums import REMOVED_DYNAMO_BACKENDS, DynamoBackend
 from accel_state.errors import ConfigurationError
 from accel_state.options import DynamoOptions
 
@@ -47,6 +47,11 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         launched = DynamoOptions.from_environment()
         self.backend = DynamoBackend(_first(self.backend, launched.backend, "NO"))
+        if str(self.backend) in REMOVED_DYNAMO_BACKENDS:
+            known = [name for name in DynamoBackend.list() if name not in REMOVED_DYNAMO_BACKENDS]
+            raise ConfigurationError(
+                f"dynamo_backend={str(self.backend)!r} is not in PyTorch any more. Allowed: {', '.join(known)}."
+            )
         mode_chosen = _first(self.mode, None if self.options is not None else launched.mode)
         # torch refuses a mode together with options, even the default mode.
         self.mode = mode_chosen if mode_chosen is not None or self.options is not None else "default"
