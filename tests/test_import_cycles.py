@@ -19,7 +19,7 @@ from workspace import metadata, module_name, projects, sources
 FLOORS = [
     {"_torch_compat", "kwargs"},
     {"core"},
-    {"precision", "checkpoint", "reduction"},
+    {"precision", "reduction"},
     {"contract"},
     {"fsdp", "parallel", "deepspeed", "fault_tolerance", "training"},
     {"strategies"},

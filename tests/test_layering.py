@@ -19,14 +19,15 @@ SIBLINGS = {
     "accel_data": {"accel_state"},
     "accel_launch": {"accel_state"},
     "accel_bigmodel": {"accel_state"},
+    "accel_checkpoint": {"accel_state"},
     "accel_quant": {"accel_state", "accel_bigmodel"},
-    "accel_megatron": {"accel", "accel_state", "accel_data", "accel_launch"},
+    "accel_megatron": {"accel", "accel_state", "accel_checkpoint", "accel_data", "accel_launch"},
     "accel_track": {"accel_state"},
     "accel_fp8": {"accel_state"},
     "accel_monitor": {"accel_state"},
     "accel_plan": {"accel", "accel_state", "accel_data", "accel_launch", "accel_bigmodel"},
     "accel_compat": {"accel", "accel_state", "accel_launch"},
-    "accel": {"accel_state", "accel_data", "accel_launch", "accel_bigmodel", "accel_track"},
+    "accel": {"accel_state", "accel_checkpoint", "accel_data", "accel_launch", "accel_bigmodel", "accel_track"},
 }
 
 # Siblings that a package depends on and loads by their registered names, so that nothing in it imports them.

@@ -29,8 +29,8 @@ from accel_bigmodel import (
     shard_checkpoint,
 )
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
-from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_state.errors import ConfigurationError
+from accel_state.safetensors_writer import write_safetensors
 
 
 def empty(**settings) -> Net:

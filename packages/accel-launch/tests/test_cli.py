@@ -96,7 +96,7 @@ def test_a_broken_plugin_command_does_not_affect_others(shell) -> None:
         "greet",
         "greeter",
         """
-        from accel_launch.command import Command
+        from accel_state.command import Command
         from accel_state.errors import ConfigurationError
         def run(arguments):
             if arguments == ["bad"]:

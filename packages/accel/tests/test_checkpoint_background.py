@@ -16,10 +16,10 @@ from checkpoint_runs import Run, checkpoints, project, same
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint.catalog import is_complete
-from accel.checkpoint.manifest import MANIFEST_NAME, Workers
-from accel.checkpoint.names import CheckpointError
-from accel.checkpointer.checkpointer import on_all_ranks
+from accel_checkpoint.catalog import is_complete
+from accel_checkpoint.consensus import on_all_ranks
+from accel_checkpoint.manifest import MANIFEST_NAME, Workers
+from accel_checkpoint.names import CheckpointError
 from accel_state import ConfigurationError
 from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world

@@ -13,8 +13,8 @@ import pytest
 from checkpoint_runs import Run, as_of_another_library, project
 
 from accel import Accelerator
-from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel.checkpoint.names import CheckpointError
+from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_checkpoint.names import CheckpointError
 from accel_launch.cli import main
 
 TORCH_FREE = (
@@ -65,7 +65,7 @@ def test_list_as_json(folder: Path, capsys: pytest.CaptureFixture[str], monkeypa
     manifest = Manifest.read(folder / "checkpoint_1")
     assert manifest is not None
     now = datetime.fromisoformat(manifest.saved_at).timestamp() + 90.04
-    monkeypatch.setattr("accel.commands.checkpoint.time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr("accel_checkpoint.commands.checkpoint.time", SimpleNamespace(time=lambda: now))
     assert main(["checkpoint", "list", "--json", str(folder)]) == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert found["checkpoint_0"]["complete"] and found["checkpoint_0"]["optimizer_steps"] is None

@@ -24,8 +24,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel.checkpoint.names import CheckpointError
 from accel.checkpointing import (
     get_pretty_name,
     load_accelerator_state,
@@ -33,6 +31,8 @@ from accel.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
+from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_checkpoint.names import CheckpointError
 from accel_state import context
 
 

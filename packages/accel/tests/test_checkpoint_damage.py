@@ -26,9 +26,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint.manifest import MANIFEST_NAME
-from accel.checkpoint.safe_load import CheckpointError, read
-from accel.checkpoint.writer import write_manifest
+from accel_checkpoint.manifest import MANIFEST_NAME
+from accel_checkpoint.safe_load import CheckpointError, read
+from accel_checkpoint.writer import write_manifest
 from accel_state.errors import ConfigurationError
 
 

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint.atomic_dir import CheckpointDirectory
-from accel.checkpoint.manifest import Manifest
-from accel.checkpoint.names import CheckpointError
-from accel.checkpoint.safe_load import read_safetensors
+from accel_checkpoint.atomic_dir import CheckpointDirectory
+from accel_checkpoint.manifest import Manifest
+from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.safe_load import read_safetensors
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 

@@ -16,8 +16,8 @@ import torch
 from checkpoint_runs import Run, as_of_another_library, same
 
 from accel import DataLoaderConfiguration
-from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel.checkpoint.names import CheckpointError
+from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_checkpoint.names import CheckpointError
 
 CORRUPTIONS = 500
 OF_ANOTHER_LIBRARY = 200

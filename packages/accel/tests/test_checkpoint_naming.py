@@ -19,8 +19,8 @@ from checkpoint_runs import (
 )
 
 from accel import Accelerator
-from accel.checkpoint.catalog import newest_complete, rotate
-from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_checkpoint.catalog import newest_complete, rotate
+from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_state import ConfigurationError, context
 
 
@@ -134,7 +134,7 @@ def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     # The machine's clock may be put right, or back, between two saves.
     seconds = count()
     clock = SimpleNamespace(now=lambda zone: datetime(2026, 1, 1, tzinfo=zone) + timedelta(seconds=next(seconds)))
-    monkeypatch.setattr("accel.checkpoint.writer.datetime", clock)
+    monkeypatch.setattr("accel_checkpoint.writer.datetime", clock)
     run = Run(project_dir=str(tmp_path))
     with pytest.raises(ConfigurationError, match="no directory in it is a complete checkpoint"):
         run.accelerator.load_state("latest")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from checkpoint_runs import Run, same
 
-from accel.checkpoint import atomic_dir
-from accel.checkpoint.atomic_dir import CheckpointDirectory, recover_all, remove_leftovers
+from accel_checkpoint import atomic_dir
+from accel_checkpoint.atomic_dir import CheckpointDirectory, recover_all, remove_leftovers
 
 
 def before_first(function: Callable[..., Any], action: Callable[[], Any]) -> Callable[..., Any]:

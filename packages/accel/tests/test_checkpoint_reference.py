@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint.manifest import MANIFEST_NAME
+from accel_checkpoint.manifest import MANIFEST_NAME
 
 REFERENCE_PYTHON = os.environ.get("ACCEL_REFERENCE_PYTHON") or (
     sys.executable if importlib.util.find_spec("accelerate") else None

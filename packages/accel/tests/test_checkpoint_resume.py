@@ -15,7 +15,7 @@ from checkpoint_runs import (
     uninterrupted,
 )
 
-from accel.checkpoint.names import CheckpointError
+from accel_checkpoint.names import CheckpointError
 from accel_state.testing import run_world
 
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel.checkpoint.names import CheckpointError
-from accel.checkpoint.writer import write_manifest
+from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.writer import write_manifest
 from accel_state import AccelError
 from accel_state.testing import run_world
 

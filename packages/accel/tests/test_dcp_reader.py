@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from accel.checkpoint.names import CheckpointError
 from accel.fsdp.checkpoint import dcp_reader
+from accel_checkpoint.names import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from accel import Accelerator, GradScalerKwargs
-from accel.checkpoint.names import CheckpointError
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.utils import (
     compile_regions_fsdp2,
@@ -33,6 +32,7 @@ from accel.utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+from accel_checkpoint.names import CheckpointError
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.checkpoint.names import CheckpointError
 from accel.fsdp.merge import merge_fsdp_weights
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_checkpoint.names import CheckpointError
 from accel_state.random import set_seed
 from accel_state.testing import run_world
 

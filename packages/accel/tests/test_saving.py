@@ -14,10 +14,10 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint import weights_io
-from accel.checkpoint.weights_io import clean_state_dict_for_safetensors
 from accel.utils import extract_model_from_parallel, id_tensor_storage, is_compiled_module, load, save
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
+from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -146,7 +146,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        weights_io.write_atomically(target, breaks)
+        write_atomically(target, breaks)
     assert load(target)["a"] == 1 and os.listdir(tmp_path) == ["object.pt"]
 
 

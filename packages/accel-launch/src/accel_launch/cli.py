@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 # Commands of packages that may not be installed, and what to install for them.
 _DISTRIBUTIONS = {
-    "checkpoint": "accel",
+    "checkpoint": "accel-checkpoint",
     "estimate-memory": "accel-bigmodel",
     "goodput": "accel-monitor",
     "merge-weights": "accel",

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files
-from accel.checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
-from accel.checkpointer.contents import WeightsPart
-from accel.core.types import Gathered, Part
+from accel.core.types import Gathered
+from accel.core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from accel_checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files
+from accel_checkpoint.parts import Part, WeightsPart
+from accel_checkpoint.safetensors_content import safetensors_content
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
@@ -81,7 +82,7 @@ def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[C
     reader.check_count("optimizers", len(numbered_files(reader.names, OPTIMIZER_NAME, "bin")), len(trained))
     for index, engine in enumerate(engines):
         if safe:
-            from accel.checkpoint.safe_load import read_safetensors
+            from accel_checkpoint.safe_load import read_safetensors
 
             name = numbered(SAFE_MODEL_NAME, index, "safetensors")
             reader._read_names.add(name)

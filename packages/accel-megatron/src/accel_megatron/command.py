@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from accel_launch.command import Command
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 
 FORMATS = ("torch", "torch_dist")

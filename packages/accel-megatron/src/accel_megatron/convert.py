@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.weights_io import save_model_weights
+from accel.core.weights_io import save_model_weights
 from accel_state.errors import ConfigurationError, require
 
 from .architectures.base import Architecture

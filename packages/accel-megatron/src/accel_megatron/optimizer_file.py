@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.names import OPTIMIZER_NAME
-from accel.checkpoint.safe_load import read as read_safely
-from accel.checkpoint.weights_io import write_atomically
 from accel.fsdp.checkpoint.files import on_disk
+from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.names import OPTIMIZER_NAME
+from accel_checkpoint.safe_load import read as read_safely
 from accel_state.errors import ConfigurationError
 
 from .checkpoint import own_file

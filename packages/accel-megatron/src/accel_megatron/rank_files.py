@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.safe_load import read as read_safely
-from accel.checkpoint.weights_io import write_atomically
+from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.safe_load import read as read_safely
 from accel_state.errors import ConfigurationError
 
 from .architectures.base import Architecture

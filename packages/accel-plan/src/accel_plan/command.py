@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_launch.command import Command
 from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.options import load_groups
 

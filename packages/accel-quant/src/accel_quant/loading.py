@@ -15,7 +15,6 @@ from accel_bigmodel import check_device_map, dispatch_model, load_checkpoint_in_
 from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match_checkpoint, model_tensors
 from accel_bigmodel.checkpoint.files import checkpoint_files
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
-from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
 from accel_bigmodel.checkpoint.tensor_files import CheckpointFile, open_file
 from accel_bigmodel.loading import progress_bar
 from accel_bigmodel.tensors import Location, as_device
@@ -23,6 +22,7 @@ from accel_bigmodel.tied_params import location_of
 from accel_state import devices
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_path, open_for_writing, refuse_link
+from accel_state.safetensors_writer import write_safetensors
 from accel_state.state import PartialState, is_initialized
 
 from .layers import (

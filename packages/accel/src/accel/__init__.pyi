@@ -11,6 +11,7 @@ from accel_bigmodel import init_on_device as init_on_device
 from accel_bigmodel import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.inference import prepare_pippy as prepare_pippy
+from accel_checkpoint.names import CheckpointError as CheckpointError
 from accel_data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data import skip_first_batches as skip_first_batches
 from accel_launch import debug_launcher as debug_launcher
@@ -25,9 +26,8 @@ from accel_state.memory import find_executable_batch_size as find_executable_bat
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
 
 from .accelerator import Accelerator as Accelerator
-from .checkpoint.names import CheckpointError as CheckpointError
-from .checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from .core.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from .core.project import ProjectConfiguration as ProjectConfiguration
 from .deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from .kwargs.base import KwargsHandler as KwargsHandler

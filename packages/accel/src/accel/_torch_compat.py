@@ -36,9 +36,6 @@ foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
-# Restores the lazy negation of a tensor that was copied byte by byte; there is no public constructor for such a view.
-neg_view = torch._neg_view
-
 # A tensor subclass without storage, for a DTensor that is saved in another shape.
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 

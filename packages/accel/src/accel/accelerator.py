@@ -30,13 +30,13 @@ from accel_state.memory import release_memory
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
 
-from .checkpoint import weights_io
-from .checkpoint.names import ProjectConfiguration
 from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
 from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
 from .contract.strategy import Strategy
+from .core import weights_io
 from .core.compile import TorchDynamoPlugin
+from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
 from .precision.scaler import SharedGradScaler

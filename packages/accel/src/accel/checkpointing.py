@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.manifest import Workers
+from accel_checkpoint.names import custom_file
+from accel_checkpoint.parts import Part
+from accel_checkpoint.safe_load import check_readable, read
 from accel_state import PartialState
 from accel_state.paths import as_path
 
-from .checkpoint.manifest import Workers
-from .checkpoint.names import custom_file
-from .checkpoint.safe_load import check_readable, read
-from .checkpoint.weights_io import load as load
-from .checkpoint.weights_io import save as save
-from .checkpoint.weights_io import write_atomically
 from .checkpointer.contents import TrainingObjects, collect, custom_part, seeded_samplers
 from .checkpointer.contents import get_pretty_name as get_pretty_name
 from .checkpointer.loader import StateReader
-from .core.types import Part
+from .core.weights_io import load as load
+from .core.weights_io import save as save
 
 
 def save_accelerator_state(

@@ -11,9 +11,9 @@ from accel_state import AcceleratorState, DistributedType, GradientState, Partia
 from accel_state.state.process_control import ProcessControl
 from accel_track.tracking import TrackerRun
 
-from .checkpoint.names import ProjectConfiguration
 from .checkpointer.checkpointer import Checkpointer
 from .contract.strategy import Strategy
+from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
 from .kwargs.fp8 import AORecipeKwargs, FP8Kwargs, MSAMPRecipeKwargs, TERecipeKwargs

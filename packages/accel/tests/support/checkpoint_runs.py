@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
-from accel.checkpoint.manifest import MANIFEST_NAME
-from accel.checkpoint.safe_load import MANIFEST_MARK
+from accel_checkpoint.manifest import MANIFEST_NAME
+from accel_checkpoint.safe_load import MANIFEST_MARK
 from accel_state.random import set_seed
 
 

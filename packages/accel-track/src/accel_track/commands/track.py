@@ -5,22 +5,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
 PROGRAM = "accel track"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand of ``accel``; see ``accel_launch.command.Command``."""
-
-    summary: str
-    run: Callable[[list[str]], int]
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_checkpoint.names import CheckpointError, require_number
 from accel_state import get_logger
 
-from ..checkpoint.names import CheckpointError, require_number
 from ..contract.strategy import Strategy
 from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..training.gradient_accumulation import Accumulation, Window

@@ -6,32 +6,32 @@ import json
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_checkpoint.atomic_dir import CheckpointDirectory, recover, recover_all
+from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
+from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
+from accel_checkpoint.manifest import Workers
+from accel_checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, gradients_file
+from accel_checkpoint.parts import Part
+from accel_checkpoint.staging import HostCopies
+from accel_checkpoint.writer import BackgroundSave, StateWriter
 from accel_state import get_logger
-from accel_state.collectives.single import Collectives
-from accel_state.errors import AccelError, ConfigurationError
+from accel_state.errors import ConfigurationError
 from accel_state.paths import as_path
 from accel_track.tracking import TrackerRun
 
-from ..checkpoint import weights_io
-from ..checkpoint.atomic_dir import CheckpointDirectory, recover, recover_all
-from ..checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
-from ..checkpoint.manifest import Workers
-from ..checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, ProjectConfiguration, gradients_file
-from ..checkpoint.staging import HostCopies
-from ..checkpoint.writer import BackgroundSave, StateWriter
-from ..core.types import Part
+from ..core import weights_io
+from ..core.project import ProjectConfiguration
 from ..setup.config_resolution import Setup
 from ..setup.prepare import Preparation
 from ..training.gradient_accumulation import Accumulation
@@ -46,31 +46,6 @@ LATEST = "latest"
 
 SaveHook = Callable[[list[Any], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[Any], str], None]
-
-
-@contextmanager
-def on_all_ranks(collectives: Collectives, what: str) -> Iterator[None]:
-    """A block that fails on every rank if it fails on one. Every rank must enter it."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    outcomes = [None if error is None else f"{type(error).__name__}: {error}"]
-    if collectives.world_size > 1:
-        try:
-            outcomes = collectives.all_gather_object(outcomes[0])
-        except RuntimeError as lost:
-            raise CheckpointError(
-                f"{what}: rank {collectives.rank} cannot learn whether the other ranks succeeded: {lost}"
-            ) from error or lost
-    if isinstance(error, AccelError):
-        raise error
-    if outcomes.count(None) < len(outcomes):
-        failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None]
-        raise CheckpointError(
-            f"{what} failed on {len(failed)} of {len(outcomes)} ranks. {'; '.join(failed)}"
-        ) from error
 
 
 class Checkpointer:
@@ -99,11 +74,12 @@ class Checkpointer:
         self._continues_runs = bool(tracking.log_with)
         self._host_copies = HostCopies()
         self._background: BackgroundSave | None = None
-        self._background_collectives: Collectives | None = None
+        self._background_collectives = BackgroundCollectives(setup.process)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no save in progress and no buffers.
-        return {**self.__dict__, "_host_copies": HostCopies(), "_background": None, "_background_collectives": None}
+        fresh = {"_host_copies": HostCopies(), "_background_collectives": BackgroundCollectives(self._process)}
+        return {**self.__dict__, **fresh, "_background": None}
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +92,7 @@ class Checkpointer:
         if process.num_processes > 1:
             # A path that is made of the time, for example, may differ between ranks.
             target = Path(process.collectives.broadcast_object(str(target)))
-        collectives = process.collectives if blocking else self._collectives_of_background()
+        collectives = process.collectives if blocking else self._background_collectives()
         writer = self._collect(target, safe_serialization, blocking)
         if blocking:
             writer.finish(partial(on_all_ranks, collectives))
@@ -160,24 +136,6 @@ class Checkpointer:
         process = self._process
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
-
-    def _collectives_of_background(self) -> Collectives:
-        """Collectives for a thread next to the training loop: a process group of its own, made when first needed."""
-        process = self._process
-        if process.num_processes == 1:
-            return process.collectives
-        if self._background_collectives is None:
-            import torch.distributed as dist
-
-            if not dist.is_available() or not dist.is_initialized():
-                raise ConfigurationError(
-                    "blocking=False needs torch.distributed with more than one process. Save with blocking=True."
-                )
-            from accel_state.collectives.torch import TorchCollectives
-
-            group = dist.new_group(backend="gloo")
-            self._background_collectives = TorchCollectives(torch.device("cpu"), group)
-        return self._background_collectives
 
     def _collect(self, target: Path, safe_serialization: bool, blocking: bool) -> StateWriter:
         process, project, prepared, strategy = self._process, self.project, self._prepared, self._strategy
@@ -281,7 +239,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Forget the process group of saves in the background, which is destroyed with all others."""
-        self._background_collectives = None
+        self._background_collectives.forget()
 
     @property
     def save_in_flight(self) -> bool:

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
-from accel_data import SeedableRandomSampler, get_sampler
-from accel_state.devices.base import Device
-
-from ..checkpoint.names import (
+from accel_checkpoint.names import (
     LOADER_NAME,
     OPTIMIZER_NAME,
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
-    CheckpointError,
     custom_file,
     numbered,
-    require_number,
     rng_file,
 )
-from ..checkpoint.safe_load import MANIFEST_MARK
-from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME, safetensors_content
-from ..core.types import Part
+from accel_checkpoint.parts import Part, WeightsPart
+from accel_checkpoint.rng_state import capture_rng
+from accel_checkpoint.safe_load import MANIFEST_MARK
+from accel_checkpoint.safetensors_content import safetensors_content
+from accel_data import SeedableRandomSampler, get_sampler
+from accel_state.devices.base import Device
 
-_HOST_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
-
-
-class WeightsPart(Part):
-    """The weights of a model in the safetensors format."""
-
-    write_value = staticmethod(write_safetensors)
+from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 
 
 @dataclass(frozen=True)
@@ -111,83 +98,3 @@ def seeded_samplers(dataloaders: Sequence[Any]) -> dict[int, SeedableRandomSampl
     """The samplers whose order follows from a seed and the epoch, by the index of their loader."""
     samplers = {index: get_sampler(loader) for index, loader in enumerate(dataloaders)}
     return {index: sampler for index, sampler in samplers.items() if isinstance(sampler, SeedableRandomSampler)}
-
-
-def capture_rng(device: Device) -> dict[str, Any]:
-    """The state of the generators of python, numpy, torch and the device: tensors and plain values only."""
-    kind, keys, *position = np.random.get_state()
-    state: dict[str, Any] = {
-        "random_state": random.getstate(),
-        # As a list: an array that one version of numpy writes, another may not read.
-        "numpy_random_seed": (kind, np.asarray(keys).tolist(), *position),
-        "torch_manual_seed": torch.get_rng_state(),
-    }
-    if device.name != "cpu":
-        state[f"torch_{device.name}_manual_seed"] = device.get_rng_state_all()
-        state["device_index"] = device.current().index or 0
-    return state
-
-
-def check_rng(state: Any, device: Device, path: Path) -> None:
-    """Raise CheckpointError if generators cannot be restored to a state."""
-    missing = set(_HOST_KEYS).difference(state if isinstance(state, dict) else ())
-    if missing:
-        names = ", ".join(key for key in _HOST_KEYS if key in missing)
-        raise CheckpointError(f"{path} does not hold the state of random number generators: {names} missing.")
-    try:
-        random.Random().setstate(state["random_state"])
-        np.random.RandomState().set_state(state["numpy_random_seed"])
-        torch.Generator().set_state(state["torch_manual_seed"])
-    except (TypeError, ValueError, IndexError, KeyError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
-    if device.name == "cpu":
-        return
-    states = state.get(f"torch_{device.name}_manual_seed")
-    if states is None:
-        raise CheckpointError(
-            f"{path} has no state of the generators of {device.name} devices: it was saved on another kind of device, "
-            "so training cannot continue with the same random numbers. Load it on that kind, or load only the model."
-        )
-    index = require_number(state.get("device_index", 0), f"{path}: device_index")
-    if not isinstance(states, (list, tuple)) or not (index < len(states) or len(states) == device.device_count()):
-        raise CheckpointError(f"{path} holds a damaged state of the random number generators of {device.name} devices.")
-
-
-def restore_rng(state: Any, device: Device, path: Path) -> None:
-    """Restore the generators to a state of :func:`capture_rng`."""
-    check_rng(state, device, path)
-    try:
-        random.setstate(state["random_state"])
-        np.random.set_state(state["numpy_random_seed"])
-        torch.set_rng_state(state["torch_manual_seed"])
-        if device.name != "cpu":
-            _restore_device_rng(state, device)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
-
-
-def _restore_device_rng(state: dict[str, Any], device: Device) -> None:
-    states = state[f"torch_{device.name}_manual_seed"]
-    if len(states) == device.device_count():
-        device.set_rng_state_all(states)
-    else:  # this process sees another number of devices than when it was saved, and uses its own
-        device.set_rng_state(states[state.get("device_index", 0)])
-
-
-def seed_of_new_rank(base: Any, rank: int, path: Path) -> int:
-    """The seed of a rank that did not exist when the state was saved."""
-    state = base.get("torch_manual_seed") if isinstance(base, dict) else None
-    if not isinstance(state, torch.Tensor):
-        raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")
-    # Different for every rank and every state, the same whenever that state is loaded.
-    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest[:8], "little") & (2**63 - 1)
-
-
-def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
-    """Seed the generators of a rank that did not exist when the state was saved."""
-    seed = seed_of_new_rank(base, rank, path)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
-    device.manual_seed_all(seed)

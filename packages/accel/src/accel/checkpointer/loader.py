@@ -14,14 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_data import PreparedLoader, SeedableRandomSampler
-from accel_state import PartialState, get_logger
-from accel_state.errors import ConfigurationError
-from accel_state.humanize import counted
-
-from ..checkpoint.catalog import why_no_checkpoint
-from ..checkpoint.manifest import Manifest, Verification, Workers
-from ..checkpoint.names import (
+from accel_checkpoint import rng_state
+from accel_checkpoint.catalog import why_no_checkpoint
+from accel_checkpoint.manifest import Manifest, Verification, Workers
+from accel_checkpoint.names import (
     CUSTOM_FILE,
     GRADIENTS_FILE,
     LOADER_NAME,
@@ -47,8 +43,8 @@ from ..checkpoint.names import (
     require_number,
     rng_file,
 )
-from ..checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
-from ..checkpoint.validation import (
+from accel_checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
+from accel_checkpoint.validation import (
     Change,
     apply_changes,
     check_sampler,
@@ -59,11 +55,17 @@ from ..checkpoint.validation import (
     loading_attributes,
     loading_optimizer,
 )
-from ..checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from accel_data import PreparedLoader, SeedableRandomSampler
+from accel_state import PartialState, get_logger
+from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
+from accel_state.tensor_storage import id_tensor_storage
+
 from ..contract.strategy import Strategy
 from ..core.types import Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel, id_tensor_storage
-from . import accumulation_state, contents
+from ..core.unwrap import clean_name, extract_model_from_parallel
+from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from . import accumulation_state
 from .contents import TrainingObjects
 
 logger = get_logger(__name__)
@@ -233,18 +235,18 @@ class StateReader:
     def _check_rng(self) -> None:
         path = self.folder / self._own_file
         if self._is_new_rank:
-            contents.seed_of_new_rank(self.own, self._rank, path)
+            rng_state.seed_of_new_rank(self.own, self._rank, path)
         else:
-            contents.check_rng(self.own, self._process.device_backend, path)
+            rng_state.check_rng(self.own, self._process.device_backend, path)
         require_number(self.own.get("step", 0), f"{path}: step")
 
     def restore_rng(self) -> None:
         """Restore the random number generators."""
         path, device = self.folder / self._own_file, self._process.device_backend
         if self._is_new_rank:
-            contents.seed_new_rank(self.own, self._rank, device, path)
+            rng_state.seed_new_rank(self.own, self._rank, device, path)
         else:
-            contents.restore_rng(self.own, device, path)
+            rng_state.restore_rng(self.own, device, path)
 
     def _read(self, name: str, mapped: bool = False) -> Any:
         require_files(self.folder, [name], self.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from accel_launch.command import Command
+from accel_state.command import Command
 
 
 def run(argv: list[str]) -> int:

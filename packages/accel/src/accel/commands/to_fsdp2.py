@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from accel_launch.command import Command
 from accel_launch.parser import ConfigParser, parse_options
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 
 

@@ -5,23 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class Part:
-    """One file of a checkpoint, in torch's format unless a subclass writes another one."""
-
-    name: str  # path of the file, relative to the checkpoint
-    value: Any  # the contents
-    what: str = ""  # whose state this is, for messages. If set, saving fails where loading the file would run code
-    each_rank: bool = False  # every rank writes a file of its own; otherwise the main process writes one for all
-
-    # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
-    write_value: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
+from accel_checkpoint.parts import Part
 
 
 @dataclass(frozen=True)

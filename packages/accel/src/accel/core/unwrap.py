@@ -6,12 +6,9 @@ import copy
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
-
-from accel_state import devices
 
 from .._torch_compat import COMPILED_CALL, NAME_PREFIXES, OPTIMIZED_MODULE, ORIGINAL_MODULE
 
@@ -145,18 +142,6 @@ def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """The names of an optimizer's parameters in the order of its groups."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """A key that is equal for tensors that share memory: device, storage address, and size in bytes."""
-    storage = tensor.untyped_storage()
-    try:
-        return tensor.device, storage.data_ptr(), storage.nbytes()
-    except RuntimeError:  # a device whose tensors have no address
-        device = devices.of(tensor.device)
-        if device is None or device.has_storage:
-            raise
-        return tensor.device, device.tensor_id(tensor), tensor.nbytes
 
 
 def is_peft_model(model: Any) -> bool:

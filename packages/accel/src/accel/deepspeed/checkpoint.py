@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
+from accel_checkpoint.parts import Part
+from accel_checkpoint.safe_load import read
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
-from ..checkpoint.safe_load import read
-from ..core.types import Gathered, Part
+from ..core.types import Gathered
 from . import universal
 from .runtime import is_engine
 

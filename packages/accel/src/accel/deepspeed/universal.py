@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
+from accel_checkpoint.names import CheckpointError
 from accel_state import PartialState, get_logger
 from accel_state.errors import AccelError, ConfigurationError
-
-from ..checkpoint.names import CheckpointError
 
 logger = get_logger(__name__)
 

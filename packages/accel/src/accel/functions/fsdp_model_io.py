@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_checkpoint.atomic_dir import sync
+from accel_checkpoint.consensus import on_all_ranks
+from accel_checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
+from accel_checkpoint.safe_load import read, read_safetensors
+from accel_checkpoint.writer import sync_directories, write_parts
 from accel_state.errors import ConfigurationError, require
 from accel_state.paths import as_path, make_directory, refuse_link
 
-from ..checkpoint.atomic_dir import sync
-from ..checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
-from ..checkpoint.safe_load import read, read_safetensors
-from ..checkpoint.writer import sync_directories, write_parts
-from ..checkpointer.checkpointer import on_all_ranks
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, extract_model_from_parallel, is_peft_model
 from ..fsdp.checkpoint import state_dicts

@@ -21,7 +21,7 @@ from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory, remove_note, write_note
 
-from ..checkpoint.names import ProjectConfiguration
+from ..core.project import ProjectConfiguration
 from ..setup.prepare import Preparation
 from .eval_rollback import LoopEnd
 from .stop_consensus import stop_agreement

@@ -6,9 +6,9 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from accel_launch.command import Command
 from accel_launch.interpreter import python_command
 from accel_launch.parser import ConfigParser, parse
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 
 _MODULE = "accel.self_test"

@@ -22,9 +22,9 @@ from accel_state.errors import check_type
 from accel_state.options import CoreOptions
 from accel_state.random import rng_kind
 
-from ..checkpoint.names import ProjectConfiguration
 from ..contract.strategy import Strategy
 from ..core.compile import TorchDynamoPlugin
+from ..core.project import ProjectConfiguration
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import InitProcessGroupKwargs

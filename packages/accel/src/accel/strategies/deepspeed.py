@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_checkpoint.names import engine_folders
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
-from ..checkpoint.names import engine_folders
 from ..contract.strategy import Strategy
 from ..core.types import Gathered
 from ..deepspeed import gradients, runtime

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
+from accel_checkpoint.names import OPTIMIZER_NAME
 from accel_state import PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import flatten_mesh
-from ..checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from ..checkpoint.names import OPTIMIZER_NAME
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.types import Gathered, Layout

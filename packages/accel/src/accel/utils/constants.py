@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 
-from ..checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
-from ..checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from ..checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
-from ..checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
-from ..checkpoint.names import SCALER_NAME as SCALER_NAME
-from ..checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
-from ..checkpoint.weights_io import MODEL_NAME as MODEL_NAME
-from ..checkpoint.weights_io import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from ..checkpoint.weights_io import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from ..checkpoint.weights_io import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from ..checkpoint.weights_io import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from ..checkpoint.weights_io import WEIGHTS_NAME as WEIGHTS_NAME
+from accel_checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accel_checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accel_checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
+from accel_checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
+from accel_checkpoint.names import SCALER_NAME as SCALER_NAME
+from accel_checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
+
+from ..core.weights_io import MODEL_NAME as MODEL_NAME
+from ..core.weights_io import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from ..core.weights_io import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from ..core.weights_io import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from ..core.weights_io import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from ..core.weights_io import WEIGHTS_NAME as WEIGHTS_NAME
 
 WEIGHTS_PATTERN_NAME = f"{MODEL_NAME}{{suffix}}.bin"
 SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"

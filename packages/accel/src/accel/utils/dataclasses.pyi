@@ -13,9 +13,9 @@ from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.operations import TensorInformation as TensorInformation
 from accel_track import LoggerType as LoggerType
 
-from ..checkpoint.names import ProjectConfiguration as ProjectConfiguration
 from ..core.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from ..core.megatron import MegatronLMPlugin as MegatronLMPlugin
+from ..core.project import ProjectConfiguration as ProjectConfiguration
 from ..core.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from ..deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from ..fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from accel_checkpoint.names import SHARD_TABLE_NAME, CheckpointError
 from accel_state.paths import leads_outside
 
 from ..._torch_compat import load_alone
-from ...checkpoint.names import SHARD_TABLE_NAME, CheckpointError
 
 Like = Callable[[tuple[Any, ...], torch.Size, torch.dtype], "torch.Tensor | None"]
 """Allocates memory for a saved tensor, full or this rank's part, from its path in the nested state, its full shape and

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from accel_checkpoint.names import SHARD_SUFFIX, SHARD_TABLE_NAME
+from accel_checkpoint.parts import Part
 from accel_state.collectives.single import Collectives
 from accel_state.paths import open_for_writing
 
 from ..._torch_compat import storage_info
-from ...checkpoint.names import SHARD_SUFFIX, SHARD_TABLE_NAME
-from ...core.types import Part
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
+from accel_checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
+from accel_checkpoint.parts import Part
 from accel_state.collectives.single import Collectives
 
-from ...checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from ...checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
-from ...checkpoint.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from ...core.local_part import local
-from ...core.types import Gathered, Layout, Part
+from ...core.types import Gathered, Layout
+from ...core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from . import state_dicts
 from .dcp_writer import shard_state
 from .state_dicts import State

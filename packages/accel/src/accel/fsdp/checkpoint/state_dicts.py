@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accel_checkpoint.names import CheckpointError
 from accel_state.errors import ConfigurationError
 
 from ..._torch_compat import shard_replicated
-from ...checkpoint.names import CheckpointError
 from ...core.fused_dtensor import full_tensor, pack, pack_state, packed_shapes, unpack
 from ...core.types import Layout
 from ...core.unwrap import clean_name, names_in_order

@@ -226,3 +226,24 @@ def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:
             if name not in problems:
                 workers.submit(partial(compare, name, record))
     return {**problems, **dict.fromkeys(sorted(changed), "contents differ from what was written")}
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Compare every file of a checkpoint with its digest.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        By file, what is wrong with it; empty if all files are as they were written.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged.
+    """
+    directory = Path(path)
+    manifest = Manifest.read(directory)
+    if manifest is None:
+        raise CheckpointError(
+            f"{directory / MANIFEST_NAME} is missing: the checkpoint is incomplete, or of another library."
+        )
+    return damaged_files(manifest, directory)

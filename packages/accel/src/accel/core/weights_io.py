@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_bigmodel.checkpoint.safetensors_writer import write_safetensors
+from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.safe_load import read_safetensors
+from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors, safetensors_content
+from accel_checkpoint.staging import without_unsavable
 from accel_state import PartialState
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import convert_file_size_to_int
 from accel_state.paths import as_path
-
-from ..core.unwrap import id_tensor_storage
-from .safe_load import read_safetensors
-from .staging import without_unsavable
+from accel_state.safetensors_writer import write_safetensors
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -28,24 +27,6 @@ WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
-
-
-def write_atomically(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
-    """Write a file under a temporary name, and rename it when it is complete and on the disk."""
-    target = as_path("path", path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(descriptor)
-    umask = os.umask(0)
-    os.umask(umask)
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~umask)  # files of mkstemp are private to their owner
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -98,34 +79,6 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return read_safetensors(f, map_location)
     kwargs.setdefault("weights_only", True)
     return torch.load(f, map_location=map_location, **kwargs)
-
-
-def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
-    """The tensors to write for an object in the safetensors format."""
-    for value in obj.values() if isinstance(obj, Mapping) else [obj]:
-        if not isinstance(value, torch.Tensor) or not isinstance(obj, Mapping):
-            raise ConfigurationError(
-                f"safe_serialization=True saves dictionaries of tensors only, not a {type(obj).__name__} with a "
-                f"{type(value).__name__}. Save it with safe_serialization=False."
-            )
-    return clean_state_dict_for_safetensors(dict(obj))
-
-
-def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict that safetensors can hold: contiguous tensors, one name for each, and no shared memory."""
-    names: dict[tuple[Any, ...], str] = {}
-    owners: dict[tuple[torch.device, int, int], str] = {}
-    cleaned: dict[str, torch.Tensor] = {}
-    for name, tensor in state_dict.items():
-        identity = (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() and tensor.device.type != "meta" and names.setdefault(identity, name) != name:
-            continue
-        contiguous = tensor.detach().contiguous()
-        # Different views of the same memory are copied: the format has no views.
-        if contiguous.numel() and owners.setdefault(id_tensor_storage(contiguous), name) != name:
-            contiguous = contiguous.clone()
-        cleaned[name] = contiguous
-    return cleaned
 
 
 def check_shard_size(max_shard_size: int | str) -> int:

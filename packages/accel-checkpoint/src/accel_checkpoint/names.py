@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 
-from accel_state.arguments import check_flags
-from accel_state.errors import AccelError, ConfigurationError
+from accel_state.errors import AccelError
 from accel_state.humanize import counted
 from accel_state.paths import as_path, leads_outside
 
@@ -54,57 +51,6 @@ _MAX_NUMBER = 2**53
 
 class CheckpointError(AccelError, RuntimeError):
     """A checkpoint cannot be written, or is incomplete, damaged, or does not fit the objects it is loaded into."""
-
-
-@dataclass
-class ProjectConfiguration:
-    """Directories and checkpoint naming of a project.
-
-    Args:
-        project_dir: the directory of everything that is saved.
-        logging_dir: the directory of tracker logs; the project directory by default.
-        automatic_checkpoint_naming: save states as ``<project_dir>/checkpoints/checkpoint_<iteration>``.
-        total_limit: how many automatically named checkpoints to keep; None keeps all.
-        iteration: the number of the next one.
-        save_on_each_node: write on the main process of every node, for file systems that the nodes do not share.
-
-    Raises:
-        ConfigurationError: ``total_limit`` or ``iteration`` is not an integer of 0 or more.
-    """
-
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("total_limit", "iteration"):
-            value = getattr(self, name)
-            if value is None and name == "total_limit":
-                continue
-            try:
-                number = -1 if isinstance(value, bool) else index(value)
-            except TypeError:
-                number = -1
-            if number < 0:
-                none = ", or None to keep all checkpoints" if name == "total_limit" else ""
-                raise ConfigurationError(
-                    f"ProjectConfiguration({name}={value!r}) must be a whole number, 0 or more{none}."
-                )
-            setattr(self, name, number)
-        self.set_directories(self.project_dir)
-        check_flags(self)
-
-    def set_directories(self, project_dir: str | None = None) -> None:
-        """Set the project directory, and the logging directory if none was given."""
-        for name, value in (("project_dir", project_dir), ("logging_dir", self.logging_dir)):
-            if value is not None:
-                as_path(name, value)
-        self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:

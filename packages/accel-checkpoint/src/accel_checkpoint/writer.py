@@ -23,11 +23,11 @@ import xxhash
 from accel_state import get_logger
 from accel_state.paths import open_for_writing, refuse_link
 
-from ..core.types import Part
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
 from .names import MANIFEST_NAME
+from .parts import Part
 from .safe_load import check_readable
 from .staging import on_host
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from accel_state import devices
+from accel_state.tensor_storage import id_tensor_storage
 
-from .._torch_compat import neg_view
-from ..core.unwrap import id_tensor_storage
+from ._torch_compat import neg_view
 
 StorageKey = tuple[torch.device, int, int]
 

@@ -9,13 +9,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from accel_launch.command import Command
-from accel_state.errors import ConfigurationError
+from accel_state.command import Command
+from accel_state.errors import AccelError, ConfigurationError
 from accel_state.humanize import convert_bytes
 
-from ..checkpoint.catalog import CheckpointInfo, list_checkpoints, why_no_checkpoint
-from ..checkpoint.manifest import Manifest, damaged_files
-from ..checkpoint.names import MANIFEST_NAME, CheckpointError
+from ..catalog import CheckpointInfo, list_checkpoints, why_no_checkpoint
+from ..manifest import Manifest, damaged_files
+from ..names import MANIFEST_NAME, CheckpointError
 
 EXIT_DAMAGED = 1
 _AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
@@ -105,6 +105,15 @@ def _verify(directory: Path, as_json: bool) -> int:
     else:
         print(f"{directory}: all {number} files are intact")
     return EXIT_DAMAGED if problems else 0
+
+
+def main() -> int:
+    """Run as ``python -m accel_checkpoint``; prints an expected error as one line and returns exit code 2."""
+    try:
+        return run(sys.argv[1:])
+    except AccelError as error:
+        print(f"accel checkpoint: error: {error}", file=sys.stderr)
+        return 2
 
 
 COMMAND = Command("list checkpoints, and verify that their files are intact", run)

@@ -1,0 +1,11 @@
+"""Public names of accel_checkpoint; also read at run time."""
+
+from .api import AsyncSaver as AsyncSaver
+from .api import load as load
+from .api import save as save
+from .catalog import CheckpointInfo as CheckpointInfo
+from .catalog import list_checkpoints as list_checkpoints
+from .catalog import newest_complete as newest_complete
+from .manifest import Manifest as Manifest
+from .manifest import verify as verify
+from .names import CheckpointError as CheckpointError

@@ -1,0 +1,398 @@
+"""Saving and loading the state of any training loop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_state import PartialState
+from accel_state.errors import ConfigurationError
+from accel_state.paths import refuse_url
+from accel_state.tensor_storage import id_tensor_storage
+
+from . import rng_state
+from .atomic_dir import CheckpointDirectory, recover
+from .catalog import why_no_checkpoint
+from .consensus import BackgroundCollectives, on_all_ranks
+from .manifest import Manifest, Verification, Workers
+from .names import NUMBERED, CheckpointError, rng_file
+from .parts import Part, WeightsPart
+from .safe_load import read, read_safetensors
+from .safetensors_content import safetensors_content
+from .staging import HostCopies
+from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
+from .writer import BackgroundSave, StateWriter
+
+
+def save(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    per_rank: Collection[str] = (),
+    rng: bool = True,
+    keep: int | None = None,
+) -> Path:
+    """Save the state of a training loop, and return when it is complete and on the disk.
+
+    The directory gets its name only when every file in it is written and flushed; until then, and if saving fails on
+    any rank, an older checkpoint of that name is unchanged. Every rank must call it, with the same keys.
+
+    Args:
+        state: by name, objects with ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, loaders),
+            tensors, or plain values: numbers, texts, and lists, tuples and dictionaries of all these.
+        path: the directory of this checkpoint, which replaces an older one.
+        step: the number of optimizer steps taken, which ``accel checkpoint list`` shows.
+        per_rank: the names whose values differ between ranks, such as loaders: every rank saves its own. Of the others
+            rank 0 saves what it has.
+        rng: also save the states of the random number generators of python, numpy, torch and the device, of each rank.
+        keep: delete all but this many of the checkpoints next to it that are named ``checkpoint_<number>``, as this
+            one must be, those with the lowest numbers first; None deletes none.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: saving failed on some rank, or the state of an object could not be loaded again.
+        ConfigurationError: an argument that cannot be used; sharded tensors (DTensors).
+    """
+    process = PartialState()
+    saving = _Saving(process, state, _directory(path), step, per_rank, rng, keep)
+    saving.collect(None).finish(partial(on_all_ranks, process.collectives))
+    return saving.directory.target
+
+
+class AsyncSaver:
+    """Saves in the background: a save blocks for the copy of the state to host memory, and is written by a thread.
+
+    One save runs at a time: the next one waits for it. The host memory of the copies is kept for the next save. As a
+    context manager it waits at the end of the block.
+    """
+
+    def __init__(self) -> None:
+        self._process = PartialState()
+        self._copies = HostCopies()
+        self._collectives = BackgroundCollectives(self._process)
+        self._running: BackgroundSave | None = None
+        self._count = 0
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is still being written on this rank."""
+        return self._running is not None and self._running.running
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        step: int = 0,
+        per_rank: Collection[str] = (),
+        rng: bool = True,
+        keep: int | None = None,
+    ) -> Path:
+        """Copy the state, and write it in the background; arguments and errors are those of :func:`save`.
+
+        Raises:
+            CheckpointError: the previous save failed, or copying did.
+        """
+        self.wait()
+        saving = _Saving(self._process, state, _directory(path), step, per_rank, rng, keep)
+        collectives = self._collectives()
+        writer = saving.collect(self._copies)
+        writer.workers = 1  # the training loop has the processors
+        self._count += 1
+        self._running = BackgroundSave(writer, partial(on_all_ranks, collectives), self._count)
+        return saving.directory.target
+
+    def wait(self) -> None:
+        """Return when the last save has ended. Every rank must call it.
+
+        Raises:
+            CheckpointError: it failed on some rank.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any] | None = None,
+    *,
+    rng: bool = True,
+    map_location: Any = "cpu",
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load a checkpoint of :func:`save`: everything, or nothing if any part of it cannot be loaded on any rank.
+
+    Files are compared with their digests, and reading them runs no code. Every rank must call it.
+
+    Args:
+        path: the checkpoint.
+        state: objects to load in place, by the names they were saved under.
+        rng: also restore the random number generators of this rank, if they were saved. A rank that did not exist
+            then gets a seed of its own, which is the same whenever this checkpoint is loaded.
+        map_location: where tensors are read to.
+        strict: models must have exactly the weights that were saved.
+
+    Returns:
+        What was saved under the other names: values, and the state dicts of objects.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the objects.
+        ConfigurationError: there is no checkpoint there.
+    """
+    process = PartialState()
+    loading_state = _Loading(process, _directory(path), dict(state or {}), rng, map_location, strict)
+    what = f"loading {path}"
+    with on_all_ranks(process.collectives, what):
+        loading_state.read()
+    apply_changes(loading_state.changes, loading_state.calls, partial(on_all_ranks, process.collectives, what))
+    return loading_state.values
+
+
+def _directory(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigurationError(f"path={path!r} is not the path of a directory.")
+    refuse_url(path, "path")
+    return Path(path)
+
+
+@dataclass
+class _Saving:
+    """One save on one rank."""
+
+    process: PartialState
+    state: Mapping[str, Any]
+    target: Path
+    step: int
+    per_rank: Collection[str]
+    rng: bool
+    keep: int | None
+
+    def __post_init__(self) -> None:
+        for name in self.state:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ConfigurationError(f"the name {name!r} of a part of the state must be an identifier.")
+        unknown = sorted(set(self.per_rank) - set(self.state))
+        if isinstance(self.per_rank, str) or unknown:
+            raise ConfigurationError(
+                f"per_rank={self.per_rank!r} must be a list of names of the state: {', '.join(self.state)}."
+            )
+        if self.keep is not None and (isinstance(self.keep, bool) or self.keep < 1):
+            raise ConfigurationError(f"keep={self.keep!r} must be a positive integer, or None to keep all checkpoints.")
+        if self.keep is not None and not NUMBERED.fullmatch(self.target.name):
+            raise ConfigurationError(
+                f"keep={self.keep} counts checkpoints named checkpoint_<number>, and this one is {self.target.name!r}. "
+                f"Save to {self.target.parent / f'checkpoint_{self.step}'}, for example."
+            )
+        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
+            raise ConfigurationError(f"step={self.step!r} must be an integer of 0 or more.")
+        # A path that is made of the time, for example, may differ between ranks.
+        if self.process.num_processes > 1:
+            self.target = Path(self.process.collectives.broadcast_object(str(self.target)))
+        self.directory = CheckpointDirectory(self.target)
+
+    def collect(self, copies: HostCopies | None) -> StateWriter:
+        """The writer of the state as it is now; with ``copies``, of a copy of it."""
+        process = self.process
+        is_writer = process.is_main_process
+        saving = partial(on_all_ranks, process.collectives, f"saving {self.directory.target}")
+        try:
+            with saving():
+                if is_writer:
+                    self.directory.begin()
+            with saving():
+                parts = [part for part in self._parts() if is_writer or part.each_rank]
+                if copies is not None:
+                    copies.start()
+                    parts = [replace(part, value=copies.copy(part.value)) for part in parts]
+                    copies.finish()
+        except BaseException:
+            if is_writer:
+                self.directory.abandon()
+            raise
+        return StateWriter(
+            directory=self.directory,
+            is_writer=is_writer,
+            parts=parts,
+            world_size=process.num_processes,
+            counters={"iteration": self.step + 1, "step": 0, "optimizer_steps": self.step},
+            total_limit=self.keep,
+            on_device=copies is None and process.device.type != "cpu",
+        )
+
+    def _parts(self) -> list[Part]:
+        rank, parts = self.process.process_index, []
+        for name, value in self.state.items():
+            content = value.state_dict() if hasattr(value, "state_dict") else value
+            _refuse_sharded(name, content)
+            each = name in self.per_rank
+            stem = f"{name}_rank{rank}" if each else name
+            plain = isinstance(content, Mapping) and all(type(item) is torch.Tensor for item in content.values())
+            if isinstance(value, nn.Module) and plain and content:
+                parts.append(WeightsPart(f"{stem}.safetensors", safetensors_content(content), each_rank=each))
+            else:
+                parts.append(Part(f"{stem}.bin", content, name, each))
+        if self.rng:
+            parts.append(Part(rng_file(rank), rng_state.capture_rng(self.process.device_backend), each_rank=True))
+        return parts
+
+
+@dataclass
+class _Loading:
+    """One load on one rank."""
+
+    process: PartialState
+    folder: Path
+    objects: dict[str, Any]
+    rng: bool
+    map_location: Any
+    strict: bool
+    changes: list[Change] = field(default_factory=list)
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read and check everything, and note what loads it."""
+        recover(self.folder)
+        reason = why_no_checkpoint(self.folder)
+        if reason is not None:
+            raise ConfigurationError(reason)
+        manifest = Manifest.read(self.folder)
+        if manifest is None:
+            raise CheckpointError(f"{self.folder} has no manifest: it is incomplete, or was not saved by this library.")
+        files = self._files_by_name(manifest)
+        missing = sorted(set(self.objects) - set(files))
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} has no state of {', '.join(missing)}. It holds {', '.join(sorted(files))}: load these "
+                "names, or choose another checkpoint."
+            )
+        with Workers() as workers:
+            verification = Verification(manifest, self.folder, workers)
+            for name, file in files.items():
+                self._read(name, self.folder / file)
+            if self.rng:
+                self._read_rng(manifest)
+        verification.conclude()
+
+    def _files_by_name(self, manifest: Manifest) -> dict[str, str]:
+        rank, files = self.process.process_index, {}
+        for file in manifest.files:
+            stem, _, suffix = file.rpartition(".")
+            name, separator, number = stem.rpartition("_rank")
+            if suffix not in ("bin", "safetensors"):
+                continue
+            if not separator or not number.isdigit():
+                files[stem] = file
+            elif int(number) == rank:
+                files[name] = file
+            elif rank >= manifest.world_size and name in self.objects:
+                raise CheckpointError(
+                    f"{self.folder} holds {name} of {manifest.world_size} ranks, and this is rank {rank}. Load it on "
+                    f"{manifest.world_size} ranks, or leave {name} out."
+                )
+        return files
+
+    def _read(self, name: str, path: Path) -> None:
+        if path.suffix == ".safetensors":
+            content: Any = read_safetensors(path, self.map_location)
+        else:
+            content = read(path, self.map_location, mapped=True)
+        if name not in self.objects:
+            self.values[name] = content
+            return
+        target = self.objects[name]
+        if isinstance(target, nn.Module):
+            self.calls.append(self._weights(target, content, path))
+        elif isinstance(target, Optimizer):
+            self.changes.append(loading_optimizer(target, content, path))
+        elif hasattr(target, "load_state_dict"):
+            self.changes.append(loading(target, content, path))
+        else:
+            raise ConfigurationError(
+                f"{name} is a {type(target).__name__}, which has no load_state_dict. Leave it out of state: load() "
+                "returns the value."
+            )
+
+    def _weights(self, model: nn.Module, content: Any, path: Path) -> Callable[[], Any]:
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path} holds a {type(content).__name__} instead of the weights of a model.")
+        state, weights = model.state_dict(), dict(content)
+        by_memory = {_memory(state[name]): name for name in weights if isinstance(state.get(name), torch.Tensor)}
+        for name, value in state.items():
+            # The format has one name for each tensor: others of a tied weight take its value.
+            if name not in weights and isinstance(value, torch.Tensor) and _memory(value) in by_memory:
+                weights[name] = weights[by_memory[_memory(value)]]
+        check_weights(model, state, weights, path)
+        if self.strict and set(weights) != set(state):
+            differing = sorted(set(weights) ^ set(state))
+            raise CheckpointError(
+                f"{path} does not have the weights of this {type(model).__name__}: {', '.join(differing[:5])} "
+                "differ. Load it into the model that was saved, or pass strict=False."
+            )
+        return partial(model.load_state_dict, weights, strict=self.strict)
+
+    def _read_rng(self, manifest: Manifest) -> None:
+        rank, device = self.process.process_index, self.process.device_backend
+        saved = sorted(name for name in manifest.files if name == rng_file(0) or name.startswith(rng_file(0)[:-5]))
+        if not saved:
+            return
+        is_new = rank >= manifest.world_size
+        path = self.folder / rng_file(0 if is_new else rank)
+        own = read(path)
+        if is_new:
+            rng_state.seed_of_new_rank(own, rank, path)
+            self.calls.append(partial(rng_state.seed_new_rank, own, rank, device, path))
+        else:
+            rng_state.check_rng(own, device, path)
+            self.calls.append(partial(rng_state.restore_rng, own, device, path))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is equal for two names of the same weight."""
+    return (
+        *id_tensor_storage(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.numel() or id(tensor),
+    )
+
+
+def _refuse_sharded(name: str, value: Any) -> None:
+    """Refuse tensors of which each rank holds a part: one rank cannot write them for all."""
+    module = sys.modules.get("torch.distributed.tensor")
+    pending = [value]
+    while module is not None and pending:
+        item = pending.pop()
+        if isinstance(item, module.DTensor):
+            raise ConfigurationError(
+                f"{name} holds sharded tensors (DTensors), which save() does not write. Gather them with "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(..., full_state_dict=True), or save with "
+                "Accelerator.save_state, which writes each rank's shards."
+            )
+        if isinstance(item, Mapping):
+            pending += item.values()
+        elif isinstance(item, (list, tuple)):
+            pending += item

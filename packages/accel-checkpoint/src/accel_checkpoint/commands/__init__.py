@@ -1,0 +1,1 @@
+"""What ``accel checkpoint`` does."""

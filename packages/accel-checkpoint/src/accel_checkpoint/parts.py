@@ -1,0 +1,30 @@
+"""The files of a checkpoint, before they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from accel_state.safetensors_writer import write_safetensors
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a checkpoint, in torch's format unless a subclass writes another one."""
+
+    name: str  # path of the file, relative to the checkpoint
+    value: Any  # the contents
+    what: str = ""  # whose state this is, for messages. If set, saving fails where loading the file would run code
+    each_rank: bool = False  # every rank writes a file of its own; otherwise the main process writes one for all
+
+    # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
+    write_value: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
+
+
+class WeightsPart(Part):
+    """The weights of a model in the safetensors format."""
+
+    write_value = staticmethod(write_safetensors)
