@@ -64,7 +64,7 @@ def test_unknown_command(shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "package"), [("checkpoint", "accel"), ("track", "accel-track"), ("plan", "'accel[plan]'")]
+    ("command", "package"), [("checkpoint", "accel-checkpoint"), ("track", "accel-track"), ("plan", "'accel[plan]'")]
 )
 def test_a_command_of_a_package_that_is_not_installed(shell, monkeypatch, command, package) -> None:
     builtin = {"launch": "accel_launch.commands.launch:COMMAND"}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.paths import refuse_url
+from accel_state.paths import as_path
 from accel_state.tensor_storage import id_tensor_storage
 
 from . import rng_state
@@ -67,7 +67,7 @@ def save(
         ConfigurationError: an argument that cannot be used; sharded tensors (DTensors).
     """
     process = PartialState()
-    saving = _Saving(process, state, _directory(path), step, per_rank, rng, keep)
+    saving = _Saving(process, state, as_path("path", path), step, per_rank, rng, keep)
     saving.collect(None).finish(partial(on_all_ranks, process.collectives))
     return saving.directory.target
 
@@ -115,7 +115,7 @@ class AsyncSaver:
             CheckpointError: the previous save failed, or copying did.
         """
         self.wait()
-        saving = _Saving(self._process, state, _directory(path), step, per_rank, rng, keep)
+        saving = _Saving(self._process, state, as_path("path", path), step, per_rank, rng, keep)
         collectives = self._collectives()
         writer = saving.collect(self._copies)
         writer.workers = 1  # the training loop has the processors
@@ -162,19 +162,12 @@ def load(
         ConfigurationError: there is no checkpoint there.
     """
     process = PartialState()
-    loading_state = _Loading(process, _directory(path), dict(state or {}), rng, map_location, strict)
+    loading_state = _Loading(process, as_path("path", path), dict(state or {}), rng, map_location, strict)
     what = f"loading {path}"
     with on_all_ranks(process.collectives, what):
         loading_state.read()
     apply_changes(loading_state.changes, loading_state.calls, partial(on_all_ranks, process.collectives, what))
     return loading_state.values
-
-
-def _directory(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigurationError(f"path={path!r} is not the path of a directory.")
-    refuse_url(path, "path")
-    return Path(path)
 
 
 @dataclass
@@ -242,12 +235,13 @@ class _Saving:
         )
 
     def _parts(self) -> list[Part]:
-        rank, parts = self.process.process_index, []
+        rank = self.process.process_index
+        parts: list[Part] = []
         for name, value in self.state.items():
             content = value.state_dict() if hasattr(value, "state_dict") else value
             _refuse_sharded(name, content)
             each = name in self.per_rank
-            stem = f"{name}_rank{rank}" if each else name
+            stem = f"{name}.rank{rank}" if each else name
             plain = isinstance(content, Mapping) and all(type(item) is torch.Tensor for item in content.values())
             if isinstance(value, nn.Module) and plain and content:
                 parts.append(WeightsPart(f"{stem}.safetensors", safetensors_content(content), each_rank=each))
@@ -300,7 +294,7 @@ class _Loading:
         rank, files = self.process.process_index, {}
         for file in manifest.files:
             stem, _, suffix = file.rpartition(".")
-            name, separator, number = stem.rpartition("_rank")
+            name, separator, number = stem.partition(".rank")
             if suffix not in ("bin", "safetensors"):
                 continue
             if not separator or not number.isdigit():

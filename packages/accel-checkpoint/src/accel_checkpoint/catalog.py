@@ -83,10 +83,10 @@ def is_complete(directory: Path) -> bool:
     return not _examine(directory)[1]
 
 
-def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Every checkpoint in a directory, including unfinished ones, the oldest first."""
     infos = []
-    for parent in (directory, directory / "checkpoints"):
+    for parent in (Path(directory), Path(directory) / "checkpoints"):
         for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
             if entry.is_dir() and _looks_like_checkpoint(entry):
                 infos.append(CheckpointInfo.of(entry))
@@ -122,9 +122,9 @@ def _looks_like_checkpoint(directory: Path) -> bool:
     return NUMBERED.fullmatch(directory.name) is not None or any(map(is_checkpoint_file, os.listdir(directory)))
 
 
-def newest_complete(directory: Path) -> Path:
+def newest_complete(directory: str | os.PathLike[str]) -> Path:
     """The complete automatically named checkpoint with the highest number."""
-    checkpoints = numbered_checkpoints(directory)
+    checkpoints = numbered_checkpoints(Path(directory))
     for path in reversed(checkpoints.values()):
         if is_complete(path):
             return path

@@ -165,7 +165,7 @@ def check_weights(module: nn.Module, state: Mapping[str, Any], renamed: Mapping[
         value = renamed[name]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor. Choose another one.")
-        if isinstance(expected, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(expected):
             continue
         if value.shape != expected.shape and (expected.ndim, value.shape) != (0, (1,)):
             raise CheckpointError(
@@ -180,7 +180,7 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
     if not isinstance(state, dict) or not isinstance(groups, list):
         _require(isinstance(state, dict), path, "is not a dictionary")
         return
-    saved = state.get("param_groups")
+    saved: Any = state.get("param_groups")
     _require(isinstance(saved, list) and isinstance(state.get("state"), dict), path, "lacks state or param_groups")
     _require(all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in saved), path,
              "has parameter groups without parameters")  # fmt: skip

@@ -65,7 +65,7 @@ class SequentialHook(ModelHook):
         self._no_grad = False
 
     @property
-    def no_grad(self) -> bool:  # type: ignore[override]
+    def no_grad(self) -> bool:
         """Whether it was set here, or any of the hooks sets it."""
         return self._no_grad or any(hook.no_grad for hook in self.hooks)
 

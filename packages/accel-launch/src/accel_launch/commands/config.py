@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, ScriptOptions, default_path, find_default, load_groups, resolve
 from accel_state.options.config_file import expand
 from accel_state.secrets import HIDDEN, hide, hide_in_text
 
-from ..command import Command
 from ..config.read import load_settings, read_config
 from ..config.update import update_file
 from ..config.write import basic_values, check_file_name, declared, nest, write_file

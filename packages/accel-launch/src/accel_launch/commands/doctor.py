@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from accel_state.command import Command
 from accel_state.options import load_groups
 
-from ..command import Command
 from ..config.read import load_settings
 from ..parser import ConfigParser
 

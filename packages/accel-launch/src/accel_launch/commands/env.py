@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from accel_state.command import Command
 from accel_state.env import all_variables, read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, find_default
@@ -17,7 +18,6 @@ from accel_state.options.config_file import expand
 from accel_state.secrets import hide_in_text, hide_values
 
 from ..accelerators.registry import find_visible
-from ..command import Command
 from ..config.read import read_config
 from ..parser import ConfigParser, parse_options
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from accel_state.command import Command
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, check_deepspeed_file
 
-from ..command import Command
 from ..config.read import load_settings
 from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.secrets import hide_arguments
 
 from ..cloud.gcloud import run_all, ssh_commands
-from ..command import Command
 from ..config.read import load_settings
 from ..hostfile import read_lines
 from ..parser import ConfigParser

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from accel_checkpoint.rng_state import capture_rng, restore_rng
 from accel_state.devices.base import Device
 
-from ..checkpointer.contents import capture_rng, restore_rng
 from ..setup.prepare import Preparation
 
 

@@ -1,0 +1,17 @@
+"""Every test starts with fresh shared states and a known seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from accel_state import context
+
+
+@pytest.fixture(autouse=True)
+def fresh_states() -> Iterator[None]:
+    torch.manual_seed(0)
+    with context.isolated():
+        yield
