@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_state.errors import AccelError
 from accel_state.humanize import counted
-from accel_state.paths import as_path, leads_outside
+from accel_state.paths import leads_outside
 
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"

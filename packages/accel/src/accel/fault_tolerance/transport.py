@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from accel_checkpoint.safe_load import allowing_harmless
 from accel_state import run_token
 from accel_state.errors import ConfigurationError
 from accel_state.ports import listen
-
-from ..checkpoint.safe_load import allowing_harmless
 
 logger = logging.getLogger(__name__)  # for threads, which do not know the rank
 

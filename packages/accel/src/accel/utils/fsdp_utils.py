@@ -2,6 +2,7 @@
 
 from accel_checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from accel_checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
+
 from ..core.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..fsdp.merge import merge_fsdp_weights as merge_fsdp_weights
 from ..fsdp.plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading

@@ -36,6 +36,6 @@ from accel_state import CustomDtype as CustomDtype
 from accel_state.dtypes import dtype_byte_size as dtype_byte_size
 from accel_state.humanize import convert_file_size_to_int as convert_file_size_to_int
 from accel_state.imports import is_tqdm_available as is_tqdm_available
-
 from accel_state.tensor_storage import id_tensor_storage as id_tensor_storage
+
 from ..core.unwrap import is_peft_model as is_peft_model
