@@ -53,7 +53,7 @@ def main() -> None:
     encoded = dict(AutoTokenizer.from_pretrained(FOLDER)(SENTENCES, padding=True, return_tensors="pt"))
     full = AutoModel.from_pretrained(FOLDER)
     expected = embed(full, encoded)
-    print(f"{'float32':12} {convert_bytes(size(full)):>9}")
+    print(f"{'float32':12} {convert_bytes(size(full)):>10}")
     for name, config in CONFIGURATIONS.items():
         model = load_and_quantize_model(build(), config, weights_location=FOLDER)
         embedded = embed(model, encoded)
@@ -63,7 +63,7 @@ def main() -> None:
             loaded = load_and_quantize_model(build(), config, weights_location=folder)
             equal = torch.equal(embed(loaded, encoded), embedded)
         print(
-            f"{name:12} {convert_bytes(size(model)):>9}  cosine similarity: {similarity:.3f}  equal after saving "
+            f"{name:12} {convert_bytes(size(model)):>10}  cosine similarity: {similarity:.3f}  equal after saving "
             f"and loading: {equal}"
         )
 

@@ -54,10 +54,10 @@ def test_the_table_for_bert_base_cased(bert_cased, capsys) -> None:
     ]
     assert rows[0] == ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     assert rows[2:] == [
-        ["float32", "86.47 MB", "413.18 MB", "1.61 GB"],
-        ["float16", "43.23 MB", "206.59 MB", "826.36 MB"],
-        ["int8", "21.62 MB", "103.29 MB", "413.18 MB"],
-        ["int4", "10.81 MB", "51.65 MB", "206.59 MB"],
+        ["float32", "86.47 MiB", "413.18 MiB", "1.61 GiB"],
+        ["float16", "43.23 MiB", "206.59 MiB", "826.36 MiB"],
+        ["int8", "21.62 MiB", "103.29 MiB", "413.18 MiB"],
+        ["int4", "10.81 MiB", "51.65 MiB", "206.59 MiB"],
     ]
 
 
@@ -67,8 +67,8 @@ def test_the_stages_of_a_step_for_bert_base_cased_are_the_documented_ones(bert_c
         [convert_bytes(value) for value in estimate_training_usage(total, dtype).values()]
         for dtype in ("float32", "float16")
     ]
-    assert stages[0] == ["413.18 MB", "413.18 MB", "826.36 MB", "1.61 GB", "1.61 GB"]
-    assert stages[1] == ["413.18 MB", "619.77 MB", "826.36 MB", "826.36 MB", "826.36 MB"]
+    assert stages[0] == ["413.18 MiB", "413.18 MiB", "826.36 MiB", "1.61 GiB", "1.61 GiB"]
+    assert stages[1] == ["413.18 MiB", "619.77 MiB", "826.36 MiB", "826.36 MiB", "826.36 MiB"]
     with pytest.raises(ConfigurationError, match="'int8' is not one of float32, float16, bfloat16"):
         estimate_training_usage(total, "int8")
 
@@ -593,7 +593,7 @@ def test_offload_measures_the_model_of_transformers(
 def test_offload_command(layered: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(layered), "--offload", "--max_memory", "200KB"]) == 0
     text = capsys.readouterr().out
-    assert "1 sequence in a batch, at most 195.31 KB of weights in memory" in text
+    assert "1 sequence in a batch, at most 195.31 KiB of weights in memory" in text
     assert "| in memory           |" in text and "| on the disk, mapped |" in text and "| on the disk, cached |" in text
     assert "tokens a second" in text
     assert "Measured with the matrices alone, so generation is somewhat slower: " in text

@@ -17,11 +17,11 @@ from accel_state.humanize import convert_bytes, convert_file_size_to_int, counte
     [
         (0, "0 bytes"),
         (1023, "1023 bytes"),
-        (1024, "1.0 KB"),
-        (123456789, "117.74 MB"),
-        (5 * 10**12, "4.55 TB"),
-        (10**16, "8.88 PB"),
-        (-2048, "-2.0 KB"),
+        (1024, "1.0 KiB"),
+        (123456789, "117.74 MiB"),
+        (5 * 10**12, "4.55 TiB"),
+        (10**16, "8.88 PiB"),
+        (-2048, "-2.0 KiB"),
     ],
 )
 def test_examples(size, text):
@@ -31,7 +31,7 @@ def test_examples(size, text):
 @given(st.integers(0, 2**60))
 def test_the_text_is_the_number_to_half_a_percent(size):
     number, unit = convert_bytes(size).split()
-    power = ["bytes", "KB", "MB", "GB", "TB", "PB"].index(unit)
+    power = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
     assert abs(float(number) * 1024**power - size) <= 0.005 * 1024**power + 1e-9 * size
     assert float(number) <= 1024
 

@@ -55,7 +55,7 @@ def test_list_shows_every_checkpoint(folder: Path, capsys: pytest.CaptureFixture
         assert (
             rows["checkpoint_1"].endswith("complete")
             and rows["checkpoint_1"].split()[1] == "8"
-            and " KB " in rows["checkpoint_1"]
+            and " KiB " in rows["checkpoint_1"]
         )
         assert rows[".checkpoint_7.accel-partial"].endswith("incomplete: was never finished")
 

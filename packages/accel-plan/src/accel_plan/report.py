@@ -49,7 +49,7 @@ def _pipeline(plan: RankPlan) -> list[str]:
     for stage in plan.pipeline.stages:
         start = f"  {'rank ' + str(stage.rank):<11}{_stage_name(stage):<{width}}"
         note = "  largest" if stage.rank == plan.pipeline.fullest else ""
-        lines.append(f"{start}{stage.parameters:>20,}{stage.total:>20,}  {convert_bytes(stage.total):>10}{note}")
+        lines.append(f"{start}{stage.parameters:>20,}{stage.total:>20,}  {convert_bytes(stage.total):>11}{note}")
     return lines
 
 
@@ -73,7 +73,7 @@ def _memory(plan: RankPlan) -> list[str]:
 
 
 def _row(name: str, value: int, note: str) -> str:
-    return f"  {name:<22}{value:>22,}  {convert_bytes(value):>10}  {note}".rstrip()
+    return f"  {name:<22}{value:>22,}  {convert_bytes(value):>11}  {note}".rstrip()
 
 
 def _traffic(plan: RankPlan) -> list[str]:
@@ -83,9 +83,9 @@ def _traffic(plan: RankPlan) -> list[str]:
     lines = [f"sent per optimizer step{passes} (bytes):"]
     for item in plan.collectives:
         start = f"  {item.kind:<15}{item.axis:<16}{item.ranks:>5} ranks {item.calls:>6} calls"
-        lines.append(f"{start} {item.sent:>20,}  {convert_bytes(item.sent):>10}  = {_formula(item)}")
+        lines.append(f"{start} {item.sent:>20,}  {convert_bytes(item.sent):>11}  = {_formula(item)}")
     total = sum(item.sent for item in plan.collectives)
-    lines.append(f"  {'total':<49}{total:>20,}  {convert_bytes(total):>10}")
+    lines.append(f"  {'total':<49}{total:>20,}  {convert_bytes(total):>11}")
     return lines
 
 

@@ -15,16 +15,16 @@ def counted(count: int, noun: str) -> str:
 
 
 def convert_bytes(size: float) -> str:
-    """Format a size with the largest unit that gives at least 1: ``"1.21 GB"``, where 1 KB is 1024 bytes.
+    """Format a size with the largest unit that gives at least 1: ``"1.21 GiB"``, where 1 KiB is 1024 bytes.
 
     Args:
         size: bytes; may be negative (a difference).
     """
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024.0:
             return f"{round(size, 2)} {unit}"
         size /= 1024.0
-    return f"{round(size, 2)} PB"
+    return f"{round(size, 2)} PiB"
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)(B|b)\s*", re.IGNORECASE)

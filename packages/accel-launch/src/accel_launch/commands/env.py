@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
         "Python version": platform.python_version(),
         "Python executable": sys.executable,
         "CPUs": f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
-        "System RAM": f"{psutil.virtual_memory().total / _GIB:.2f} GB",
+        "System RAM": f"{psutil.virtual_memory().total / _GIB:.2f} GiB",
         "Visible GPUs": find_visible(all_variables()).count,
     }
 
