@@ -1,0 +1,485 @@
+"""Models, data and training of benchmarks/combinations.py: on any ranks, and in one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
+from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
+from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from accel_state import context
+from accel_state.errors import ConfigurationError
+
+VOCABULARY, LENGTH, BATCH = 16, 16, 8
+BLOCKS = {
+    "llama": "LlamaDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "gpt2": "GPT2Block",
+}
+ADAPTED = ("q_proj", "v_proj", "c_attn")
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A strategy with its settings, on a number of ranks."""
+
+    name: str  # "ddp", "fsdp2", "zero3", or axes with their sizes: "dp_shard2_tp2"
+    ranks: int
+    units: bool = True  # FSDP wraps blocks, not only the model
+    format: str = "FULL_STATE_DICT"
+    schedule: str = "1f1b"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for part in self.name.split("-") if "-" in self.name or self.name[-1:].isdigit() else ():
+            axis, size = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]
+            if axis in AXES:
+                found[axis] = int(size)
+        return found
+
+    @property
+    def parts(self) -> int:
+        """How many ranks get batches of their own."""
+        sizes = self.sizes
+        return sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) if sizes else self.ranks
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One combination."""
+
+    number: int
+    setup: Setup
+    model: str
+    steps: int = 4
+    window: int = 1
+    clip: str = "norm"
+    precision: str = "no"
+    features: tuple[str, ...] = ()
+    resumes_under: Setup | None = None  # where it continues after half of the steps
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+    def __str__(self) -> str:
+        later = f" -> {self.resumes_under.name}/{self.resumes_under.ranks}" if self.resumes_under else ""
+        wrap = "" if self.setup.units else " unwrapped"
+        rest = [f"window={self.window}"] if self.window > 1 else []
+        rest += [f"clip={self.clip}"] if self.clip != "norm" else []
+        rest += [self.precision] if self.precision != "no" else []
+        return f"{self.setup.name}/{self.setup.ranks}{wrap}{later} {self.model} {' '.join([*rest, *self.features])}"
+
+
+class Normed(nn.Module):
+    """Layers with batch normalisation, whose buffers follow the data of a rank."""
+
+    _no_split_modules = ("Sequential",)
+
+    def __init__(self, width: int = LENGTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(2)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with an adapter, for environments without PEFT."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(nn.Module):
+    """Passes any arguments on, as PEFT's models do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
+def build(draw: Draw, seed: int, compiles: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Normed() if draw.model == "batchnorm" else _language_model(draw)
+    if draw.has("frozen"):
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("embed_tokens", "wte", "wpe", "layers.0.", "h.0.")):
+                parameter.requires_grad_(False)
+    if draw.has("lora"):
+        model = _with_adapters(model)
+    if draw.has("checkpointing") and hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if draw.has("lora"):
+            model.enable_input_require_grads()
+    if draw.has("compiled") and compiles:
+        model = torch.compile(model, backend="eager")
+    return model
+
+
+def _language_model(draw: Draw) -> nn.Module:
+    import transformers
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}
+    drop = 0.1 if draw.has("dropout") else 0.0
+    common = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    common["tie_word_embeddings"] = draw.has("tied")
+    if draw.model == "gpt2":
+        config = transformers.GPT2Config(
+            n_positions=64, n_embd=16, n_layer=4, n_head=4, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=0, **common
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = getattr(transformers, f"{names[draw.model]}Config")(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        **common,
+    )
+    return getattr(transformers, f"{names[draw.model]}ForCausalLM")(config)
+
+
+def _with_adapters(model: nn.Module) -> nn.Module:
+    if find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        names = [name for name in ADAPTED if any(key.endswith(name) for key, _ in model.named_modules())]
+        if names:
+            return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in ADAPTED:
+            outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, LowRank(module, inputs, outputs))
+    return Adapted(model)
+
+
+def samples(draw: Draw) -> list[dict[str, torch.Tensor]]:
+    """The data of all steps, in order; the same for every setup."""
+    count = draw.steps * draw.window * BATCH
+    generator = torch.Generator().manual_seed(3 + draw.number)
+    if draw.model == "batchnorm":
+        x = torch.randn(count, LENGTH, generator=generator)
+        return [{"x": one, "labels": one.argmax()} for one in x]
+    starts = torch.randint(0, VOCABULARY, (count, 1), generator=generator)
+    tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
+    found = []
+    kept = torch.randint(LENGTH // 2, LENGTH + 1, (count,), generator=generator).tolist()
+    for row, keep in zip(tokens, kept, strict=True):
+        item = {"input_ids": row, "labels": row.clone()}
+        if draw.has("masks") or draw.has("num_items"):
+            item["labels"][keep:] = -100
+        if draw.has("masks"):
+            item["attention_mask"] = (torch.arange(LENGTH) < keep).long()
+        if draw.has("packed"):
+            item["position_ids"] = torch.arange(LENGTH) % (LENGTH // 2)
+        found.append(item)
+    return found
+
+
+def stack(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if "x" in batch:
+        return functional.cross_entropy(model(batch["x"]).float(), batch["labels"])
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def items_in(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # Adam with a small eps makes steps of gradients that are zero but for rounding.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+
+
+def clip(draw: Draw, model: nn.Module, tools: Any) -> list[float]:
+    """Clip as the draw says; the norm before."""
+    if draw.clip == "norm":
+        return [float(tools.clip_grad_norm_(model.parameters(), 0.5))]
+    if draw.clip == "value":
+        tools.clip_grad_value_(model.parameters(), 0.02)
+    return []
+
+
+def pieces_of(draw: Draw, setup: Setup, step: int, data: list[dict[str, torch.Tensor]]) -> Iterator[Any]:
+    """The micro batches of a step, and of each the batches of all parts."""
+    size = BATCH // setup.parts
+    for micro in range(draw.window):
+        start = (step * draw.window + micro) * BATCH
+        yield [stack(data[start + part * size : start + (part + 1) * size]) for part in range(setup.parts)]
+
+
+@dataclass
+class Found:
+    """What a run computed: the losses and norms of each step, and the weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    refused: str = ""
+    error: str = ""
+
+
+def plain(draw: Draw) -> Found:
+    """One process of plain PyTorch; each part of a batch has the same weight, unless items are counted."""
+    models = [build(draw, seed, compiles=False) for seed in ((0, 1) if draw.has("two models") else (0,))]
+    optimizers = [optimizer_of(model) for model in models]
+    data, found = samples(draw), Found()
+    if draw.has("local sgd"):
+        return _plain_local_sgd(draw, models[0], data)
+    half = draw.steps // 2
+    for step in range(draw.steps):
+        setup = draw.resumes_under if draw.resumes_under and step >= half else draw.setup
+        windows = list(pieces_of(draw, setup, step, data))
+        items = sum(items_in(piece) for parts in windows for piece in parts) if draw.has("num_items") else 1
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            total = 0.0
+            for number, parts in enumerate(windows):
+                loss = _plain_losses(draw, model, parts, step * draw.window + number, len(windows), items)
+                loss.backward()
+                total += loss.item()
+            found.norms += clip(draw, model, nn.utils)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not index:
+                found.losses.append(total)
+    for index, model in enumerate(models):
+        found.weights.update({f"{index}.{name}": value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+def _plain_losses(draw: Draw, model: nn.Module, parts: list[Any], micro: int, count: int, items: Any) -> torch.Tensor:
+    losses, buffers, first = [], _buffers(model), None
+    for part in parts:
+        _put_buffers(model, buffers)
+        torch.manual_seed(micro)  # what ranks with equal generators do
+        with torch.autocast("cpu", torch.bfloat16) if draw.precision == "bf16" else nullcontext():
+            loss = loss_of(model, part)
+        losses.append(loss * items_in(part) / items if draw.has("num_items") else loss / len(parts) / count)
+        first = first or _buffers(model)
+    _put_buffers(model, first)  # the first rank's are kept
+    return torch.stack(losses).sum()
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def _put_buffers(model: nn.Module, values: Any) -> None:
+    for name, value in model.named_buffers():
+        value.data.copy_(values[name])
+
+
+def _plain_local_sgd(draw: Draw, model: nn.Module, data: list[Any]) -> Found:
+    copies = [copy.deepcopy(model) for _ in range(draw.setup.parts)]
+    optimizers = [optimizer_of(item) for item in copies]
+    found = Found()
+    for step in range(draw.steps):
+        losses, norms = [], []
+        for index, (item, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
+            for number, parts in enumerate(pieces_of(draw, draw.setup, step, data)):
+                torch.manual_seed(step * draw.window + number)
+                with torch.autocast("cpu", torch.bfloat16) if draw.precision == "bf16" else nullcontext():
+                    loss = loss_of(item, parts[index]) / draw.window
+                loss.backward()
+                losses.append(loss.item() / len(copies))
+            norms += clip(draw, item, nn.utils)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.losses.append(sum(losses))
+        found.norms += norms[:1]
+        if (step + 1) % 2 == 0 or step + 1 == draw.steps:
+            with torch.no_grad():
+                for same in zip(*(item.parameters() for item in copies), strict=True):
+                    mean = torch.stack(list(same)).mean(0)
+                    for parameter in same:
+                        parameter.copy_(mean)
+    found.weights = {f"0.{name}": value.clone() for name, value in copies[0].state_dict().items()}
+    return found
+
+
+def accelerator_for(draw: Draw, setup: Setup) -> Accelerator:
+    """The Accelerator of a draw on a setup's ranks."""
+    given: dict[str, Any] = {"mixed_precision": draw.precision, "gradient_accumulation_steps": draw.window}
+    if draw.has("dispatched") or draw.has("split batches"):
+        given["dataloader_config"] = DataLoaderConfiguration(
+            dispatch_batches=draw.has("dispatched"), split_batches=draw.has("split batches")
+        )
+    if draw.has("dynamo") or draw.has("dynamo blocks"):
+        given["dynamo_plugin"] = TorchDynamoPlugin(backend="eager", use_regional_compilation=draw.has("dynamo blocks"))
+    fsdp = {
+        "auto_wrap_policy": "transformer_based_wrap" if setup.units else "no_wrap",
+        "state_dict_type": setup.format,
+        "activation_checkpointing": draw.has("fsdp checkpointing"),
+    }
+    if setup.units and draw.model in BLOCKS:
+        fsdp["transformer_cls_names_to_wrap"] = [BLOCKS[draw.model]]
+    if setup.sizes:
+        sizes = {f"{axis}_size": size for axis, size in setup.sizes.items()}
+        handler = PipelineParallelConfig(schedule=setup.schedule) if "pp" in setup.sizes else None
+        given["parallelism_config"] = ParallelismConfig(**sizes, pp_handler=handler)
+        if "dp_shard" in setup.sizes:
+            given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **fsdp)
+    elif setup.name in ("fsdp1", "fsdp2"):
+        version = int(setup.name[-1])
+        extra = {"use_orig_params": True} if version == 1 else {}
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=version, **fsdp, **extra)
+    elif setup.name.startswith("zero"):
+        clipping = {"gradient_clipping": 0.5} if draw.clip == "norm" else {}
+        given["deepspeed_plugin"] = DeepSpeedPlugin(
+            zero_stage=int(setup.name[-1]), gradient_accumulation_steps=draw.window, **clipping
+        )
+    return Accelerator(cpu=True, **given)
+
+
+def train(draw: Draw, setup: Setup, first: int, last: int, folder: str | None) -> Found:
+    """Steps ``first`` to ``last`` on this rank; the state is read from the folder, or written there."""
+    accelerator = accelerator_for(draw, setup)
+    seeds = (0, 1) if draw.has("two models") else (0,)
+    models = [build(draw, seed + 10 * (first > 0)) for seed in seeds]
+    optimizers = [optimizer_of(model) for model in models]
+    data = samples(draw)[first * draw.window * BATCH : last * draw.window * BATCH]
+    size = BATCH if draw.has("split batches") else BATCH // setup.parts
+    loader = DataLoader(data, batch_size=size)  # type: ignore[arg-type]
+    if setup.name.startswith("zero"):
+        *prepared, loader = accelerator.prepare(*models, *optimizers, loader)
+    else:
+        prepared = list(accelerator.prepare(*models, *optimizers))
+        loader = accelerator.prepare(loader) if not folder else _by_hand(accelerator, data, size)
+    models, optimizers = prepared[: len(models)], prepared[len(models) :]
+    if folder and first:
+        accelerator.load_state(folder)
+    if setup.sizes.get("sp"):
+        loader = accelerator.strategy.sequence_parallel_loader(loader, models[0])
+    found = Found()
+    with ExitStack() as blocks:
+        local = LocalSGD(accelerator, models[0], 2) if draw.has("local sgd") else None
+        if local is not None:
+            blocks.enter_context(local)
+        _loop(draw, accelerator, models, optimizers, loader, found, local)
+    if folder and not first:
+        accelerator.save_state(folder)
+    for index, model in enumerate(models):
+        state = accelerator.get_state_dict(model)
+        found.weights.update({f"{index}.{name}": value.detach().clone() for name, value in (state or {}).items()})
+    accelerator.free_memory()
+    return found
+
+
+def _by_hand(accelerator: Accelerator, data: list[Any], size: int) -> list[Any]:
+    """This rank's batches without a loader, whose position a state would restore."""
+    ranks = accelerator.strategy.data_collectives
+    return [
+        stack(data[start + ranks.rank * size : start + (ranks.rank + 1) * size])
+        for start in range(0, len(data), size * ranks.world_size)
+    ]
+
+
+def _loop(
+    draw: Draw,
+    accelerator: Accelerator,
+    models: list[Any],
+    optimizers: list[Any],
+    loader: Any,
+    found: Found,
+    local: Any,
+) -> None:
+    of_window: list[float] = []
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(*models):
+            for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                torch.manual_seed(number)
+                loss = _step(draw, accelerator, model, batch)
+                if accelerator.sync_gradients and not draw.setup.name.startswith("zero"):
+                    found.norms += clip(draw, model, accelerator)
+                optimizer.step()
+                optimizer.zero_grad()
+                if not index:
+                    of_window.append(_shared_loss(draw, accelerator, batch, loss))
+        if accelerator.sync_gradients:
+            found.losses.append(_total(draw, of_window))
+            of_window.clear()
+            if local is not None:
+                local.step()
+
+
+def _step(draw: Draw, accelerator: Accelerator, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    more = {"num_items": items_in(batch)} if draw.has("num_items") else {}
+    tensors = list(batch.values())
+    with accelerator.maybe_context_parallel(
+        buffers=tensors, buffer_seq_dims=[min(1, tensor.ndim - 1) for tensor in tensors]
+    ):
+        loss = loss_of(model, batch)
+        accelerator.backward(loss, **more)
+    return loss.detach()
+
+
+def _shared_loss(draw: Draw, accelerator: Accelerator, batch: dict[str, Any], loss: torch.Tensor) -> Any:
+    if not draw.has("num_items"):
+        return accelerator.reduce(loss.float(), "mean").item()
+    items = items_in(batch)
+    return accelerator.reduce((loss.float() * items), "sum").item(), accelerator.reduce(items, "sum").item()
+
+
+def _total(draw: Draw, of_window: list[Any]) -> float:
+    if not draw.has("num_items"):
+        return float(sum(of_window)) / draw.window
+    return float(sum(loss for loss, _ in of_window) / sum(items for _, items in of_window))
+
+
+def run_draws(jobs: list[tuple[Draw, Setup, int, int, str | None]]) -> list[Found]:
+    """Train several draws on this rank, one after another, up to the first that ends in an error of its own."""
+    results: list[Found] = []
+    for job in jobs:
+        with context.isolated():
+            try:
+                results.append(train(*job))
+            except ConfigurationError as error:
+                results.append(Found(refused=str(error)))
+            except Exception:
+                results.append(Found(error=traceback.format_exc(limit=-6)))
+        results[-1].weights = results[-1].weights if os.environ.get("RANK", "0") == "0" else {}
+        if results[-1].error:
+            break  # the ranks may have left each other, so the rest is run in a world of its own
+    return results
