@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
+from accel.checkpoint.names import CheckpointError
 from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
 from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from accel_state import context
@@ -475,7 +476,7 @@ def run_draws(jobs: list[tuple[Draw, Setup, int, int, str | None]]) -> list[Foun
         with context.isolated():
             try:
                 results.append(train(*job))
-            except ConfigurationError as error:
+            except (CheckpointError, ConfigurationError) as error:
                 results.append(Found(refused=str(error)))
             except Exception:
                 results.append(Found(error=traceback.format_exc(limit=-6)))

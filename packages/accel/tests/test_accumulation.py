@@ -207,6 +207,27 @@ def test_weighing_in_two_ways_is_refused() -> None:
         accelerator.backward(torch.ones((), requires_grad=True), num_items=1, reduction="max")  # type: ignore[arg-type]
 
 
+def test_items_of_two_models_are_not_added() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [accelerator.prepare(build()) for _ in range(2)]
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(2, 4).double()).square().sum()
+
+    with accelerator.accumulate(*models):
+        accelerator.backward(loss_of(models[0]), num_items=2, reduction="sum")
+        with pytest.raises(ConfigurationError, match="2 models"):
+            accelerator.backward(loss_of(models[1]), num_items=2, reduction="sum")
+    for model in models:
+        model.zero_grad()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model), num_items=2, reduction="sum")
+        found = gradients(model)
+        model.zero_grad()
+        (loss_of(model) / 2).backward()
+        assert torch.equal(found, gradients(model))
+
+
 def sync_pattern(accelerator: Accelerator, loaders: list[Any], model: nn.Module) -> list[bool]:
     pattern = []
     for batches in zip(*loaders, strict=True):

@@ -345,6 +345,7 @@ class EngineBuilder:
         with log_operator_builds():
             engine, *_ = self.library.initialize(model=group.model, dist_init_required=False, **arguments)
         if engine.bfloat16_enabled():
+            _check_batch_norms(engine.module, self.state.device)
             # In fp16 DeepSpeed casts the inputs itself ("auto_cast").
             engine.module.register_forward_pre_hook(_cast_inputs_to_bfloat16, with_kwargs=True)
         if group.optimizer is None:
@@ -407,6 +408,18 @@ class EngineBuilder:
             step_with_optimizer=self.preparation.step_scheduler_with_optimizer,
             split_batches=self.preparation.loader_settings.split_batches,
         )
+
+
+def _check_batch_norms(model: nn.Module, device: torch.device) -> None:
+    """Refuse layers whose weights DeepSpeed casts and whose statistics it keeps, which the CPU cannot compute with."""
+    for name, module in model.named_modules():
+        mean = getattr(module, "running_mean", None)
+        weight = getattr(module, "weight", None)
+        if mean is not None and weight is not None and device.type == "cpu" and mean.dtype != weight.dtype:
+            raise ConfigurationError(
+                f"{name} is a {type(module).__name__} with weights in {weight.dtype} and statistics in {mean.dtype} "
+                "under DeepSpeed, and the CPU normalises with one type only. Use mixed_precision='no', or a GPU."
+            )
 
 
 def _cast_inputs_to_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -45,6 +45,18 @@ class Window:
     items: float | torch.Tensor = 0  # items of this rank in the window so far
     # the number of items that the gradients so far are divided by; None before the window ends
     normaliser: torch.Tensor | None = None
+    counted_at: int = 0  # the last micro batch whose items were counted
+
+    def count(self, items: int | torch.Tensor) -> None:
+        """Add the items of a loss, which are the same items again if each of several models has a loss."""
+        if self.counted_at == self.position and len(self.models) > 1:
+            raise ConfigurationError(
+                f"a second loss with num_items in a micro batch of {len(self.models)} models "
+                f"({', '.join(type(model).__name__ for model in self.models)}): its items would be counted for all of "
+                "them. Give each model a block of its own, `with accelerator.accumulate(model):`, or add the losses."
+            )
+        self.counted_at = self.position
+        self.items = self.items + items
 
     def expect(self, by_items: bool) -> None:
         if self.by_items not in (None, by_items):
@@ -252,7 +264,7 @@ class Accumulation:
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)
         has_gradients = window.position > 1 or window.normaliser is not None
-        window.items = window.items + num_items
+        window.count(num_items)
         if not self.gradient_state.sync_gradients:
             return sum_of_items
         # Gradients of sums were accumulated as they are, and synchronising averages over the ranks.
