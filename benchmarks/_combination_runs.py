@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
-from accel.checkpoint.names import CheckpointError
+from accel import Accelerator, CheckpointError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
 from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
 from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from accel_state import context
@@ -94,7 +93,7 @@ class Normed(nn.Module):
     def __init__(self, width: int = LENGTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(2)
+            nn.Sequential(nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(2)
         )
         self.head = nn.Linear(width, VOCABULARY)
 
@@ -432,7 +431,7 @@ def _loop(
             for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 torch.manual_seed(number)
                 loss = _step(draw, accelerator, model, batch)
-                if accelerator.sync_gradients and not draw.setup.name.startswith("zero"):
+                if accelerator.sync_gradients:
                     found.norms += clip(draw, model, accelerator)
                 optimizer.step()
                 optimizer.zero_grad()

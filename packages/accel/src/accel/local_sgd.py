@@ -38,7 +38,7 @@ class LocalSGD:
             raise ConfigurationError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
         strategy = accelerator.strategy
-        if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters):
+        if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters or strategy.uses_engine):
             raise ConfigurationError(
                 f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards "
                 "them or synchronises every step. Pass enabled=False, or train with data parallelism."

@@ -42,6 +42,7 @@ class Strategy:
         supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
+        supports_compilation: whether prepared models can be compiled.
         saves_gradients: whether the gradients of an open accumulation window can be saved and restored.
         step_gate: asked by a prepared optimizer before each step, which it skips if the answer is False; None for
             strategies that apply every step.
@@ -53,6 +54,7 @@ class Strategy:
     skips_gradient_sync: ClassVar[bool] = False
     supports_elastic: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
+    supports_compilation: ClassVar[bool] = True
     saves_gradients: bool = True
     step_gate: Callable[[], bool] | None = None
     data_mesh: Any = None

@@ -19,6 +19,7 @@ from accel_state.operations import recursively_apply
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
+from ..core.unwrap import is_compiled_wrapper
 from . import gradients
 from .config import PreparedFacts
 from .config_paths import get_value
@@ -334,6 +335,11 @@ class EngineBuilder:
                 "rank has the full weights. To use them at the end of the training, set "
                 "DeepSpeedPlugin(zero3_save_16bit_model=True) or --zero3_save_16bit_model true. save_state works "
                 "without it."
+            )
+        if stage == 3 and is_compiled_wrapper(group.model):
+            raise ConfigurationError(
+                "ZeRO stage 3 gathers the parameters of the model's own modules, and cannot do so inside the wrapper "
+                "of torch.compile. Prepare the model itself; TorchDynamoPlugin compiles it afterwards."
             )
         if stage == 3:
             self.plugin.set_moe_leaf_modules(group.model)

@@ -27,7 +27,7 @@ from ..core.computed_loss import ComputedLoss
 from ..core.local_part import local
 from ..core.unwrap import clean_name
 from .config import SCHEDULES, PipelineParallelConfig
-from .sequence_inputs import IGNORED, shift_labels
+from .sequence_inputs import IGNORED, check_documents, shift_labels
 
 
 def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]:
@@ -258,6 +258,7 @@ class TrainingPipeline:
                 "model(input_ids=..., labels=...), then accelerator.backward(output.loss); or use model.eval() and "
                 "torch.no_grad() for outputs."
             )
+        check_documents(kwargs, "the recorded stages of a pipeline")
         inputs = args, {name: value for name, value in kwargs.items() if value is not None}
         try:  # on every rank: later only that of the stage concerned would fail
             self._signature.bind(*args, **kwargs)

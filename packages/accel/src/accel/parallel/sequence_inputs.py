@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +296,19 @@ class ShardedCall:
                 "batch. Compute the loss outside of the model: call it without labels, and divide the sum of the "
                 "losses of this rank's tokens by the number of tokens of the batch."
             )
+
+
+def check_documents(kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse packed documents where attention has been fixed before it could see them."""
+    positions = kwargs.get("position_ids")
+    marks = [name for name in DOCUMENT_ARGUMENTS if kwargs.get(name) is not None]
+    if isinstance(positions, torch.Tensor) and positions.ndim < 3 and bool((positions.diff(dim=-1) != 1).any()):
+        marks.append("position_ids")
+    if marks and kwargs.get("attention_mask") is None:
+        raise ConfigurationError(
+            f"{marks[0]} marks several documents packed into a sequence, and {where} would let each attend to those "
+            "before it. Pad documents instead of packing them."
+        )
 
 
 DOCUMENT_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "document_ids")

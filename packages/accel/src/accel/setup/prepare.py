@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_data.elastic_loader import ShardListener
 from accel_data.other_loaders import is_known_loader
-from accel_state import RNGType
+from accel_state import AcceleratorState, RNGType
 from accel_state.errors import ConfigurationError, check_type
 
 from ..contract.optimizer import AcceleratedOptimizer
@@ -91,6 +91,8 @@ class Preparation:
         if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
             return _mark(prepared)
+        if dynamo.compiles:
+            self._check_compilation(model)
         strategy.check_model(model)
         dispatched = is_dispatched(model)
         if dispatched and not evaluation_mode and process.num_processes > 1:
@@ -110,6 +112,19 @@ class Preparation:
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         return _add(self.models, _mark(model))
+
+    def _check_compilation(self, model: nn.Module) -> None:
+        if not self.setup.strategy.supports_compilation:
+            raise ConfigurationError(
+                f"{type(self.setup.strategy).__name__} does not support compiled models: its calls send activations "
+                "between ranks. Leave out dynamo_plugin and dynamo_backend."
+            )
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        if checkpoints and AcceleratorState().mixed_precision == "fp8":
+            raise ConfigurationError(
+                "mixed_precision='fp8' does not support compiled models with gradient checkpointing: recomputed layers "
+                "would update their scales twice. Leave out dynamo_plugin and dynamo_backend, or the checkpointing."
+            )
 
     def optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         if not hasattr(optimizer, "param_groups"):

@@ -76,6 +76,7 @@ class FSDP2Strategy(ShardedStrategy):
         if self.is_wrapped(model):
             return model
         self.check_quantized(model)
+        self._check_batch_norms(model)
         self.upcast(model)
         settings = self.settings
         ignored = settings.ignored_in(model)
@@ -105,6 +106,17 @@ class FSDP2Strategy(ShardedStrategy):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
         return model
+
+    def _check_batch_norms(self, model: nn.Module) -> None:
+        dtype = getattr(self.precision, "param_dtype", None)
+        for name, module in model.named_modules():
+            mean = getattr(module, "running_mean", None)
+            if self.state.device.type == "cpu" and mean is not None and dtype not in (None, mean.dtype):
+                raise ConfigurationError(
+                    f"{name} is a {type(module).__name__} with statistics in {mean.dtype}, and mixed precision of "
+                    f"fsdp_version=2 would cast its weights to {dtype}: the CPU normalises with one type only. Use "
+                    "mixed_precision='no', or a GPU."
+                )
 
     def _shard(
         self, unit: nn.Module, modules: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser

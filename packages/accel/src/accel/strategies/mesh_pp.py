@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from accel_checkpoint.names import OPTIMIZER_NAME
-from accel_state import PartialState
+from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
@@ -24,7 +24,7 @@ from .._torch_compat import flatten_mesh
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.types import Gathered, Layout
-from ..core.unwrap import clean_name
+from ..core.unwrap import clean_name, is_compiled_module
 from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
@@ -45,6 +45,7 @@ class PipelineStrategy(MeshStrategy):
     """
 
     pipeline_class: Callable[..., TrainingPipeline] = TrainingPipeline
+    supports_compilation = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         for axis in ("cp", "sp"):
@@ -54,6 +55,11 @@ class PipelineStrategy(MeshStrategy):
                     "pipeline pass whole sequences on. Set one of them to 1, and use tp_size or dp_shard_size "
                     "instead."
                 )
+        if AcceleratorState().mixed_precision == "fp8":
+            raise ConfigurationError(
+                f"pp_size={self.parallelism.pp_size} does not support mixed_precision='fp8': the recorded stages do "
+                "not update the scales of their layers. Use 'bf16', or pp_size=1."
+            )
         super().attach(state, handlers)
         self._pipelines: Any = WeakIdKeyDictionary()
         self._names: Any = WeakIdKeyDictionary()
@@ -70,6 +76,15 @@ class PipelineStrategy(MeshStrategy):
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         super().configure_scaler(scaler)
         self._scaler = scaler
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        compiled = [name for name, module in model.named_modules() if is_compiled_module(module)]
+        if compiled:
+            raise ConfigurationError(
+                f"{compiled[0] or type(model).__name__} was compiled before prepare(), and a pipeline records the "
+                f"calls of a model to split it into pp_size={self.parallelism.pp_size} stages. Pass the model itself."
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
