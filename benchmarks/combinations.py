@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=20, help="how many combinations")
     parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
     parser.add_argument("--seed", type=int, default=35, help="from which the draws follow")
-    parser.add_argument("--number", type=int, help="run this draw only, and print all that it found")
+    parser.add_argument("--number", type=int, nargs="+", help="run these draws only, and print all that they found")
     parser.add_argument("--only", help="draws whose text contains this")
     parser.add_argument("--batch", type=int, default=8, help="how many draws a world trains one after another")
     parser.add_argument("--results", type=Path, help="append each draw to this file of JSON lines")
@@ -253,7 +253,7 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     preload_all()
-    numbers = [given.number] if given.number is not None else range(given.first, given.first + given.draws)
+    numbers = given.number or range(given.first, given.first + given.draws)
     draws = [draw_of(given.seed, number) for number in numbers]
     draws = [draw for draw in draws if not given.only or given.only in str(draw)]
     print(f"seed {given.seed}, {len(draws)} draws", flush=True)
@@ -263,7 +263,7 @@ def main() -> int:
         if given.results:
             with given.results.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        if record["kind"] in ("different", "error") or given.number is not None:
+        if record["kind"] in ("different", "error") or given.number:
             print(json.dumps({key: value for key, value in record.items() if key != "draw"}, indent=1), flush=True)
     print(table(records))
     return int(any(record["kind"] in ("different", "error") for record in records))
