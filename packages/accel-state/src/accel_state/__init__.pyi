@@ -98,6 +98,14 @@ from .numa import CPUInformation as CPUInformation
 from .numa import get_cpu_distributed_information as get_cpu_distributed_information
 from .numa import override_numa_affinity as override_numa_affinity
 from .numa import set_numa_affinity as set_numa_affinity
+from .operations import broadcast as broadcast
+from .operations import broadcast_object_list as broadcast_object_list
+from .operations import concatenate as concatenate
+from .operations import gather as gather
+from .operations import gather_object as gather_object
+from .operations import pad_across_processes as pad_across_processes
+from .operations import reduce as reduce
+from .operations import send_to_device as send_to_device
 from .ports import get_free_port as get_free_port
 from .ports import is_port_in_use as is_port_in_use
 from .random import set_seed as set_seed

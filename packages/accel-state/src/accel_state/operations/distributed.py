@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -12,9 +12,10 @@ from .input_checks import check_inputs
 from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
 
 Reduction = Literal["mean", "sum", "max", "min", "none"]
+T = TypeVar("T")
 
 
-def gather(tensor: Any, *, collectives: Collectives | None = None) -> Any:
+def gather(tensor: T, *, collectives: Collectives | None = None) -> T:
     """Concatenate the tensors of all ranks along the first dimension.
 
     Args:
@@ -61,7 +62,7 @@ def gather_object(object: Any, *, collectives: Collectives | None = None) -> lis
     return gathered
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Copy the tensors of one rank to all ranks.
 
     Args:
@@ -113,8 +114,8 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 def reduce(
-    tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None
-) -> Any:
+    tensor: T, reduction: Reduction = "mean", scale: float = 1.0, *, collectives: Collectives | None = None
+) -> T:
     """Reduce the tensors of all ranks element-wise.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,13 +11,15 @@ from ..state import PartialState
 from .input_checks import chained_operation, exchange_lengths
 from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
 
+T = TypeVar("T")
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor of torch, which has no single length to pad to, is returned unchanged."""
 
 
 @chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Pad the tensors of each rank to the longest one along a dimension.
 
     Args:

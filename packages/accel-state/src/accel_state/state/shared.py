@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import context
 
@@ -29,13 +29,15 @@ class SharedState(metaclass=_SharedStateType):
     def __init__(self) -> None:
         self.__dict__ = getattr(context.current(), self._slot)
 
-    def __getattr__(self, name: str) -> Any:
-        if self.__dict__ or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: it was reset (_reset_state) and not initialized again. "
-            f"Create a new Accelerator or {type(self).__name__}."
-        )
+    if not TYPE_CHECKING:  # so that type checkers find names that do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            if self.__dict__ or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}: it was reset (_reset_state) and not initialized "
+                f"again. Create a new Accelerator or {type(self).__name__}."
+            )
 
     @property
     def initialized(self) -> bool:
