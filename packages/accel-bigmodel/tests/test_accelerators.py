@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,13 @@ def test_every_mixture_gives_the_bits_of_the_accelerator(kind: str, device: torc
         model = Net(blocks=6, width=64).eval()
     load_checkpoint_and_dispatch(model, file, device_map=device_map)
     with torch.no_grad():
-        for inputs in (words(), words().to(device)):
+        # A model that is on one device as a whole has no hooks, so nothing moves its inputs.
+        for inputs in (words().to(device),) if kind == "all" else (words(), words().to(device)):
             for _ in range(3):
                 found = model(inputs)
                 if kind != "all":
                     assert found["logits"].device == inputs.device, "outputs go to where inputs came from"
                 assert all(torch.equal(found[key].to(device), expected[key]) for key in expected), kind
-            if kind == "all":
-                break
 
 
 def test_offloading_to_memory_and_disk(device: torch.device, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_the_next_weights_arrive_while_the_current_ones_are_used(
         return found
 
     def noting(self: Prefetcher, index: int) -> Any:
-        values, _ = fetch(self, index)
+        fetched = fetch(self, index)
         arrived[index] = event(self._staging[device]._stream)
-        return values, arrived[index]
+        return replace(fetched, arrival=arrived[index])
 
     monkeypatch.setattr(Prefetcher, "_fetch", noting)
     for index, layer in enumerate(model):

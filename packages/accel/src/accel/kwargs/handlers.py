@@ -161,8 +161,7 @@ class ProfileKwargs(KwargsHandler):
 def _activity(name: str) -> torch.profiler.ProfilerActivity:
     known = {member.lower(): value for member, value in torch.profiler.ProfilerActivity.__members__.items()}
     # torch records all devices of plug-ins as one activity.
-    of_plug_in = name in devices.DEVICES and name not in known
-    if of_plug_in and (device := devices.of(name)) is not None and device.is_plug_in():
+    if any(device.name == name and device.is_plug_in() for device in devices.known()):
         name = "privateuse1"
     if name.lower() not in known:
         raise ConfigurationError(

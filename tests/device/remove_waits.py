@@ -1,0 +1,98 @@
+"""Removes each synchronisation, ``record_stream`` and wait in the packages in turn, and prints which tests notice.
+
+    python tests/device/remove_waits.py                  all places
+    python tests/device/remove_waits.py staging          those whose path contains a word
+
+It edits the sources of this checkout, and restores each file before the next place. Exit status 1: no test noticed one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# A statement that only orders work, and what stays in its place.
+STATEMENT = re.compile(
+    r"^(\s*)[\w.\[\]]+(?:\([^()]*\))?\.(?:synchronize|record_stream|wait_event|wait_stream|record)\(.*\)$|"
+    r"^(\s*)(?:operation|work|self\._work)\.wait\(\)$"
+)
+# A copy that may be late already is ordered by the places above, so removing its flag is no error.
+# A copy without the flag is a synchronisation of its own where its result is read on the host.
+BLOCKING = re.compile(r"(self\.copied\.cpu\(\)|tensor\.detach\(\)\.cpu\(\)|storages\[key\]\.copy_\(original\))")
+LATE = {
+    "self.copied.cpu()": "torch.empty(self.copied.shape, dtype=self.copied.dtype, pin_memory=True)"
+    ".copy_(self.copied, non_blocking=True)",
+    "tensor.detach().cpu()": "tensor.detach()",
+    "storages[key].copy_(original)": "storages[key].copy_(original, non_blocking=True)",
+}
+# No test on a device can notice these, and why.
+EXCUSED = {
+    "accel_launch/doctor/": "measures time",
+    "accel_megatron/": "Megatron-core is written for one vendor's GPUs",
+    "accel/self_test/": "is a test itself",
+    "accel_state/devices/": "the implementation of Device.synchronize",
+    "accel_fp8/delayed_scaling.py": "a method of the same name that averages scales; packages/accel-fp8/tests notice",
+    "accel/precision/fp8.py": "calls that method",
+}
+TESTS = {
+    "accel_bigmodel/offload/": ["tests/device/test_streaming.py", "packages/accel-bigmodel/tests/test_accelerators.py"],
+    "accel_bigmodel/pipeline/": ["packages/accel-bigmodel/tests/test_inference.py"],
+    "accel_track/": ["tests/device/test_streaming.py"],
+    "accel/checkpoint/": ["tests/device/test_accel.py"],
+    "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py"],
+}
+
+
+def places() -> list[tuple[Path, int, str]]:
+    """Every place: file, line number from 0, and what the line becomes."""
+    found = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+            statement, blocking = STATEMENT.match(line), BLOCKING.search(line)
+            if statement:
+                found.append((path, number, f"{statement[1] or statement[2] or ''}pass"))
+            elif blocking:
+                found.append((path, number, line.replace(blocking[0], LATE[blocking[0]])))
+    return found
+
+
+def test_without(path: Path, number: int, replacement: str, tests: list[str]) -> str:
+    """The first tests that fail with a line replaced; empty if all pass."""
+    original = path.read_text(encoding="utf-8")
+    lines = original.splitlines(keepends=True)
+    lines[number] = replacement + "\n"
+    variables = {**os.environ, "ACCEL_TEST_DEVICE": "simgpu", "OMP_NUM_THREADS": "1", "SIMGPU_DEVICES": "4"}
+    variables["PYTHONPATH"] = str(ROOT / "tests" / "device")
+    path.write_text("".join(lines), encoding="utf-8")
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "device_plugin", "-p", "no:cacheprovider", *tests]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    noticed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
+    return ", ".join(dict.fromkeys(noticed)) or (f"pytest ended with {done.returncode}" if done.returncode else "")
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    unnoticed = 0
+    print("| place | line | noticed by |\n| --- | --- | --- |")
+    for path, number, replacement in places():
+        name = path.as_posix().split("/src/", 1)[1]
+        if words and not any(word in name for word in words):
+            continue
+        line = path.read_text(encoding="utf-8").splitlines()[number].strip()
+        excuse = next((why for part, why in EXCUSED.items() if part in name), None)
+        tests = next((files for part, files in TESTS.items() if part in name), ["tests/device"])
+        result = f"not run: {excuse}" if excuse else test_without(path, number, replacement, tests) or "NOTHING"
+        unnoticed += result == "NOTHING"
+        print(f"| {name}:{number + 1} | `{line}` | {result} |", flush=True)
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
