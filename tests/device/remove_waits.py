@@ -38,11 +38,12 @@ EXCUSED = {
     "accel_fp8/delayed_scaling.py": "a method of the same name that averages scales; packages/accel-fp8/tests notice",
     "accel/precision/fp8.py": "calls that method",
 }
+SAVES = ("test_a_state_saved_in_the_background_is_copied_to_the_host", "test_load_state")
 TESTS = {
     "accel_bigmodel/offload/": ["tests/device/test_streaming.py", "packages/accel-bigmodel/tests/test_accelerators.py"],
     "accel_bigmodel/pipeline/": ["packages/accel-bigmodel/tests/test_inference.py"],
     "accel_track/": ["tests/device/test_streaming.py"],
-    "accel/checkpoint/": ["tests/device/test_accel.py"],
+    "accel/checkpoint/": [f"tests/device/test_accel.py::{name}" for name in SAVES],
     "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py"],
 }
 
