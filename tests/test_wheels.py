@@ -7,44 +7,23 @@ The fast tier installs every wheel alone, checks its metadata, imports every mod
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from wheel_environment import PUBLIC_SURFACE, TEST_TOOLS, empty_environment, linked, public_surface, site_packages
 from workspace import ROOT, import_name, metadata, module_name, projects, sources
 
 # The first test builds the wheels; each installation asks the package index, as a user's pip does.
 pytestmark = pytest.mark.timeout(900)
 
-# Test dependencies of a package.
-TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
-# The tests/ of the workspace have what those of several packages share.
-SETTINGS = f"""[pytest]
-pythonpath = tests/support "{ROOT / "tests"}"
-addopts = --import-mode=importlib -p no:cacheprovider
-markers =
-    slow
-    gpu
-timeout = 120
-"""
-# As in the conftest.py of the workspace, which is not installed with a wheel.
-PROFILE = """
-from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
-providers._get_local_constants = lambda: providers._local_constants
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-settings.load_profile("suite")
-"""
 # Follows the README's examples in the same process: they must not find what only this has imported.
 IMPORT_MODULES = """
 import importlib, json
@@ -69,20 +48,6 @@ TOGETHER = {
     "accel-plan": BASE | {"accel-plan"},
     "accel-compat": BASE | {"accel-compat"},
     "accel-megatron": BASE | {"accel-megatron"},
-}
-# Some tests of what a user of one package calls; the rest has run from the work tree.
-PUBLIC_SURFACE = {
-    "accel-state": ["test_state.py", "test_nested.py"],
-    "accel-launch": ["test_cli.py", "test_single.py"],
-    "accel-bigmodel": ["test_loading.py"],
-    "accel-checkpoint": ["test_api.py"],
-    "accel-data": ["test_loader.py"],
-    "accel-quant": ["test_loading.py"],
-    "accel-megatron": ["test_plugin.py", "test_redirection.py"],
-    "accel-track": ["test_tracking.py", "test_jsonl.py"],
-    "accel-fp8": ["test_native_layers.py"],
-    "accel-monitor": ["test_attach.py", "test_ledger.py"],
-    "accel": ["test_facade.py", "test_saving.py"],
 }
 each_distribution = pytest.mark.parametrize("distribution", TOGETHER)
 
@@ -111,45 +76,6 @@ def _pip(python: Path, *arguments: object, folder: Path) -> str:
     return _run(*pip, *arguments, *(["--constraint", constraints] if "install" in arguments else []), folder=folder)
 
 
-def _empty_environment(folder: Path) -> Path:
-    """The Python of a new, empty environment."""
-    venv.create(folder, with_pip=False)
-    return folder / "bin" / "python"
-
-
-def _site_packages(python: Path) -> Path:
-    return Path(
-        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=python.parent).strip()
-    )
-
-
-def _with_requirements(distribution: str) -> set[str]:
-    """A distribution of the running environment and everything that it requires there, by normalised name."""
-    found: set[str] = set()
-    waiting = [distribution]
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name in found:
-            continue
-        found.add(name)
-        for text in importlib.metadata.requires(name) or []:
-            requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                waiting.append(requirement.name)
-    return found
-
-
-def _linked(distributions: list[str], folder: Path) -> Path:
-    """Links to distributions of the running environment and to everything that they require."""
-    for name in set().union(*map(_with_requirements, distributions)):
-        distribution = importlib.metadata.distribution(name)
-        for entry in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            source, target = Path(str(distribution.locate_file(entry))), folder / entry
-            if not target.exists():
-                target.symlink_to(source)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with the wheel of every distribution."""
@@ -164,13 +90,13 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Torch is 700 MB or more; installing it once per package would dominate the suite.
     """
-    return _linked(["torch"], tmp_path_factory.mktemp("torch"))
+    return linked(["torch"], tmp_path_factory.mktemp("torch"))
 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that shows what runs the tests, in the same way."""
-    return _linked(TEST_TOOLS, tmp_path_factory.mktemp("tools"))
+    return linked(TEST_TOOLS, tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +106,8 @@ def install(wheels: Path, torch_only: Path, tmp_path_factory: pytest.TempPathFac
     @functools.cache
     def install_one(distribution: str) -> Path:
         folder = tmp_path_factory.mktemp(distribution)
-        python = _empty_environment(folder / "env")
-        _site_packages(python).joinpath("torch.pth").write_text(f"{torch_only}\n")
+        python = empty_environment(folder / "env")
+        site_packages(python).joinpath("torch.pth").write_text(f"{torch_only}\n")
         _pip(python, "install", "-qq", "--no-compile", "--find-links", wheels, distribution, folder=folder)
         return python
 
@@ -241,13 +167,8 @@ def test_the_public_surface_works_from_the_wheel(
     distribution: str, install: Callable[[str], Path], tools: Path, tmp_path: Path
 ) -> None:
     python = install(distribution)
-    tests = ROOT / "packages" / distribution / "tests"
-    shutil.copytree(tests, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    tmp_path.joinpath("pytest.ini").write_text(SETTINGS)
-    tmp_path.joinpath("conftest.py").write_text(PROFILE)
-    files = [f"tests/{name}" for name in PUBLIC_SURFACE[distribution]]
-    command = [python, "-m", "pytest", "-q", "-m", "not slow", *files]
-    output = _run(*command, folder=tmp_path, seconds=1500, OMP_NUM_THREADS="1", PYTHONPATH=str(tools))
+    command, variables = public_surface(python, ROOT / "packages" / distribution, tmp_path, tools)
+    output = _run(*command, folder=tmp_path, seconds=1500, **variables)
     assert re.search(r"\b\d+ passed", output), output
 
 
@@ -262,7 +183,7 @@ def test_the_command_works_where_only_the_launcher_is_installed(install: Callabl
 
 @pytest.mark.slow  # resolves the whole set on the package index
 def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: Path, tmp_path: Path) -> None:
-    python = _empty_environment(tmp_path / "env")
+    python = empty_environment(tmp_path / "env")
     index = _run(sys.executable, "-m", "pip", "index", "versions", "accel", folder=tmp_path)
     assert "0.3.0" in index.split("Available versions:")[1], (
         "the unrelated accel is gone from the public index: this test has lost its point"
@@ -283,7 +204,7 @@ def test_pip_prefers_our_accel_to_the_unrelated_one_of_the_public_index(wheels: 
     ],
 )
 def test_a_package_brings_only_what_it_needs(distribution: str, absent: set[str], wheels: Path, tmp_path: Path) -> None:
-    chosen = _chosen(_empty_environment(tmp_path / "env"), wheels, distribution, tmp_path)
+    chosen = _chosen(empty_environment(tmp_path / "env"), wheels, distribution, tmp_path)
     requirements = metadata(ROOT / "packages" / distribution)["dependencies"]
     declared = {Requirement(text).name.replace(".", "-") for text in requirements}
     assert declared | {distribution} <= set(chosen)
