@@ -161,7 +161,7 @@ def test_sentences_are_split_without_overlap() -> None:
 
 
 def test_too_many_sentences_are_refused() -> None:
-    with pytest.raises(SystemExit, match=r"\w+ has \d+ sentences in this Python version: set --sentences to at most"):
+    with pytest.raises(SystemExit, match=r"\w+.*\d+.*--sentences to"):
         module_of(TEXT).examples(10**6)
 
 

@@ -274,7 +274,7 @@ def test_balanced_maps_distribute_the_model_evenly() -> None:
     assert 0 not in low and set(low) == {1, 2}
     tight = {0: total, 1: total // 3, 2: total // 3}
     assert bytes_on(model, named_device_map(model, "balanced_low_0", tight))[0] < total // 2
-    with pytest.raises(ConfigurationError, match="device_map='fast' is not one of auto, balanced"):
+    with pytest.raises(ConfigurationError, match="device_map='fast'"):
         named_device_map(model, "fast")
     assert get_balanced_memory(model, {0: 500, "cpu": 700}) == {0: 500, "cpu": 700}
 
@@ -303,7 +303,7 @@ def test_limits_are_sizes_of_known_devices() -> None:
 
 def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
     model = Small()
-    with pytest.raises(ConfigurationError, match=r"no device to batchnorm.weight.*linear2.bias"):
+    with pytest.raises(ConfigurationError, match="batchnorm.weight.*linear2.bias"):
         check_device_map(model, {"linear1": "cpu", "batchnorm.bias": "cpu", "batchnorm.running_mean": "cpu"})
     with pytest.warns(UserWarning, match="names linear3"):
         check_device_map(model, {"": "cpu", "linear3": "disk"})
@@ -321,7 +321,7 @@ def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
 
 def test_buffers_that_do_not_fit_beside_offloaded_layers_are_warned_of() -> None:
     model = nn.Sequential(nn.BatchNorm1d(100, affine=False), nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match=r"buffers of the offloaded layers take .* on device 0.*offload_buffers=True"):
+    with pytest.warns(UserWarning, match="0.*offload_buffers=True"):
         device_map = infer_auto_device_map(model, {0: 100, "cpu": "1MB"})
     assert device_map == {"": "cpu"}
     with warnings.catch_warnings():

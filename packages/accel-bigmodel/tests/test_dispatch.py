@@ -175,7 +175,7 @@ def test_dispatching_a_model_that_has_its_values(tmp_path: Path) -> None:
     expected = net()(words())
     for device_map in (blocks_on(net(), "disk"), {"": "disk"}):
         folder = tmp_path / f"offload{len(device_map)}"
-        with pytest.raises(ConfigurationError, match="location of their weights is unknown: give offload_dir="):
+        with pytest.raises(ConfigurationError, match="offload_dir="):
             dispatch_model(net(), device_map)
         model = dispatch_model(net(), device_map, offload_dir=folder)
         assert same(model(words()), expected)
@@ -251,7 +251,7 @@ def test_models_without_values_are_refused(tmp_path: Path) -> None:
     offload_state_dict(
         tmp_path, {name: value for name, value in net().state_dict().items() if name != "blocks.2.up.bias"}
     )
-    with pytest.raises(ConfigurationError, match=r"Net has 1 tensor without values.*blocks\.2\.up\.bias"):
+    with pytest.raises(ConfigurationError, match=r"has 1 tensor.*values.*blocks\.2\.up\.bias"):
         dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
 
 
@@ -504,7 +504,7 @@ def test_a_truncated_file_is_an_error_instead_of_a_crash(tmp_path: Path) -> None
     load_checkpoint_and_dispatch(model, file, device_map={"": "disk"})
     mapped = SafetensorsFile(file).tensors(["1.weight"])["1.weight"].view(-1).view(torch.uint8)
     os.truncate(file, 2**16)
-    with pytest.raises(OSError, match=r"was truncated; load the model again: .*model\.safetensors"):
+    with pytest.raises(OSError, match=r"model\.safetensors"):
         model(torch.ones(1, 256))
     # The file can also become shorter once it is mapped.
     if mapped_pages._madvise()(mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, 0) != 0:
@@ -522,7 +522,7 @@ def test_offloaded_weights_refuse_conversions(convert: Any, tmp_path: Path) -> N
     file = save(net(), tmp_path / "model.safetensors")
     loaded = on_disk(file, {**blocks_on(net(), "cpu"), "blocks.2": "disk"})
     for model in (loaded, loaded.blocks[2], loaded.blocks[2].up, copy.deepcopy(loaded), cpu_offload(net())):
-        with pytest.raises(ConfigurationError, match=r"is offloaded, so it cannot be .*load_checkpoint_and_dispatch"):
+        with pytest.raises(ConfigurationError, match="load_checkpoint_and_dispatch"):
             convert(model)
     assert same(loaded(words()), net()(words())), "nothing was converted"
     assert loaded.blocks[0].half().up.weight.dtype is torch.float16

@@ -93,7 +93,7 @@ def test_other_formats_are_written_for_the_disk(tmp_path: Path) -> None:
     model = net()
     expected = model(words())["logits"]
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigurationError, match=r"not a safetensors file: give offload_folder="):
+    with pytest.raises(ConfigurationError, match="offload_folder="):
         load_checkpoint_and_dispatch(empty(), tmp_path, device_map={"": "disk"})
     loaded = load_checkpoint_and_dispatch(
         empty(), tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload"
@@ -174,9 +174,7 @@ def test_buffers_that_no_checkpoint_holds_are_never_garbage(tmp_path: Path) -> N
         model = Net()
     assert model.mask.device.type == model.shift.device.type == "meta"
     for device_map in ({"": "cpu"}, {"": "disk"}, None):
-        with pytest.raises(
-            ConfigurationError, match=r"buffers of Net are on the meta device.*: mask\. Build the model with"
-        ):
+        with pytest.raises(ConfigurationError, match=r"device.*: mask\."):
             load_checkpoint_and_dispatch(model, file, device_map=device_map)
     model.mask = torch.linspace(1, 2, 16)
     loaded = load_checkpoint_and_dispatch(model, file, device_map={"": "cpu"}).eval()
@@ -289,7 +287,7 @@ def test_unclear_places_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(empty(), tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         save(net(), tmp_path / name)
-    with pytest.raises(ConfigurationError, match=r"several checkpoints: \['a.safetensors', 'b.safetensors'\]"):
+    with pytest.raises(ConfigurationError, match=r"\['a.safetensors', 'b.safetensors'\]"):
         load_checkpoint_in_model(empty(), tmp_path)
     for absent in (tmp_path / "absent", "absent.safetensors", "/no/such/folder"):
         with pytest.raises(ConfigurationError, match="does not exist"):

@@ -251,7 +251,7 @@ def test_a_checkpoint_without_all_experts_is_refused(tmp_path: Path) -> None:
     plain, weight_map = checkpoint_of_mixtral(tmp_path)
     weight_map = {name: file for name, file in weight_map.items() if "1.block_sparse_moe.experts.7.w1" not in name}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigurationError, match=r"layers.1.mlp.experts.gate_up_proj.*from 21 stored tensors"):
+    with pytest.raises(ConfigurationError, match="layers.1.mlp.experts.gate_up_proj.*from 21 stored"):
         load_checkpoint_and_dispatch(plain, tmp_path, device_map={"": "cpu"})
 
 
@@ -285,5 +285,5 @@ def test_a_converted_tensor_that_is_no_stack_needs_a_folder_for_the_disk(tmp_pat
         load_checkpoint_and_dispatch(other, tmp_path, device_map={"": placement}, offload_folder=folder)
         check_equal(other(hidden), expected)
     assert sorted(path.name for path in (tmp_path / "offload").glob("*.dat")) == ["key.weight.dat", "query.weight.dat"]
-    with pytest.raises(ConfigurationError, match=r"query.weight is mapped to the disk.*offload_folder="):
+    with pytest.raises(ConfigurationError, match="query.weight.*disk.*offload_folder="):
         load_checkpoint_and_dispatch(FusedInFile(PreTrainedConfig()), tmp_path, device_map={"": "disk"})

@@ -220,7 +220,7 @@ def test_a_cache_that_layers_write_into_is_refused() -> None:
             return x
 
     model = Caching()
-    with pytest.raises(ConfigurationError, match="layers.0 writes into a Cache.*use_cache=False"):
+    with pytest.raises(ConfigurationError, match="layers.0.*Cache.*use_cache=False"):
         split_model(model, model.forward, "auto", None, ((torch.randn(1, 4),), {}), 2)
 
 
@@ -252,7 +252,7 @@ def test_too_few_parts_are_refused() -> None:
     example = ((torch.randn(1, 4),), {})
     with pytest.raises(
         ConfigurationError,
-        match="fewer consecutive module calls than the 3 processes of this run. Start fewer processes",
+        match="the 3 processes",
     ):
         split_model(model, model.forward, "auto", None, example, 3)
 
@@ -267,6 +267,6 @@ def test_chunks_are_cut_and_put_together() -> None:
     assert drop_padding(joined, 6, 5)[0]["x"].shape == (5, 1)
     with pytest.raises(
         ConfigurationError,
-        match=r"tensor of shape \(\).*Call the model without labels, or prepare it with num_chunks=1",
+        match=r"\(\).*Call.*num_chunks=1",
     ):
         merge([torch.tensor(1.0), torch.tensor(2.0)], 2)

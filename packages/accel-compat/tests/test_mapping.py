@@ -98,7 +98,7 @@ def test_modules_are_those_of_accel() -> None:
         importlib.import_module("accelerate.no_such_module")
     with pytest.raises(ImportError, match="no_such_name"):
         from accelerate import no_such_name  # noqa: F401
-    with pytest.raises(AttributeError, match="'accelerate' has no attribute 'no_such_name'"):
+    with pytest.raises(AttributeError, match="'accelerate'.*'no_such_name'"):
         accelerate.no_such_name  # noqa: B018
 
 
@@ -166,7 +166,7 @@ def test_names_that_modules_of_the_reference_import_from_others() -> None:
     assert is_xpu_available is accel.utils.is_xpu_available and accel.tracking.WandBTracker.name == "wandb"
     with pytest.raises(ImportError, match="no_such_name"):
         from accelerate.tracking import no_such_name  # noqa: F401
-    with pytest.raises(AttributeError, match="module 'accel.tracking' has no attribute '__wrapped__'"):
+    with pytest.raises(AttributeError, match="'accel.tracking'.*'__wrapped__'"):
         accel.tracking.__wrapped__  # noqa: B018
 
 
@@ -176,7 +176,7 @@ def test_a_name_without_a_counterpart_is_refused_when_it_is_used() -> None:
 
     assert not isinstance(accel.DistributedType.NO, (prepare_optimizer, MegatronEngine))
     for name in (MegatronEngine, prepare_optimizer):
-        with pytest.raises(NotImplementedError, match="is not available: .*MegatronLMPlugin and accelerator.prepare"):
+        with pytest.raises(NotImplementedError, match="MegatronLMPlugin.*accelerator.prepare"):
             name(tp_degree=2)
     with pytest.raises(NotImplementedError, match="Use `accel launch`"):
         prepare_deepspeed_cmd_env(None)

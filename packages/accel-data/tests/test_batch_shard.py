@@ -216,9 +216,7 @@ def test_other_ranks_indices_are_not_drawn_where_arithmetic_will_do() -> None:
 
 
 def test_split_batches_must_divide() -> None:
-    with pytest.raises(
-        ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"
-    ):
+    with pytest.raises(ConfigurationError, match="of 3 cannot.*among 2 processes.*of 2 or 4"):
         BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
 
 

@@ -161,14 +161,12 @@ def test_a_shard_method_with_other_arguments_is_refused() -> None:
         def shard(self, of: int, which: int) -> Odd:
             return self
 
-    with pytest.raises(
-        ConfigurationError, match=r"Odd.shard takes \(of, which\), but .* must offer shard\(num_shards, index\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"Odd.shard.*\(of, which\).*shard\(num_shards, index\)"):
         prepare_data_loader(DataLoader(Odd(3)), num_processes=2, process_index=0)
 
 
 def test_split_batches_must_divide() -> None:
-    with pytest.raises(ConfigurationError, match="batch size of 3 cannot be divided among 2 processes"):
+    with pytest.raises(ConfigurationError, match="of 3 cannot.*among 2 processes"):
         IterableDatasetShard(Stream(4), 3, num_processes=2, split_batches=True)
 
 

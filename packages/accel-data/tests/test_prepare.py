@@ -89,20 +89,16 @@ def test_a_prepared_loader_is_not_prepared_again() -> None:
 
 
 def test_contradictions_are_named() -> None:
-    with pytest.raises(
-        ConfigurationError, match="batch size of 3 cannot be divided among 2 processes. Use a batch size of 2 or 4"
-    ):
+    with pytest.raises(ConfigurationError, match="of 3 cannot.*among 2 processes.*of 2 or 4"):
         prepare_data_loader(DataLoader(range(9), batch_size=3), num_processes=2, process_index=0, split_batches=True)
-    with pytest.raises(ConfigurationError, match=r"process_index=5 is not a rank of 2 processes"):
+    with pytest.raises(ConfigurationError, match="process_index=5.*of 2 processes"):
         prepare_data_loader(DataLoader(range(9)), num_processes=2, process_index=5)
-    with pytest.raises(ConfigurationError, match="dispatch_batches=True reads on rank 0 only"):
+    with pytest.raises(ConfigurationError, match="dispatch_batches=True.*rank 0 only"):
         prepare_data_loader(DataLoader(Stream()), dispatch_batches=True, already_sharded=True)
     with pytest.raises(ConfigurationError, match="it cannot serve rank 1 of 2"):
         prepare_data_loader(DataLoader(Stream()), num_processes=2, process_index=1, dispatch_batches=True)
     sampler = DistributedSampler(range(9), num_replicas=4, rank=1)
-    with pytest.raises(
-        ConfigurationError, match="DistributedSampler is for rank 1 of 4, and this process is rank 0 of 2"
-    ):
+    with pytest.raises(ConfigurationError, match="DistributedSampler.*rank 1 of 4.*rank 0 of 2"):
         prepare_data_loader(DataLoader(range(9), sampler=sampler), num_processes=2, process_index=0)
     with pytest.raises(ConfigurationError, match="num_batches=-1 must be at least 0"):
         skip_first_batches(DataLoader(range(3)), -1)

@@ -120,9 +120,7 @@ def test_state_continues_at_the_committed_step() -> None:
     )
     plain.load_state_dict(state)
     assert next(iter(plain))[:, 0].tolist() == seen[2]
-    with pytest.raises(
-        ConfigurationError, match="after 12 samples of epoch 0, which is not a multiple of the 9 samples"
-    ):
+    with pytest.raises(ConfigurationError, match="after 12 samples.*epoch 0.*the 9 samples"):
         shared(Members(3, 1, [])).load_state_dict(state)
 
 

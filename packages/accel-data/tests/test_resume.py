@@ -335,18 +335,16 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_for_anothe
 def test_states_of_other_loaders_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not the state of a prepared loader"):
         build("sequential").load_state_dict({"yielded": 3})
-    with pytest.raises(ConfigurationError, match="does not include how the RandomSampler shuffled"):
+    with pytest.raises(ConfigurationError, match="RandomSampler"):
         build("own generator").load_state_dict({"_num_yielded": 3})
     middle = dict(build("buckets").state_dict(), position=1)
     with pytest.raises(ConfigurationError, match="the state counts batches, and this loader counts samples"):
         build("sequential").load_state_dict(middle)
     workers = build("iterable", 2)
     state = dict(workers.state_dict(), position=2)
-    with pytest.raises(
-        ConfigurationError, match="num_workers=2 in the middle of an epoch, and this one has num_workers=1"
-    ):
+    with pytest.raises(ConfigurationError, match="num_workers=2.*num_workers=1"):
         build("iterable", 1).load_state_dict(state)
-    with pytest.raises(ConfigurationError, match="the state is from 1 process in the middle of an epoch"):
+    with pytest.raises(ConfigurationError, match="from 1 process"):
         build("iterable", 2, 2).load_state_dict(state)
 
 

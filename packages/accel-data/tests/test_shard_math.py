@@ -116,21 +116,15 @@ def test_a_hundred_million_samples_on_16384_ranks_take_no_memory(rank: int) -> N
 
 def test_a_batch_that_cannot_be_divided_names_both_numbers_and_the_sizes_that_can() -> None:
     assert per_process_batch_size(12, 4) == 3
-    with pytest.raises(
-        ConfigurationError, match=r"batch size of 10 cannot be divided among 4 processes. Use a batch size of 8 or 12"
-    ):
+    with pytest.raises(ConfigurationError, match="of 10 cannot.*among 4 processes.*of 8 or 12"):
         per_process_batch_size(10, 4)
-    with pytest.raises(
-        ConfigurationError, match=r"batch size of 3 cannot be divided among 4 processes. Use a batch size of 4"
-    ):
+    with pytest.raises(ConfigurationError, match="of 3 cannot.*among 4 processes.*of 4"):
         per_process_batch_size(3, 4)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     check_rank(4, 3)
-    with pytest.raises(
-        ConfigurationError, match=r"process_index=4 is not a rank of 4 processes; it must be in \[0, 3\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"process_index=4.*of 4 processes.*\[0, 3\]"):
         check_rank(4, 4)
     with pytest.raises(ConfigurationError, match=r"num_processes=0 must be at least 1"):
         check_rank(0, 0)

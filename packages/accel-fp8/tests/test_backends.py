@@ -84,12 +84,12 @@ def test_a_gpu_that_transformer_engine_refuses_gets_another_one(monkeypatch: pyt
     monkeypatch.setattr(native, "computes_in_8_bits", lambda device: False)
     monkeypatch.setattr(ao, "computes_in_8_bits", lambda device: False)
     assert choose_backend(None, GPU).name == "native"
-    with pytest.raises(ConfigurationError, match=r"'te' cannot compute here: too old.*--fp8_backend native"):
+    with pytest.raises(ConfigurationError, match="'te'.*old.*--fp8_backend"):
         choose_backend("te", GPU)
 
 
 def test_an_unknown_back_end() -> None:
-    with pytest.raises(ConfigurationError, match="'nvfp4' is not a known FP8 back end. Known: te, ao, native, msamp"):
+    with pytest.raises(ConfigurationError, match="'nvfp4'.*FP8"):
         choose_backend("nvfp4", CPU)
 
 

@@ -116,7 +116,7 @@ def test_the_recipe_in_its_own_terms(te: Any) -> None:
 
 @pytest.mark.parametrize("setting", [{"interval": 4}, {"override_linear_precision": (False, False, True)}])
 def test_what_the_installed_version_dropped_is_refused(te: Any, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="no longer supported.*fp8_backend='native'"):
+    with pytest.raises(ConfigurationError, match="supported.*fp8_backend='native'"):
         te_backend.build_recipe(FP8Recipe(**setting))
 
 
@@ -203,9 +203,7 @@ def test_without_it_the_message_says_how_to_get_it() -> None:
     for call in (lambda: convert_model(network()), lambda: has_transformer_engine_layers(network())):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-fp8\[te\]'"):
             call()
-    with pytest.raises(
-        ConfigurationError, match="'te' cannot compute here: Transformer Engine computes on NVIDIA GPUs only"
-    ):
+    with pytest.raises(ConfigurationError, match="'te'.*NVIDIA GPUs"):
         create_backend(FP8Recipe(backend="te"), torch.device("cpu"))
     assert te_backend.TransformerEngineBackend.unavailable(torch.device("cuda")) is None
     with pytest.raises(MissingDependencyError, match=r"pip install 'accel-fp8\[te\]'"):

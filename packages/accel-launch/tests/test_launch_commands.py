@@ -53,7 +53,7 @@ def test_the_command_of_one_process_runs(script: Path) -> None:
 
 
 def test_several_processes_have_no_single_command(script: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"num_processes=2 has no single command.*accel_launch\.launch"):
+    with pytest.raises(ConfigurationError, match=r"num_processes=2.*command.*accel_launch\.launch"):
         prepare_simple_launcher_cmd_env(arguments(script, num_processes=2))
     with pytest.raises(ConfigurationError, match="args has no training_script"):
         prepare_simple_launcher_cmd_env(argparse.Namespace(num_processes=1))
@@ -108,7 +108,7 @@ def test_a_process_of_another_launcher_gets_its_rank(kind: str, ranks: list[Any]
     assert [(rank, local) for rank, local, _ in found] == ranks and [total for *_, total in found] == [2.0, 2.0]
     with pytest.raises(
         ConfigurationError,
-        match="needs WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE, which are None and None. Set both, or leave debug out",
+        match="WORLD_SIZE.*ACCELERATE_DEBUG_RDV_FILE",
     ):
         PrepareForLaunch(note_place, debug=True)(0, queue)
 

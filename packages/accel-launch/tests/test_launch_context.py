@@ -142,16 +142,12 @@ class TestRank:
         assert start.environment["CCL_WORKER_COUNT"] == "1"
 
     def test_another_number_of_processes_is_refused(self, plan) -> None:
-        with pytest.raises(
-            ConfigurationError, match="--num_processes 8, but slurm started 4 launchers, 2 on this node"
-        ):
+        with pytest.raises(ConfigurationError, match="--num_processes 8.*started 4 launchers, 2 on"):
             plan(TASKS, num_processes="8")
 
     def test_the_address_of_rank_0_is_missing(self, plan) -> None:
         made = plan({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4"})
-        with pytest.raises(
-            ConfigurationError, match="openmpi started 4 ranks on 2 nodes without the address of rank 0"
-        ):
+        with pytest.raises(ConfigurationError, match="started 4 ranks on 2 nodes.*rank 0"):
             choose_launcher(made).commands(made)
 
 
@@ -206,9 +202,7 @@ class TestBatch:
         assert choose_launcher(made).commands(made)[0].command[1] == "--nodes=2"
 
     def test_processes_that_cannot_be_divided_evenly(self, plan) -> None:
-        with pytest.raises(
-            ConfigurationError, match="--num_processes 3 cannot be divided evenly over the 2 available machines"
-        ):
+        with pytest.raises(ConfigurationError, match="--num_processes 3 cannot.*the 2 available"):
             plan(BATCH, num_processes="3")
 
     def test_srun_is_missing(self, plan, monkeypatch, tmp_path) -> None:

@@ -166,7 +166,7 @@ class TestCounts:
         assert made.num_processes == 2 and made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert made.full_environment({"CUDA_VISIBLE_DEVICES": "0", "X": "1"})["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert "CUDA_VISIBLE_DEVICES" not in plan(tmp_path, gpu_ids="all").environment
-        with pytest.raises(ConfigurationError, match=r"--gpu_ids 1,4: this machine has 4 GPU\(s\), with ids 0 to 3"):
+        with pytest.raises(ConfigurationError, match=r"--gpu_ids 1,4: this.*has 4 GPU\(s\).*ids 0 to 3"):
             plan(tmp_path, gpu_ids="1,4")
 
     def test_more_processes_than_gpus(self, tmp_path, four_gpus) -> None:
@@ -207,7 +207,7 @@ class TestContradictions:
 
     def test_both_in_one_file(self, tmp_path, four_gpus) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"use_cpu: true in .*, line 1 and multi_gpu: true in .*, line 2 contradict"
+            ConfigurationError, match="use_cpu: true.*, line 1 and multi_gpu: true.*, line 2 contradict"
         ):
             plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
 
@@ -227,7 +227,7 @@ def test_far_more_processes_than_cores_are_refused(tmp_path: Path, no_gpu: None,
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     assert plan(tmp_path, num_processes="128").local_processes == 128
     assert plan(tmp_path, num_processes="64000", num_machines="500", machine_rank="0", main_process_ip="a")
-    with pytest.raises(ConfigurationError, match=r"129: 129 processes on this machine, which has 16 CPU"):
+    with pytest.raises(ConfigurationError, match="129: 129 processes.*has 16 CPU"):
         plan(tmp_path, num_processes="129")
     for options in ({"oversubscribe": "true"}, {"environ": {"ACCELERATE_OVERSUBSCRIBE": "1"}}):
         assert plan(tmp_path, num_processes="100000", **options).local_processes == 100000
@@ -308,9 +308,7 @@ class TestReplicas:
             *(("1", "0,1", "0", "2"), ("1", "0,1", "1", "2")),
         ]
         made = plan(tmp_path, ft="true", num_replicas="3", **shards)
-        with pytest.raises(
-            ConfigurationError, match="3 replicas .* of 2 processes each need 6 GPUs here, and 4 are visible"
-        ):
+        with pytest.raises(ConfigurationError, match="3 replicas .* of 2 processes.*need 6 GPUs.*and 4 are"):
             ft.FaultTolerantLauncher().run(made)
         machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "127.0.0.1"}
         made = plan(tmp_path, ft="true", num_replicas="5", **machines)
@@ -328,7 +326,7 @@ class TestReplicas:
         assert started["ACCELERATE_FT_HOST"] == "::1"
         machines["main_process_ip"] = "no-such-host.invalid"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
-        with pytest.raises(ConfigurationError, match="no-such-host.invalid: .* Give an address of machine rank 0"):
+        with pytest.raises(ConfigurationError, match="no-such-host.invalid: .*rank 0"):
             ft.variables(made, ft.Replica(1, tmp_path / "progress"))
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)

@@ -102,7 +102,7 @@ def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
     two.meet([0, 1])
     former, two.handlers[1] = two.handlers[1], two.make(1)
     assert [number for number, _, _ in two.meet([1, 0])] == [1, 1]
-    with pytest.raises(RendezvousStateError, match="another launcher was started with --machine_rank 1"):
+    with pytest.raises(RendezvousStateError, match="--machine_rank 1"):
         former.next_rendezvous()
 
 
@@ -115,7 +115,7 @@ def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines) -> Non
             time.sleep(0.01)
         former, three.handlers[1] = three.handlers[1], three.make(1)
         waiting.append(pool.submit(three.handlers[1].next_rendezvous))
-        with pytest.raises(RendezvousStateError, match="another launcher was started with --machine_rank 1"):
+        with pytest.raises(RendezvousStateError, match="--machine_rank 1"):
             waiting[1].result(60)
         assert three.handlers[2].next_rendezvous().rank == 2
         assert [waiting[0].result(60).rank, waiting[2].result(60).rank] == [0, 1]
@@ -124,7 +124,7 @@ def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines) -> Non
 
 def test_a_missing_machine_is_named(machines) -> None:
     three = machines(3, timeout=0.3)
-    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 1, 2 did not arrive within 0\.3 s"):
+    with pytest.raises(RendezvousTimeoutError, match=r"rank 1, 2 did.*0\.3"):
         three.meet([0])
 
 

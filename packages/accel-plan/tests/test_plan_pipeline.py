@@ -280,7 +280,7 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
     assert (found["schedule"], found["micro_batches"], found["blocks"]) == ("interleaved1f1b", 8, 6)
     assert [stage["stages"] for stage in found["stages"]] == [[0, 2, 4], [1, 3, 5]]
     assert [stage["blocks"] for stage in found["stages"]] == [[[0, 0], [2, 2], [4, 4]], [[1, 1], [3, 3], [5, 5]]]
-    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x: must be an integer of at least 1"):
+    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x:.*least 1"):
         COMMAND.run([str(file), *options, "--pp_num_microbatches", "x"])
     with pytest.raises(ConfigurationError, match="--pp_schedule requires a pipeline"):
         COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])

@@ -48,7 +48,7 @@ def test_a_model_on_meta_stays_there(build) -> None:
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Sequential has no torch.nn.Linear layer to quantize"):
+    with pytest.raises(ConfigurationError, match="torch.nn.Linear"):
         replace_with_bnb_layers(nn.Sequential(nn.LayerNorm(4)), EIGHT)
 
 

@@ -300,7 +300,7 @@ def test_a_name_that_no_module_has_is_logged(option, build, caplog) -> None:
 
 
 def test_a_model_without_values_needs_a_checkpoint(build) -> None:
-    with pytest.raises(ConfigurationError, match="weights of the model have no values.*weights_location"):
+    with pytest.raises(ConfigurationError, match="values.*weights_location"):
         load_and_quantize_model(empty(build), BnbQuantizationConfig(load_in_8bit=True))
 
 
@@ -311,7 +311,7 @@ def test_a_model_is_quantized_once(build) -> None:
 
 
 def test_a_model_whose_layers_are_all_skipped_is_refused(build) -> None:
-    with pytest.raises(ConfigurationError, match="skip_modules and keep_in_fp32_modules name them all"):
+    with pytest.raises(ConfigurationError, match="skip_modules.*keep_in_fp32_modules"):
         load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["blocks", "head"]))
 
 
@@ -344,7 +344,7 @@ def test_a_layer_that_the_checkpoint_lacks_is_refused_even_if_the_model_has_valu
     save_file(state, tmp_path / "model.safetensors")
     with (
         pytest.warns(UserWarning, match=r"missing \(1\): blocks.0.up.weight"),
-        pytest.raises(ConfigurationError, match="lacks the weights of 1 layers to quantize: blocks.0.up"),
+        pytest.raises(ConfigurationError, match="of 1 layers.*blocks.0.up"),
     ):
         load_and_quantize_model(build(), BnbQuantizationConfig(load_in_8bit=True), tmp_path)
 
@@ -359,15 +359,13 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(build, tmp_path) -> No
         load_and_quantize_model(empty(build), config(load_in_4bit=True), eight)
     with pytest.raises(ConfigurationError, match=r"quantized|misshapen|not saved with load_in_8bit"):
         load_and_quantize_model(empty(build), config(load_in_8bit=True), four)
-    with pytest.raises(
-        ConfigurationError, match="quantized with bnb_4bit_quant_type='fp4', but the configuration says 'nf4'"
-    ):
+    with pytest.raises(ConfigurationError, match="bnb_4bit_quant_type='fp4'.*'nf4'"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), four)
-    with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False, but the configuration says True"):
+    with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_use_double_quant=True), four)
     with pytest.raises(
         ConfigurationError,
-        match="holds blocks.0.up.weight quantized, but the configuration does not quantize blocks.0.up",
+        match="blocks.0.up.weight.*blocks.0.up",
     ):
         load_and_quantize_model(empty(build), config(load_in_8bit=True, skip_modules=["head", "blocks.0"]), eight)
 

@@ -84,7 +84,7 @@ def device_of_local_rank(folder: str, local_rank: int) -> str:
 
 def use_broken_plug_in(folder: str) -> tuple[str, str]:
     sys.path.insert(0, folder)
-    with pytest.warns(RuntimeWarning, match=r"torch_npu is installed but cannot be loaded.*libhccl"):
+    with pytest.warns(RuntimeWarning, match="torch_npu.*loaded.*libhccl"):
         name = devices.detect().name
     with pytest.raises(MissingDependencyError, match="torch_npu") as caught:
         devices.get("npu").synchronize()
@@ -140,7 +140,7 @@ def test_a_device_that_is_not_there_cannot_be_assigned():
 
 
 def test_unknown_name():
-    with pytest.raises(ConfigurationError, match=r"'gpu' is not a known device. Known: .*cuda"):
+    with pytest.raises(ConfigurationError, match="'gpu'.*cuda"):
         devices.get("gpu")
 
 
@@ -221,7 +221,7 @@ def test_one_visible_device_is_the_ranks_own(tmp_path):
     assert run_world(device_of_local_rank, 1, folder, 3, state=False, env={"ASCEND_RT_VISIBLE_DEVICES": "5"}) == [
         "npu:0"
     ]
-    with pytest.raises(WorldError, match="no npu device for local rank 3: this process sees 1"):
+    with pytest.raises(WorldError, match="rank 3: this.*sees 1"):
         run_world(device_of_local_rank, 1, folder, 3, state=False)
 
 

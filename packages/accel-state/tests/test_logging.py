@@ -89,7 +89,7 @@ def test_a_logger_can_be_made_but_not_used_before_the_state(name):
     logger = get_logger(name)
     stream = capture(logger)
     for call in (logger.info, logger.warning, logger.warning_once, lambda text: logger.log(logging.ERROR, text)):
-        with pytest.raises(RuntimeError, match=r"create a PartialState\(\) or an Accelerator\(\) before logging"):
+        with pytest.raises(RuntimeError, match=r"PartialState\(\).*Accelerator\(\)"):
             call("too early")
     PartialState(cpu=True)
     logger.warning_once("too early")
@@ -157,7 +157,7 @@ def test_the_level_comes_from_the_argument_then_the_variable(name, monkeypatch, 
 
 
 def test_an_unknown_level_is_named(name, monkeypatch):
-    with pytest.raises(ConfigurationError, match="log_level='LOUD' is not one of DEBUG, INFO"):
+    with pytest.raises(ConfigurationError, match="log_level='LOUD'.*DEBUG, INFO"):
         get_logger(name, "LOUD")
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "QUIET")
     with pytest.raises(ConfigurationError, match="ACCELERATE_LOG_LEVEL='QUIET'"):

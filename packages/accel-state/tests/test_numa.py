@@ -158,9 +158,7 @@ def test_the_cores_are_logged_when_asked(caplog):
 
 
 def test_a_local_rank_that_does_not_exist():
-    with pytest.raises(
-        ConfigurationError, match="local_process_index=3 is not between 0 and the number of local processes 1"
-    ):
+    with pytest.raises(ConfigurationError, match="local_process_index=3.*between 0 and.*processes 1"):
         numa.override_numa_affinity(3)
 
 

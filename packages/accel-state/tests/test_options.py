@@ -253,7 +253,7 @@ def test_where_is_ready_for_a_message(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="nproc: no such option. Options: .*num_processes"):
+    with pytest.raises(ConfigurationError, match="num_processes"):
         resolve([ResourceOptions], {"nproc": 3}, environ={})
 
 
@@ -281,13 +281,13 @@ def test_names_and_kinds_follow_from_the_field() -> None:
     assert CacheOptions.from_mapping({"cache": {"cache_size": 7}}) == CacheOptions(size=7)
     assert resolve([CacheOptions], {"cache_size": "7"}, environ={}).environment() == {"CACHE_SIZE": "7"}
     assert resolve([CacheOptions], {"cache_size": "9"}, environ={}).group(CacheOptions) == CacheOptions(size=9)
-    with pytest.raises(ConfigurationError, match="cache_size: '1' is not an integer of at least 2"):
+    with pytest.raises(ConfigurationError, match="cache_size: '1'.*least 2"):
         CacheOptions.from_mapping({"cache": {"cache_size": 1}})
 
 
 def test_a_plugin_reads_and_checks_by_the_declaration() -> None:
     assert CacheOptions.read("size", {"CACHE_SIZE": "8"}) == 8 and CacheOptions.read("size", {}) == 4
-    with pytest.raises(ConfigurationError, match="environment variable CACHE_SIZE: '1' is not"):
+    with pytest.raises(ConfigurationError, match="CACHE_SIZE: '1'"):
         CacheOptions.read("size", {"CACHE_SIZE": "1"})
     assert CacheOptions.declaration("policy").check("policy", "FIFO") == "fifo"
     assert CacheOptions.declaration("size").check("size", 2) == 2

@@ -33,16 +33,14 @@ def test_two_targets_of_one_name_are_both_named_every_time(monkeypatch: pytest.M
     registry = make()
     assert registry.load("path") is __import__("pathlib").Path
     for _ in range(2):
-        with pytest.raises(
-            ConfigurationError, match="'path' is registered twice: as pathlib:Path and as other.package"
-        ):
+        with pytest.raises(ConfigurationError, match="'path'.*other.package"):
             registry.names()
 
 
 def test_unknown_names_and_targets_without_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     publish(monkeypatch, missing="pathlib:Missing.deep")
     registry = make()
-    with pytest.raises(ConfigurationError, match=r"'q' is not a known part. Known: path, join, missing. .*accel.parts"):
+    with pytest.raises(ConfigurationError, match="'q'.*accel.parts"):
         registry.load("q")
-    with pytest.raises(ConfigurationError, match="'missing' is registered as pathlib:Missing.deep, but pathlib has no"):
+    with pytest.raises(ConfigurationError, match="'missing'.*pathlib:Missing.deep"):
         registry.load("missing")

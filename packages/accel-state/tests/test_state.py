@@ -85,11 +85,11 @@ def test_precision_comes_from_the_argument_then_the_environment() -> None:
         assert AcceleratorState(cpu=True).mixed_precision == "bf16"
         AcceleratorState._reset_state()
         assert AcceleratorState(mixed_precision="FP16", cpu=True).mixed_precision == "fp16"
-    with pytest.raises(ConfigurationError, match=r"mixed_precision='no', but this process already has .*'fp16'"):
+    with pytest.raises(ConfigurationError, match="mixed_precision='no'.*'fp16'"):
         AcceleratorState(mixed_precision="no")
     assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
     AcceleratorState._reset_state()
-    with pytest.raises(ConfigurationError, match=r"'fp61' is not a PrecisionType. Allowed: no, fp8, fp16, bf16"):
+    with pytest.raises(ConfigurationError, match="'fp61'.*PrecisionType.*fp8, fp16, bf16"):
         AcceleratorState(mixed_precision="fp61", cpu=True)
 
 

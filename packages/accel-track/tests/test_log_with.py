@@ -56,11 +56,11 @@ def test_what_is_no_tracker_is_refused() -> None:
         match=r"'wandbb' is not a known tracker\. Did you mean 'wandb'\?.*accel\.trackers",
     ):
         filter_trackers("wandbb")
-    with pytest.raises(ConfigurationError, match=r"log_with=3 is not a tracker: it lacks name"):
+    with pytest.raises(ConfigurationError, match="log_with=3"):
         filter_trackers([3])
-    with pytest.raises(ConfigurationError, match=r"the tracker 'jsonl' needs a logging directory\. Pass project_dir"):
+    with pytest.raises(ConfigurationError, match=r"'jsonl'.*directory\..*project_dir"):
         filter_trackers("jsonl")
-    with pytest.raises(ConfigurationError, match=r"lacks name, requires_logging_directory, tracker\. Define name"):
+    with pytest.raises(ConfigurationError, match=r"requires_logging_directory, tracker\."):
 
         class Nothing(GeneralTracker):
             pass
@@ -77,9 +77,7 @@ def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", None)
     from accel_track import WandBTracker
 
-    with pytest.raises(
-        MissingDependencyError, match=r"the tracker 'wandb' needs the module wandb.*accel-track\[wandb\]"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"'wandb'.*wandb.*accel-track\[wandb\]"):
         WandBTracker("run").start()
 
 

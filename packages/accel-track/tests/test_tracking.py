@@ -296,14 +296,14 @@ def test_methods_that_a_tracker_lacks_are_told_once(caplog: pytest.LogCaptureFix
 
 def test_wrong_input_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with TrackerRun(Recorder()) as tracking:
-        with pytest.raises(ConfigurationError, match=r"config=3 is of type int\. Pass a dictionary"):
+        with pytest.raises(ConfigurationError, match=r"config=3.*int\."):
             tracking.init_trackers("project", config=3)
         tracking.init_trackers("project", config=argparse.Namespace(lr=1))
         with pytest.raises(ConfigurationError, match=r"log\(\) got 3 of type int"):
             tracking.log(3)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="file not found"):
             tracking.log_artifact(tmp_path / "missing")
-        with pytest.raises(ConfigurationError, match=r"no tracker 'other' was started; started: recorder"):
+        with pytest.raises(ConfigurationError, match="'other'"):
             tracking.get_tracker("other")
         tracking.log({"bad": _Spread()})
         assert "The values of log() are dropped: ConfigurationError" in caplog.text

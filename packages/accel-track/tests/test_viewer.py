@@ -184,9 +184,7 @@ def test_the_table(runs: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_input_is_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"no metric to plot that matches acc\*\. Numeric metrics: train/loss, lr"
-    ):
+    with pytest.raises(ConfigurationError, match=r"acc\*\..*train/loss"):
         run(["show", str(runs), "--metric", "acc*"])
     with pytest.raises(ConfigurationError, match="is too small"):
         run(["show", str(runs), "--width", "3"])

@@ -206,9 +206,7 @@ def test_a_full_disk(disk: Path, safe: bool, blocking: bool) -> None:
     big = nn.Linear(500, 500)
     run.accelerator.prepare(big)
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"could not be written to .*state, with 0\.\d MiB free.*No space left"
-        ):
+        with pytest.raises(CheckpointError, match=r"state.*0\.\d MiB free.*No"):
             run.accelerator.save_state(disk / "state", safe_serialization=safe, blocking=blocking)
             run.accelerator.wait_for_save()
         assert os.listdir(disk) == ["state"]

@@ -75,7 +75,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert run.counter.state["count"] == 1 and newest_complete(folder).name == "checkpoint_1"
     for number in (0, 1):
         shutil.rmtree(folder / f"checkpoint_{number}")
-    with pytest.raises(ConfigurationError, match="only incomplete ones .checkpoint_2, checkpoint_3, checkpoint_9"):
+    with pytest.raises(ConfigurationError, match=".checkpoint_2, checkpoint_3, checkpoint_9"):
         run.accelerator.load_state()
 
 

@@ -72,7 +72,7 @@ def test_getattr_gives_nothing_but_members_of_enumerations(tmp_path: Path) -> No
             return getattr, (dcp.metadata.Metadata, "__init__")
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(CheckpointError, match="__init__ of .*Metadata.*not a member of an enumeration"):
+    with pytest.raises(CheckpointError, match="__init__.*Metadata.*not"):
         dcp_reader.read_metadata(tmp_path)
 
 

@@ -201,7 +201,7 @@ class TestHiddenSize:
     def test_missing_hidden_size(self) -> None:
         with pytest.raises(
             ConfigurationError,
-            match=r"reduce_bucket_size, .*stage3_param_persistence_threshold, .* but Linear has neither",
+            match="reduce_bucket_size, .*stage3_param_persistence_threshold, ",
         ):
             resolve(BY_HIDDEN_SIZE, trained(model=nn.Linear(2, 2)))
         config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}
@@ -261,9 +261,7 @@ class TestDummies:
     def test_configured_optimizer_with_script_scheduler(self) -> None:
         """Refused, except with lr_scheduler_callable."""
         optimizer = DummyOptim([], lr=0.1)
-        with pytest.raises(
-            ConfigurationError, match="prepares DummyOptim and CustomSchedule, but only DeepSpeed can schedule"
-        ):
+        with pytest.raises(ConfigurationError, match="DummyOptim.*CustomSchedule.*DeepSpeed"):
             resolve({**ZERO2, "optimizer": ADAMW}, trained(optimizer=optimizer, scheduler=CustomSchedule(optimizer)))
         facts = trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer, lr_scheduler_callable=CustomSchedule))
         assert "scheduler" not in resolve({**ZERO2, "optimizer": ADAMW}, facts)
@@ -361,13 +359,13 @@ class TestTheRest:
         plugin.deepspeed_config["fp16"] = None
         assert plugin.resolve(trained())["fp16"] == {"enabled": False}
         plugin.deepspeed_config["scheduler"] = 5
-        with pytest.raises(ConfigurationError, match="scheduler: 5, which must be a JSON object"):
+        with pytest.raises(ConfigurationError, match="5.*JSON"):
             plugin.resolve(trained())
 
     def test_auto_values_that_cannot_be_determined(self) -> None:
         with pytest.raises(
             ConfigurationError,
-            match='hf_ds_config has comms_logger.verbose: "auto", which cannot be determined here',
+            match='hf_ds_config.*comms_logger.verbose: "auto"',
         ):
             resolve({**ZERO2, "comms_logger": {"verbose": "auto"}})
 
@@ -388,14 +386,12 @@ class TestTheRest:
 
     def test_zero_plus_plus_group_size_must_divide_the_processes(self) -> None:
         config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
-        with pytest.raises(
-            ConfigurationError, match="zero_hpz_partition_size: 3, which does not divide the 2 processes"
-        ):
+        with pytest.raises(ConfigurationError, match="zero_hpz_partition_size: 3.*the 2 processes"):
             resolve(config)
         assert resolve(config, trained(world_size=6))[TRAIN] == 72
 
     def test_zero_plus_plus_flags_are_booleans(self) -> None:
-        with pytest.raises(ConfigurationError, match="zero_quantized_weights.*neither true nor false"):
+        with pytest.raises(ConfigurationError, match="zero_quantized_weights.*neither"):
             resolve({"zero_optimization": {"stage": 1, "zero_quantized_weights": "none"}})
         assert (
             resolve({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}})["zero_optimization"]["stage"] == 3
@@ -410,7 +406,7 @@ class TestTheRest:
         assert (resolved["offload_param"]["device"], resolved["zero_quantized_weights"]) == ("none", False)
         assert "offload_param.device: cpu, which has no effect below ZeRO stage 3" in caplog.text
         zero["offload_param"]["device"] = "tape"
-        with pytest.raises(ConfigurationError, match="offload_param.device: 'tape', which is not one of none, cpu"):
+        with pytest.raises(ConfigurationError, match="offload_param.device: 'tape'"):
             plugin.resolve(trained())
 
     def test_a_dummy_scheduler_with_its_defaults_has_a_warm_up_of_one_step(self) -> None:

@@ -133,7 +133,7 @@ def dictionary() -> dict[str, Any]:
     facts["teacher"] = weights_of(accelerator.get_state_dict(teacher))
     second = Accelerator()
     facts["shared"] = second.deepspeed_plugin is plugins["teacher"] and str(second.distributed_type)
-    with pytest.raises(ConfigurationError, match="'judge' is not one of the DeepSpeed plugins student, teacher"):
+    with pytest.raises(ConfigurationError, match="'judge'.*DeepSpeed"):
         second.state.select_deepspeed_plugin("judge")
     second.free_memory()
     release(accelerator)

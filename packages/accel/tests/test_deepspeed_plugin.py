@@ -261,7 +261,7 @@ class TestJson:
     def test_missing_launcher_file(self, tmp_path: Path) -> None:
         with (
             patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "no.json")),
-            pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*no\.json: No such file"),
+            pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*no\.json: No"),
         ):
             DeepSpeedPlugin()
 
@@ -523,9 +523,7 @@ class TestPrecision:
 
     def test_the_precision_is_disabled(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "bf16": {"enabled": False}})
-        with pytest.raises(
-            ConfigurationError, match="mixed_precision='bf16', but hf_ds_config has bf16.enabled: false"
-        ):
+        with pytest.raises(ConfigurationError, match="mixed_precision='bf16'.*hf_ds_config.*bf16.enabled: false"):
             plugin.set_mixed_precision("bf16")
 
     @pytest.mark.parametrize(
@@ -545,7 +543,7 @@ class TestPrecision:
             Accelerator(cpu=True, mixed_precision=argument, deepspeed_plugins=plugins)
 
     def test_unknown_precision(self) -> None:
-        with pytest.raises(ConfigurationError, match="mixed_precision='fp61' is not one of fp16, bf16, fp8, no"):
+        with pytest.raises(ConfigurationError, match="mixed_precision='fp61'.*fp16, bf16, fp8"):
             DeepSpeedPlugin().set_mixed_precision("fp61")
 
     def test_a_second_accelerator_may_choose_another_one(self) -> None:
@@ -579,7 +577,7 @@ class TestProcessing:
         values = {"optimizer.params.lr": 0.1, "zero_optimization.stage": 3}
         plugin.deepspeed_config_process(**values)
         assert plugin.get_value("optimizer.params.lr") == 0.1
-        with pytest.raises(ConfigurationError, match="- ds optimizer.params.lr=0.1 vs arg optimizer.params.lr=0.2"):
+        with pytest.raises(ConfigurationError, match="optimizer.params.lr=0.1.*optimizer.params.lr=0.2"):
             plugin.deepspeed_config_process(**{**values, "optimizer.params.lr": 0.2})
         plugin.deepspeed_config_process(must_match=False, **{**values, "optimizer.params.lr": 0.2})
         lines: list[str] = []
@@ -617,7 +615,7 @@ class TestHfDeepSpeedConfig:
             "offload_param" not in config.config["zero_optimization"]
             and "offload_param" in CONCRETE["zero_optimization"]
         )
-        with pytest.raises(ConfigurationError, match="has no x.y. Its keys: bf16, zero_optimization"):
+        with pytest.raises(ConfigurationError, match="x.y.*bf16, zero_optimization"):
             config.del_config_sub_tree("x.y", must_exist=True)
 
     def test_none_is_refused(self) -> None:
@@ -649,7 +647,7 @@ class TestSelection:
 
         assert stage() == -1 and stage.__name__ == "stage"
         AcceleratorState(cpu=True)
-        with pytest.raises(ConfigurationError, match="distributed type is NO. Launch with --use_deepspeed"):
+        with pytest.raises(ConfigurationError, match="NO.*--use_deepspeed"):
             stage()
         AcceleratorState._reset_state()
         AcceleratorState(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))

@@ -86,7 +86,7 @@ def train_on_cpu() -> dict[str, Any]:
         # At the default scale of 65536 the first steps would overflow, and be skipped.
         results["fp16"] = train({**config(2), "fp16": {"enabled": True, "initial_scale_power": 8}})
     else:
-        with pytest.raises(ConfigurationError, match="DeepSpeed does not compute in fp16 on cpu. Use 'bf16' or 'no'"):
+        with pytest.raises(ConfigurationError, match="DeepSpeed.*fp16.*'bf16'.*'no'"):
             train(config(2), mixed_precision="fp16")
     results["copies in groups"] = train(config(3, zero={"zero_hpz_partition_size": 2}))
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):

@@ -240,7 +240,7 @@ def test_an_evaluation_within_a_step() -> None:
 
 def test_what_cannot_be_combined_is_refused() -> None:
     elastic = DataLoaderConfiguration(elastic=True)
-    with pytest.raises(ConfigurationError, match="deterministic_reduction=True needs elastic loaders"):
+    with pytest.raises(ConfigurationError, match="deterministic_reduction=True"):
         Accelerator(cpu=True, deterministic_reduction=True)
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, dataloader_config=elastic, deterministic_reduction=True)
@@ -262,7 +262,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         break
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, dataloader_config=elastic, gradient_accumulation_steps=3)
-    with pytest.raises(ConfigurationError, match="make the loader's batch_size and logical_shards 3 times as large"):
+    with pytest.raises(ConfigurationError, match="loader's batch_size.*logical_shards 3 times"):
         next(iter(accelerator.prepare(data)))
 
 

@@ -312,7 +312,7 @@ def test_data_parallel_ranks_have_coordinates_on_one_axis() -> None:
         and not accelerator.is_fsdp2
         and accelerator.deepspeed_plugin is None
     )
-    with pytest.raises(ConfigurationError, match="'student' is not one of the DeepSpeed plugins"):
+    with pytest.raises(ConfigurationError, match="'student'.*DeepSpeed"):
         accelerator.state.select_deepspeed_plugin("student")
 
 
@@ -347,7 +347,7 @@ def test_an_unknown_strategy_is_refused(strategy: object) -> None:
 
 
 def test_a_strategy_and_a_plugin_contradict_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="contradicts the settings given for torch_tp"):
+    with pytest.raises(ConfigurationError, match="torch_tp"):
         Accelerator(strategy="single", torch_tp_plugin=object())
 
 

@@ -240,9 +240,7 @@ def switched() -> dict[str, torch.Tensor]:
     before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     new = dict(model.named_parameters())
-    with pytest.raises(
-        ConfigurationError, match=r"no new parameter for parameter 0 of the optimizer \(shape \(11, 7\)\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"parameter 0 of.*\(shape \(11, 7\)\)"):
         fsdp2_switch_optimizer_parameters(optimizer, {})
     # By pointer, as the reference wants it, and by the parameter itself.
     mapping = {(old if name.endswith("bias") else pointer): new[name] for name, (old, pointer) in before.items()}
@@ -274,9 +272,7 @@ def loaded_from_rank_0() -> list[dict[str, torch.Tensor]]:
         assert all(parameter.grad is not None for parameter in model.parameters())
         found.append({n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()})
     whole.pop("blocks.0.norm.bias", None)
-    with pytest.raises(
-        ConfigurationError, match=r"rank 0 has blocks.0.norm.bias of shape None, but FSDPNet needs \(7,\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"rank 0 has blocks.0.norm.bias.*FSDPNet.*\(7,\)"):
         fsdp2_load_full_state_dict(accelerator, model, whole)
     accelerator.free_memory()
     return found
@@ -324,7 +320,7 @@ def refusals(root: Path) -> None:
     for needs_2 in (fsdp2_apply_ac, fsdp2_prepare_model):
         with pytest.raises(
             ConfigurationError,
-            match="needs an Accelerator with FSDP version 2, but this one has FSDP1Strategy",
+            match="FSDP version 2.*FSDP1Strategy",
         ):
             needs_2(accelerator, model)
     sharded = accelerator.prepare(model)
@@ -337,7 +333,7 @@ def refusals(root: Path) -> None:
     load_fsdp_model(plugin, accelerator, sharded, root / "full", adapter_only=True)
     assert_weights(accelerator.get_state_dict(sharded), before, tolerance=0)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="optimizer 0 updates parameters that no single prepared model has"):
+    with pytest.raises(ConfigurationError, match="optimizer 0 updates"):
         save_fsdp_optimizer(plugin, accelerator, other, sharded, root / "x")
     assert not (root / "x").exists()
     accelerator.free_memory()

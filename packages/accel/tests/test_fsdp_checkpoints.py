@@ -289,7 +289,7 @@ def test_merging_gives_the_files_that_everybody_reads(tmp_path: Path, capsys: py
         torch.equal(torch.load(tmp_path / "bin/pytorch_model.bin")[name], value) for name, value in expected.items()
     )
     assert not shards.exists()
-    with pytest.raises(ConfigurationError, match="has no .metadata and no pytorch_model_fsdp_0"):
+    with pytest.raises(ConfigurationError, match="pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path / "saved", tmp_path / "again")
 
 
@@ -333,7 +333,7 @@ def on_each_node(folder: str) -> None:
             lambda: accelerator.save_state(f"{folder}/{rank}"),
             lambda: accelerator.save_model(model, f"{folder}/{rank} model"),
         ):
-            with pytest.raises(ConfigurationError, match="this model is sharded over the ranks of 2 nodes"):
+            with pytest.raises(ConfigurationError, match="of 2 nodes"):
                 save()
 
 
@@ -347,7 +347,7 @@ def strangers(folder: str) -> None:
     model, other = Net(), Net()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     accelerator.prepare(model, other, optimizer)
-    with pytest.raises(ConfigurationError, match="optimizer 0 updates parameters that no single prepared model has"):
+    with pytest.raises(ConfigurationError, match="optimizer 0 updates"):
         accelerator.save_state(folder)
 
 

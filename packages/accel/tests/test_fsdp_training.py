@@ -481,9 +481,9 @@ def refusals() -> None:
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=False))
     model = Net()
     groups = [{"params": [model.embedding.weight]}, {"params": list(model.blocks.parameters())}]
-    with pytest.raises(ConfigurationError, match="use_orig_params=False merges all parameters"):
+    with pytest.raises(ConfigurationError, match="use_orig_params=False"):
         accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(ConfigurationError, match="HYBRID_SHARD keeps a copy of the model on each node"):
+    with pytest.raises(ConfigurationError, match="HYBRID_SHARD"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")).prepare(Net())
     with pytest.raises(ConfigurationError, match="activation_checkpointing wraps the units"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)).prepare(
@@ -493,7 +493,7 @@ def refusals() -> None:
     optimizer = optimizer_of(stepped)
     loss_of(stepped, batches(1)).backward()
     optimizer.step()
-    with pytest.raises(ConfigurationError, match="already has state, which use_orig_params=False cannot merge"):
+    with pytest.raises(ConfigurationError, match="use_orig_params=False"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=False)).prepare(stepped, optimizer)
 
 

@@ -99,11 +99,11 @@ def parts_and_refusals() -> dict[str, Any]:
         with pytest.raises(ConfigurationError, match=message):
             accelerator.strategy.ulysses.split(given)
     handler.sp_seq_length = None
-    with pytest.raises(ConfigurationError, match="sequences of 15 positions cannot be split over sp_size=2"):
+    with pytest.raises(ConfigurationError, match="of 15 positions.*sp_size=2"):
         accelerator.strategy.ulysses.split({"input_ids": whole["input_ids"][:, 1:]})
     with pytest.raises(ConfigurationError, match="Own is not a model of Transformers"):
         accelerator.prepare(build("own"))
-    with pytest.raises(ConfigurationError, match="sp_attn_implementation='flash_attention_2' is not available"):
+    with pytest.raises(ConfigurationError, match="sp_attn_implementation='flash_attention_2'"):
         other = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
         Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_handler=other))
     return {

@@ -222,7 +222,7 @@ def ending() -> None:
     del mesh
     dist.destroy_process_group()
     assert not is_alive(config.device_mesh)
-    with pytest.raises(ConfigurationError, match="a device mesh of 2 processes needs a process group"):
+    with pytest.raises(ConfigurationError, match="of 2 processes"):
         config.build_device_mesh("cpu")
 
 
@@ -347,9 +347,7 @@ def refusals() -> None:
     )
     assert "the parameters of Own are already sharded" in message(accelerator_for({"tp_size": 2}), divided)
     accelerator = accelerator_for({"tp_size": 2})
-    with pytest.raises(
-        ConfigurationError, match="LocalSGD needs the full model and its optimizer on each rank, and MeshStrategy"
-    ):
+    with pytest.raises(ConfigurationError, match="LocalSGD.*MeshStrategy"):
         LocalSGD(accelerator, accelerator.prepare(build("own")), 2)
     accelerator.free_memory()
     headless = build("own")
@@ -379,7 +377,7 @@ def refusals() -> None:
                 )
             )
     own = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    with pytest.raises(ConfigurationError, match="tp_size=4, but axis 'tp' of torch_device_mesh has size 2"):
+    with pytest.raises(ConfigurationError, match="tp_size=4.*'tp'.*torch_device_mesh.*size 2"):
         Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=4, torch_device_mesh=own))
     accelerator = Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(torch_device_mesh=own))
     assert (
@@ -388,7 +386,7 @@ def refusals() -> None:
         and accelerator.tensor_parallel_rank in (0, 1)
     )
     AcceleratorState._reset_state()
-    with pytest.raises(ConfigurationError, match="tp_size=3 does not divide the 2 processes"):
+    with pytest.raises(ConfigurationError, match="tp_size=3.*the 2 processes"):
         Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=3))
     with pytest.raises(ConfigurationError, match="settings were given for torch_tp, mesh"):
         Accelerator(

@@ -78,9 +78,9 @@ def test_objects_are_used_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"'wandbb' is not a known tracker.*accel.trackers"):
+    with pytest.raises(ConfigurationError, match="'wandbb'.*tracker.*accel.trackers"):
         Accelerator(cpu=True, log_with="wandbb")
-    with pytest.raises(ConfigurationError, match=r"lacks name, requires_logging_directory, tracker"):
+    with pytest.raises(ConfigurationError, match="requires_logging_directory"):
         Accelerator(cpu=True, log_with=[object()])
     with pytest.raises(ConfigurationError, match=r"'notes' needs a logging directory"):
         Accelerator(cpu=True, log_with=Notes)

@@ -301,5 +301,5 @@ def test_a_state_that_was_reset_says_so() -> None:
     for read in (lambda: accelerator.device, lambda: accelerator.mixed_precision):
         with pytest.raises(AttributeError, match="it was reset .* Create a new Accelerator"):
             read()
-    with pytest.raises(AttributeError, match="AcceleratorState has no attribute 'nothing'$"):
+    with pytest.raises(AttributeError, match="AcceleratorState.*'nothing'$"):
         Accelerator(cpu=True).state.nothing  # noqa: B018
