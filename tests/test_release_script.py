@@ -19,7 +19,7 @@ from workspace import ROOT
 from accel_state.ports import reserved_port
 
 # Each release makes an environment or two, and asks the index what the packages require.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 PACKAGES = ("accel-state", "accel-data")
 
