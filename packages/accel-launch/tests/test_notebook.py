@@ -104,15 +104,13 @@ def test_a_function_that_exits_its_process(session) -> None:
 
 
 def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
-    """torch's handler for SIGTERM, inherited, would make an exception of it there, which the first thing that torch
-    does swallows.
-    """
+    """The launcher's handler for SIGTERM, inherited, would keep the signal for ever."""
     lines = session("""
         import os, pathlib, signal, time
-        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
         from accel_launch import LaunchError, debug_launcher
+        from accel_launch.elastic import agent
 
-        def initialize(handler):
+        def initialize(launcher):
             if os.environ["RANK"] == "0":
                 pathlib.Path("begins").touch()
                 try:
@@ -125,7 +123,7 @@ def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
                 time.sleep(0.05)
             raise ValueError("boom")
 
-        ErrorHandler.initialize = initialize
+        agent.die_with_launcher = initialize  # the first thing that a rank does
         signal.signal(signal.SIGHUP, lambda *_: None)
         try:
             debug_launcher(fail)

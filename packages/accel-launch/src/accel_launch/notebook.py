@@ -169,8 +169,6 @@ class FunctionRank:
     def __init__(self, function: Callable[..., Any], forked: bool) -> None:
         self.function = function
         self.forked = forked
-        # torch logs this name.
-        self.__name__ = self.__qualname__ = getattr(function, "__qualname__", repr(function))
 
     def __call__(self, *args: Any) -> None:
         """Call the function with a process state of its own, and report a failure."""
@@ -192,19 +190,14 @@ class FunctionRank:
                 self.function(*args)
             note_end()
             _destroy_process_group()
-            if _FORKED_RANKS.was_interrupted:
-                # The function handled the interrupt: torch would keep this rank until the others end.
-                _flush()
-                os._exit(0)
         except KeyboardInterrupt:
-            # torch would take the exception for success, and wait for a result. The default action ends the process.
+            # The default action ends the process, so that the launcher sees why.
             _flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) else 1
             if code in (None, 0):
-                # torch waits for ever for the result of a function that ends with sys.exit().
                 _destroy_process_group()
                 return
             if error.__traceback__ is not None:
@@ -288,9 +281,10 @@ def _run(
     line_prefix: str | None = None,
     run_id: str | None = None,
 ) -> None:
+    from .elastic.agent import ElasticJob
     from .elastic.checks import check_rendezvous
     from .elastic.report import describe
-    from .elastic.run import ElasticJob, run_job
+    from .elastic.run import run_job
 
     with _argument_names_in_errors():
         check_rendezvous(rendezvous, num_nodes)

@@ -1,163 +1,349 @@
-"""torch's elastic agent with known log directories, reliable signals, and an exit barrier that ends on failures."""
+"""Starts the ranks of this machine, restarts them together with those of other machines, and notices how they end."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
+from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
-from accel_state.preemption import Note
+from accel_state.options import RendezvousOptions
 
-from .._torch_compat import AgentHooks, complete_tail_log, detach_stores
-from .exit_barrier import ENDED, EXIT_BARRIER_SECONDS, FAILED, SUCCEEDED, ExitBarrier, farewell_seconds
+from ..supervisor import Child, SignalWatch, stop
+from .exit_barrier import ENDED, FAILED, SUCCEEDED, ExitBarrier, farewell_seconds
+from .output import LogDirectories, Tee, line_prefix, parse_tee
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
-from .signals import SignalWatch
 from .static_rendezvous import StaticRendezvous
+from .tcp_store import StoreServer, serve
+from .worker import die_with_launcher
 
-_AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+logger = logging.getLogger("accel_launch.agent")
 
-
-class LogDirectories(DefaultLogsSpecs):
-    """torch's log directories; remembers the one of each local rank."""
-
-    def __init__(self, log_dir: str, tee: Std | dict[int, Std], on_restart: Callable[[int, Note | None], None]) -> None:
-        super().__init__(log_dir=log_dir, tee=tee)
-        self._on_restart = on_restart
-        self.by_rank: dict[int, Path] = {}
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the directories of one start."""
-        if self.by_rank:
-            restart = int(envs[0].get("TORCHELASTIC_RESTART_COUNT", "0"))
-            self._on_restart(restart, saved_by_all(self.by_rank))
-        destination = super().reify(envs)
-        self.by_rank = {local_rank: Path(file).parent for local_rank, file in destination.error_files.items()}
-        return destination
+_RANKS_KEY = "accel/store_of_ranks"
 
 
-class Agent(AgentHooks):
-    """The agent of this machine."""
+@dataclass(frozen=True)
+class ElasticJob:
+    """What the agent of this machine starts."""
+
+    entrypoint: str | Callable[..., Any]  # an executable, or a function that each rank calls
+    args: Sequence[Any]  # its arguments
+    local_processes: int  # ranks on this machine
+    num_machines: int  # machines
+    rendezvous: RendezvousOptions  # how they meet
+    debug: bool = False  # whether the agent's log is shown
+    start_method: str = "spawn"  # how processes of a function are created: "fork" or "spawn"
+    line_prefix: str | None = None  # template of the prefix of each line of ``--tee``; None for role and local rank
+    run_id: str | None = None  # id of the job, the same on all machines; None for the default
+    owns_process: bool = True  # see :class:`SignalWatch`
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forks of this process."""
+        return callable(self.entrypoint) and self.start_method == "fork"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the ranks of this machine ended."""
+
+    failed: bool
+    exit_codes: Mapping[int, int] = field(default_factory=dict)  # by local rank, of those that failed first
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where the machines have met."""
+
+    rank: int  # of this machine
+    machines: int
+    store: Store
+    address: str  # of the store of the ranks
+    port: int
+
+
+class Agent:
+    """The agent of this machine.
+
+    Args:
+        job: what to start.
+        handler: how the machines meet.
+        logs: directories of the ranks.
+        watch: signals to the launcher.
+        may_shrink: whether the run continues without machines that are lost.
+        local_address: the address of this machine for others; None for its name.
+        on_restart: called before each restart.
+    """
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        job: ElasticJob,
+        handler: RendezvousHandler,
         logs: LogDirectories,
         watch: SignalWatch,
-        start_method: str,
-        line_prefix: str | None,
-        may_shrink: bool = False,
+        may_shrink: bool,
+        local_address: str | None,
+        on_restart: Callable[[int], None],
     ) -> None:
-        super().__init__(
-            spec,
-            logs,
-            start_method=start_method,
-            exit_barrier_timeout=EXIT_BARRIER_SECONDS,
-            log_line_prefix_template=line_prefix,
-        )
-        self._logs, self._watch, self._forks = logs, watch, start_method == "fork"
-        self._may_shrink = may_shrink
-        watch.ranks = self.pids
-        watch.grace = lambda number: grace_seconds(logs.by_rank, number)
-        watch.farewell = lambda: farewell_seconds(spec.monitor_interval) if self._barrier() is not None else 0.0
+        self._job, self.handler, self._logs, self._watch = job, handler, logs, watch
+        self._may_shrink, self._local_address, self._on_restart = may_shrink, local_address, on_restart
+        self._left = job.rendezvous.max_restarts
+        self._meeting: _Meeting | None = None
+        self._server: StoreServer | None = None
+        self._tees: list[Tee] = []
+        self.ranks: list[Child] = []
+        """The processes of the latest start, by local rank."""
         self.failed_machines: list[int] = []
         """Ranks of machines that failed while the processes of this one did not."""
-        self.last_failure: RunResult | None = None
-        """The latest failure of this machine's processes."""
-        self.succeeded: list[int] = []
-        """Ranks of this machine that had ended without an error when the processes were last checked."""
+        self.succeeded: set[int] = set()
+        """Local ranks that had ended without an error when the processes were last checked."""
+        watch.supervised = self
 
-    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks."""
-        commands = isinstance(worker_group.spec.entrypoint, str)
+    # -- what a signal needs to know ---------------------------------------------------------------------------------
+
+    def pids(self) -> Iterable[int]:
+        """Process ids of the ranks of this machine."""
+        return [rank.pid for rank in self.ranks]
+
+    def grace_seconds(self, number: int) -> float:
+        """How long ranks that save on a signal may take."""
+        return grace_seconds(self._logs.by_rank, number)
+
+    def farewell_seconds(self) -> float:
+        """How long other machines may take to notice that this one has ended."""
+        return farewell_seconds(self._job.rendezvous.monitor_interval) if self._barrier() is not None else 0.0
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all machines; 0 before they have met."""
+        return 0 if self._meeting is None else self._meeting.machines * self._job.local_processes
+
+    def global_rank(self, local_rank: int) -> int:
+        """The rank of a process of this machine in the run."""
+        return (0 if self._meeting is None else self._meeting.rank) * self._job.local_processes + local_rank
+
+    def run(self) -> Result:
+        """Start the ranks, and wait until they have ended and no restart is left.
+
+        Raises:
+            Interrupted: a signal asked the launcher to end; the ranks have ended.
+        """
         try:
-            with self._watch.starting_ranks(commands, self._forks), complete_tail_log():
-                pids = super().start_workers(worker_group)
-                for worker in worker_group.workers:
-                    worker.id = pids[worker.local_rank]
+            return self._run()
+        finally:
+            if self._watch.received:
+                save_and_wait(self._logs.by_rank, self._watch.received)
+            self._stop(self._watch.received or signal.SIGTERM)
+
+    def _run(self) -> Result:
+        self._meet()
+        self._start()
+        while True:
+            with self._watch.interruptible():
+                time.sleep(self._job.rendezvous.monitor_interval)
+            result, again = self._look()
+            if result is None and not again and self.handler.num_nodes_waiting() > 0:
+                self._restart()  # machines have joined, or have requested a restart
+            elif again and self._left > 0:
+                self._left -= 1
+                try:
+                    self._restart()
+                except RendezvousClosedError:
+                    if result is None or not result.exit_codes:
+                        raise
+                    return result  # a restart was due, but another machine has ended
+            elif result is not None:
+                self._stop()
+                if not result.failed:
+                    self._wait_for_machines()
+                return result
+
+    def _look(self) -> tuple[Result | None, bool]:
+        """Check the ranks, and whether another machine has failed.
+
+        Returns:
+            The result once the ranks have ended, or must; and whether they may be started again.
+        """
+        codes = {local: code for local, rank in enumerate(self.ranks) if (code := rank.poll()) is not None}
+        self.succeeded = {local for local, code in codes.items() if code == 0}
+        failures = {local: code for local, code in codes.items() if code}
+        if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
+            # The launcher was signalled, not a single rank: this machine is about to go away.
+            self._left = 0
+        barrier = self._barrier()
+        if failures:
+            for local, code in failures.items():
+                logger.error("failed (exitcode: %d) local_rank: %d (pid: %d)", code, local, self.ranks[local].pid)
+            self._stop()
+            if self._left > 0 and barrier is not None and not self._may_shrink and barrier.any_ended():
+                self._left = 0  # a machine that has ended cannot take part in a restart
+            return Result(True, failures), True
+        if len(codes) == len(self.ranks):
+            return Result(False), False
+        failed = None if barrier is None else barrier.first_failed()
+        if failed is None or barrier is None:
+            return None, False
+        if self._may_shrink and self._left > 0:
+            return Result(True), True  # those that are left start again
+        self.failed_machines = [failed]
+        barrier.post(ENDED)
+        self._left = 0
+        return Result(True), False
+
+    def _restart(self) -> None:
+        self._stop()
+        self._meet()
+        self._on_restart(self._number())
+        self._start()
+
+    def _number(self) -> int:
+        """How often the ranks have been started again."""
+        if isinstance(self.handler, StaticRendezvous):
+            return self.handler.round
+        return self._job.rendezvous.max_restarts - self._left
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Wait for the other machines; ranks that are started again get a new store."""
+        with self._watch.interruptible():
+            try:
+                info = self.handler.next_rendezvous()
+            except RendezvousGracefulExitError:
+                raise ConfigurationError(
+                    "the rendezvous was closed by another machine before this one joined. Start all machines again."
+                ) from None
+            if isinstance(self.handler, StaticRendezvous):
+                # A failure counts as one restart, even if it makes several machines fail.
+                self._left = self._job.rendezvous.max_restarts - self.handler.round
+                place = info.bootstrap_store_info
+                self._meeting = _Meeting(
+                    info.rank, info.world_size, info.store, place.master_addr, int(place.master_port)
+                )
+            else:
+                self._meeting = self._meeting_of(info)
+
+    def _meeting_of(self, info: RendezvousInfo) -> _Meeting:
+        """The same for torch's rendezvous, which keeps one store of the ranks for all rounds.
+
+        With it gloo would read the addresses of ranks that have ended.
+        """
+        # Kept until all machines have met again: ranks that still run on other machines would fail without it.
+        former, self._server = self._server, None
+        store = PrefixStore("accel/round", info.store)
+        if info.rank == 0:
+            self._server = serve("", 0, forks=self._job.forks)
+            store.set(_RANKS_KEY, f"{self._local_address or socket.getfqdn()} {self._server.port}")
+        address, _, port = store.get(_RANKS_KEY).decode().partition(" ")
+        if former is not None:
+            former.close()
+        return _Meeting(info.rank, info.world_size, info.store, address, int(port))
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        count = self._job.local_processes
+        self._logs.make(self._number(), count)
+        self.ranks, self._tees = [], []
+        tees = parse_tee(self._job.rendezvous.tee, count)
+        try:
+            with self._watch.starting(forks=self._job.forks):
+                for local, streams in enumerate(tees):
+                    self._watch.check()
+                    self._start_rank(local, streams)
         except OSError as error:
+            self._stop()
             file = f" ({error.filename})" if error.filename else ""
             raise ConfigurationError(
-                f"the {worker_group.spec.local_world_size} processes of this machine cannot be started: "
-                f"{error.strerror}{file}. Those that were started have been ended. Start fewer with --num_processes, "
-                "or raise the limits of this shell (ulimit -n, ulimit -u)."
+                f"the {count} processes of this machine cannot be started: {error.strerror}{file}. Those that were "
+                "started have been ended. Start fewer with --num_processes, or raise the limits of this shell "
+                "(ulimit -n, ulimit -u)."
             ) from None
-        return pids
 
-    def pids(self) -> list[int]:
-        """Process ids of the ranks of this machine."""
-        return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int) and worker.id > 0]
-
-    def meet(self, worker_group: WorkerGroup) -> None:
-        """Join the rendezvous; ranks that are started again get a new store."""
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, StaticRendezvous):
-            super().meet(worker_group)
-            # A failure counts as one restart, even if it makes several machines fail.
-            self.remaining_restarts = worker_group.spec.max_restarts - handler.round
+    def _start_rank(self, local: int, streams: int) -> None:
+        job, variables = self._job, self._variables(local)
+        if callable(job.entrypoint):
+            context: Any = multiprocessing.get_context(job.start_method)
+            arguments = (job.entrypoint, tuple(job.args), variables, os.getpid())
+            process = context.Process(target=call_rank, args=arguments, name=f"rank {variables['RANK']}")
+            # Spawned ranks read the environment before they call the function.
+            with patch_environment(**variables):
+                process.start()
+            self.ranks.append(Child(process, leads_group=False))
             return
-        # Kept until all machines have met again: ranks that still run on other machines would fail without it.
-        former = detach_stores(handler)
-        super().meet(worker_group)
-        del former
+        prefix = line_prefix(job.line_prefix, variables)
+        tee = Tee(self._logs.by_rank[local], streams, prefix, (sys.stdout, sys.stderr))
+        self._tees.append(tee)
+        self.ranks.append(Child.start([job.entrypoint, *job.args], {**all_variables(), **variables}, **tee.files))
+        tee.start()
 
-    def end_workers(self, death_sig: signal.Signals, *args: Any, **kwargs: Any) -> None:
-        """End the ranks, after those that save on the signal have had the time they asked for."""
-        if self._watch.received is not None:
-            save_and_wait(self._logs.by_rank, self._watch.received)
-        super().end_workers(death_sig, *args, **kwargs)
+    def _variables(self, local: int) -> dict[str, str]:
+        """The variables of a rank: those of torchrun."""
+        assert self._meeting is not None
+        job, meeting, rank = self._job, self._meeting, str(self.global_rank(local))
+        size, machines = str(self.world_size), str(meeting.machines)
+        return {
+            **{"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local), "GROUP_RANK": str(meeting.rank)},
+            **{"WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_WORLD_SIZE": machines},
+            "LOCAL_WORLD_SIZE": str(job.local_processes),
+            "ROLE_NAME": job.rendezvous.role,
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._number()),
+            "TORCHELASTIC_MAX_RESTARTS": str(job.rendezvous.max_restarts),
+            "TORCHELASTIC_RUN_ID": self.handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": str(self._logs.by_rank[local] / "error.json"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
 
-    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the ranks of this machine, and whether another machine has failed."""
-        self.accept_silent_exits()
-        # Looked at before torch, which ends the other ranks as soon as it sees that one has failed.
-        self.succeeded = [worker_group.workers[rank].global_rank for rank in self.succeeded_ranks()]
-        result = super().monitor_workers(worker_group)
-        if self._watch.forwarded is not None and saved_by_all(self._logs.by_rank) is not None:
-            # The launcher was signalled, not a single rank: this machine is about to go away.
-            self.remaining_restarts = 0
-        barrier = self._barrier()
-        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
-            self.last_failure = result
-            if self.remaining_restarts > 0 and barrier is not None and self._ends_run(barrier):
-                # A machine that has ended cannot take part in a restart.
-                self.remaining_restarts = 0
-        elif result.state is WorkerState.HEALTHY and barrier is not None:
-            failed = barrier.first_failed()
-            if failed is not None and self._may_shrink:
-                return RunResult(state=WorkerState.UNHEALTHY)  # those that are left start again
-            if failed is not None:
-                self.failed_machines = [failed]
-                barrier.post(ENDED)
-                self.remaining_restarts = 0
-                return RunResult(state=WorkerState.FAILED)
-        return result
+    def _stop(self, number: int = signal.SIGTERM) -> None:
+        """End the ranks, and copy the rest of their output."""
+        stop(self.ranks, number)
+        for tee in self._tees:
+            tee.close()
 
-    def _ends_run(self, barrier: ExitBarrier) -> bool:
-        """Whether a machine has ended without which the others cannot start again."""
-        return not self._may_shrink and barrier.any_ended()
+    def end_groups(self) -> None:
+        """End what the ranks left running."""
+        for rank in self.ranks:
+            rank.end_group()
 
-    def exit_barrier(self) -> None:
-        """Wait for the other machines. torch's barrier ignores signals, and waits 5 minutes for a failed agent."""
-        barrier = self._barrier()
-        if barrier is not None:
-            barrier.post(SUCCEEDED)
-            self.failed_machines = barrier.wait()
+    def close(self) -> None:
+        """Close the store of the ranks."""
+        if self._server is not None:
+            self._server.close()
+
+    # -- other machines ----------------------------------------------------------------------------------------------
 
     def _barrier(self) -> ExitBarrier | None:
         """The exit barrier; None before the machines have met, and on a single machine."""
-        group = self.get_worker_group()
-        handler = group.spec.rdzv_handler
-        store = handler.store if isinstance(handler, StaticRendezvous) else group.store
-        if store is None or (group.group_world_size or 1) == 1:
+        meeting = self._meeting
+        if meeting is None or meeting.machines == 1:
             return None
-        return ExitBarrier(store, int(group.group_rank or 0), int(group.group_world_size or 1))
+        # That of the machines, which remains over all rounds, if there is one.
+        store = self.handler.store if isinstance(self.handler, StaticRendezvous) else meeting.store
+        return None if store is None else ExitBarrier(store, meeting.rank, meeting.machines)
+
+    def _wait_for_machines(self) -> None:
+        barrier = self._barrier()
+        if barrier is not None:
+            barrier.post(SUCCEEDED)
+            with self._watch.interruptible():
+                self.failed_machines = barrier.wait()
 
     def post_failure(self) -> None:
         """Tell the other machines that the processes of this one failed, or were ended by a signal."""
@@ -166,25 +352,14 @@ class Agent(AgentHooks):
             return
         # Ranks that save on the signal do so on the other machines too, and end by themselves.
         barrier.post(ENDED if notes(self._logs.by_rank) else FAILED)
-        barrier.wait_until_noticed(self.get_worker_group().spec.monitor_interval)
+        barrier.wait_until_noticed(self._job.rendezvous.monitor_interval)
 
 
-def parse_tee(text: str) -> Std | dict[int, Std]:
-    """``--tee`` as torch takes it."""
-    if ":" not in text:
-        return Std(int(text))
-    return {int(rank): Std(int(streams)) for rank, _, streams in (entry.partition(":") for entry in text.split(","))}
-
-
-@contextlib.contextmanager
-def quiet_torch_logs() -> Iterator[None]:
-    """Silence the agent's log: the launcher reports failures itself."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGS)]
-    levels = {logger: logger.level for logger in map(logging.getLogger, {*names, *_AGENT_LOGS})}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
+def call_rank(function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str], launcher: int) -> None:
+    """What a rank that calls a function runs."""
+    die_with_launcher(launcher)
+    os.environ.update(variables)
     try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        function(*args)
+    except Exception:
+        sys.exit(1)  # the function has reported the exception

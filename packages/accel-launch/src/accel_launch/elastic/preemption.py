@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from accel_state.preemption import Note, read_note
 
-_POLL_SECONDS = 0.05
+from ..supervisor import send
 
-FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-"""Signals that are meant for the ranks; the launcher forwards them."""
+_POLL_SECONDS = 0.05
 
 
 def notes(directories: Mapping[int, Path]) -> list[Note]:
@@ -40,18 +37,6 @@ def save_and_wait(directories: Mapping[int, Path], number: int) -> None:
     send(waiting, number)
     while (waiting := [pid for pid in waiting if _runs(pid)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-
-
-def send(pids: Iterable[int], number: int) -> int:
-    """Send a signal to processes, and return how many of them existed."""
-    count = 0
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-            count += 1
-        except ProcessLookupError:
-            continue
-    return count
 
 
 def _runs(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Several processes, supervised by torch's elastic agent."""
+"""Several processes, supervised by an agent on each machine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ElasticLauncher(Launcher):
         level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):
             require("torch", purpose="starting more than one process", install="torch")
+            from ..elastic.agent import ElasticJob
             from ..elastic.report import announce, signal_name
-            from ..elastic.run import ElasticJob, run_job
+            from ..elastic.run import run_job
 
-        # The agent substitutes $-names (torchrun's ${local_rank}); doubling them passes the user's text unchanged.
-        command = [word.replace("$", "$$") for word in worker_command(plan.entrypoint, os.getpid())]
+        command = worker_command(plan.entrypoint, os.getpid())
         job = ElasticJob(
             entrypoint=command[0],
             args=command[1:],

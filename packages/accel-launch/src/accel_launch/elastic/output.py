@@ -1,0 +1,104 @@
+"""Where the output of ranks goes: files of ``--log_dir``, and copies on the screen (``--tee``). Torch-free."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import IO, TextIO
+
+_POLL_SECONDS = 0.1
+_STDOUT, _STDERR = 1, 2
+
+
+def parse_tee(text: str, ranks: int) -> list[int]:
+    """``--tee`` by local rank: 0 to 3, the sum of 1 for stdout and 2 for stderr."""
+    if ":" not in text:
+        return [int(text)] * ranks
+    given = {int(rank): int(streams) for rank, _, streams in (entry.partition(":") for entry in text.split(","))}
+    return [given.get(rank, 0) for rank in range(ranks)]
+
+
+class LogDirectories:
+    """A directory for each start of each rank, ``RUN/attempt_N/LOCAL_RANK``, for its reports and its output.
+
+    Args:
+        directory: where they are made.
+        run_id: the beginning of the name of the first one.
+    """
+
+    def __init__(self, directory: str, run_id: str) -> None:
+        self._directory, self._run_id = directory, run_id
+        self._run: Path | None = None
+        self.by_rank: dict[int, Path] = {}
+        """The directories of the latest start, by local rank."""
+
+    def make(self, restart: int, ranks: int) -> None:
+        """Make the directories of a start."""
+        if self._run is None:
+            self._run = Path(tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._directory))
+        attempt = self._run / f"attempt_{restart}"
+        shutil.rmtree(attempt, ignore_errors=True)
+        self.by_rank = {rank: attempt / str(rank) for rank in range(ranks)}
+        for directory in self.by_rank.values():
+            directory.mkdir(parents=True)
+
+
+class Tee:
+    """The output of one rank, in files whose lines are copied to the screen; without files it goes there itself.
+
+    Args:
+        directory: of the rank.
+        streams: which streams: see :func:`parse_tee`.
+        prefix: of each line on the screen.
+        screen: the launcher's stdout and stderr.
+    """
+
+    def __init__(self, directory: Path, streams: int, prefix: str, screen: tuple[TextIO, TextIO]) -> None:
+        self._finished = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.files: dict[str, IO[bytes]] = {}
+        """The arguments for :class:`subprocess.Popen`."""
+        for stream, name, target in ((_STDOUT, "stdout", screen[0]), (_STDERR, "stderr", screen[1])):
+            if streams & stream:
+                path = directory / f"{name}.log"
+                self.files[name] = path.open("wb")
+                arguments = (path, prefix, target)
+                self._threads.append(threading.Thread(target=self._copy, args=arguments, daemon=True))
+
+    def start(self) -> None:
+        """Begin to copy, once the rank has the files."""
+        for file in self.files.values():
+            file.close()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Copy the rest, once the rank has ended."""
+        self._finished.set()
+        for file in self.files.values():
+            file.close()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _copy(self, path: Path, prefix: str, target: TextIO) -> None:
+        with open(path, errors="replace") as file:
+            while True:
+                is_last = self._finished.is_set()  # before the look, so that nothing is written after the last one
+                while line := file.readline():
+                    target.write(f"{prefix}{line}")
+                    target.flush()
+                if is_last:
+                    return
+                self._finished.wait(_POLL_SECONDS)
+
+
+def line_prefix(template: str | None, variables: Mapping[str, str]) -> str:
+    """The prefix of a rank's lines, from its variables; by default role and local rank."""
+    names = {"role_name": "ROLE_NAME", "local_rank": "LOCAL_RANK", "rank": "RANK"}
+    values = {name: variables[variable] for name, variable in names.items()}
+    return Template(template or "[${role_name}${local_rank}]:").safe_substitute(values)
