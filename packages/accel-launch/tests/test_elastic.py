@@ -289,7 +289,7 @@ def test_debug_shows_the_agents_log(shell) -> None:
 
 
 def test_no_name_is_resolved(shell) -> None:
-    """torch's agent resolves the host name for each event; a server that does not answer would delay it for minutes."""
+    """A name server that does not answer would delay the launcher for minutes."""
     shell.write("s.py", "print('started', flush=True)")
     result = shell.forked_python("""
         import socket, sys

@@ -132,7 +132,7 @@ class LaunchMode(enum.Enum):
         return self in (LaunchMode.TPU, LaunchMode.TPU_POD, LaunchMode.SAGEMAKER)
 
 
-# The value of --deepspeed_multinode_launcher with which torch's agent, not DeepSpeed, starts the ranks.
+# The value of --deepspeed_multinode_launcher with which the agent, not DeepSpeed, starts the ranks.
 STANDARD = "standard"
 
 

@@ -38,7 +38,7 @@ from .launch_context import (
 )
 
 _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
-# Options of torch's agent, without effect where another program starts the ranks.
+# Options of the agent, without effect where another program starts the ranks.
 _AGENT_OPTIONS = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
 
 
@@ -54,7 +54,7 @@ class LaunchPlan:
         environment: variables that the processes get on top of those of the launcher.
         rendezvous: how the machines meet.
         quiet: whether notes are suppressed.
-        debug: whether the log of torch's agent is shown.
+        debug: whether the log of the agent is shown.
         notes: decisions to tell the user.
         mode: which launcher starts the processes.
         settings: every option.

@@ -1,1 +1,1 @@
-"""Several processes on torch's elastic agent. checks, preemption, report and worker import no torch."""
+"""Several processes of one machine or more. checks, output, preemption, report and worker import no torch."""

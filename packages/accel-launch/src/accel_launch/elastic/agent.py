@@ -231,6 +231,7 @@ class Agent:
                 # A failure counts as one restart, even if it makes several machines fail.
                 self._left = self._job.rendezvous.max_restarts - self.handler.round
                 place = info.bootstrap_store_info
+                assert place is not None
                 self._meeting = _Meeting(
                     info.rank, info.world_size, info.store, place.master_addr, int(place.master_port)
                 )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from accel_state.errors import ConfigurationError
 from accel_state.options import Setting, Source
 
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 
 
@@ -33,17 +32,11 @@ class MachineCommand:
 
 
 class Launcher(ABC):
-    """Starts the processes of a plan on this machine.
-
-    Attributes:
-        mode: the mode that :meth:`accepts` compares with the plan's.
-    """
-
-    mode: LaunchMode | None = None
+    """Starts the processes of a plan on this machine."""
 
     def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether this launcher starts the plan."""
-        return plan.mode is self.mode
+        """Whether this launcher starts the plan; asked of those of other packages, before one of accel's is chosen."""
+        return False
 
     @abstractmethod
     def run(self, plan: LaunchPlan) -> int:

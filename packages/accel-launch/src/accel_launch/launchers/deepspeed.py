@@ -20,7 +20,6 @@ from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
 from ..external_launcher import run_external
 from ..hostfile import Host, Pool, read_pool
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 from .rank import WORKER
@@ -32,8 +31,6 @@ _ENV_FILE = ".deepspeed_env"
 
 class DeepSpeedLauncher(Launcher):
     """Runs DeepSpeed's runner: over pdsh, mpirun or srun from one machine, or without ssh on each of them."""
-
-    mode = LaunchMode.DEEPSPEED
 
     def run(self, plan: LaunchPlan) -> int:
         pool = read_pool(plan.settings)

@@ -14,7 +14,6 @@ from accel_state.ports import LOOPBACK
 
 from ..elastic.checks import DEFAULT_PORT, check_rendezvous
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv
 from .rank import worker_command
@@ -22,10 +21,6 @@ from .rank import worker_command
 
 class ElasticLauncher(Launcher):
     """Starts this machine's processes, and waits until the last one has ended."""
-
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether there are several processes in total, restarts, or log files."""
-        return plan.mode is LaunchMode.LOCAL and plan.needs_agent
 
     def run(self, plan: LaunchPlan) -> int:
         check_rendezvous(plan.rendezvous, plan.num_machines)
@@ -70,7 +65,7 @@ class ElasticLauncher(Launcher):
 
 
 def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
-    """The variables that torch's agent sets for a rank, as far as they are known before the rendezvous."""
+    """The variables that the agent sets for a rank, as far as they are known before the rendezvous."""
     options = plan.rendezvous
     variables = {
         "RANK": str(machine * plan.local_processes + local),

@@ -7,16 +7,14 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -30,9 +28,9 @@ from ..accelerators.registry import VisibleDevices, find_visible
 from ..elastic.checks import check_rendezvous
 from ..elastic.report import shell_exit_code, signal_name
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
+from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .base import Launcher, MachineCommand
 from .rank import worker_command
 
@@ -41,7 +39,6 @@ _LOOK_SECONDS = 0.1
 _AFTER_LIMIT = 0.005
 # A look that took longer, because this machine was suspended, counts as this much.
 _LONGEST_LOOK = 1.0
-_GRACE_SECONDS = 30.0
 _FAILURES_IN_A_ROW = 3
 # A replica that is killed from outside so often within so many seconds, without a step in between, ends the run: the
 # system, for example, kills whatever takes too much memory.
@@ -63,7 +60,7 @@ class Replica:
 
     number: int
     progress: Path  # the file in which it reports its steps
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # by rank; empty while it does not run
+    processes: list[Child] = field(default_factory=list)  # by rank; empty while it does not run
     restarts: int = 0
     failures: int = 0  # in a row, without a step between them
     kills: list[float] = field(default_factory=list)  # when it was killed from outside, without a step between them
@@ -119,10 +116,7 @@ class Replica:
 
     def kill(self) -> None:
         """End what is left of its processes."""
-        for process in self.processes:
-            if process.poll() is None:
-                _end(process, signal.SIGKILL)
-                process.wait()
+        stop(self.processes, signal.SIGKILL)
         self.processes.clear()
 
     def waited(self, limit: float) -> bool:
@@ -133,7 +127,7 @@ class Replica:
 
 @dataclass
 class _Run:
-    """The processes of a run."""
+    """The processes of a run; what its launcher supervises."""
 
     plan: LaunchPlan
     options: FaultToleranceOptions
@@ -141,12 +135,21 @@ class _Run:
     token: str
     replicas: list[Replica] = field(default_factory=list)
     lighthouse: Lighthouse | None = None
-    signal: int = 0
+    watch: SignalWatch = field(default_factory=SignalWatch)
     late_failure: int = 0  # how a replica ended after others had finished the run
 
     def say(self, text: str) -> None:
         if not self.plan.quiet:
             print(f"accel launch: {text}", file=sys.stderr, flush=True)
+
+    def pids(self) -> list[int]:
+        return [process.pid for replica in self.replicas for process in replica.processes]
+
+    def grace_seconds(self, number: int) -> float:
+        return 0.0
+
+    def farewell_seconds(self) -> float:
+        return 0.0
 
     def start(self, replica: Replica) -> None:
         assert self.lighthouse is not None
@@ -159,8 +162,7 @@ class _Run:
         replica.progress.unlink(missing_ok=True)
         for more in variables(self.plan, replica):
             environment = {**self.plan.full_environment(), **common, **more}
-            # A session of its own: a signal from the terminal reaches the launcher, which forwards it.
-            replica.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            replica.processes.append(Child.start(command, environment))
         replica.state, replica.seen, replica.hung = "", 0, False
         replica.silent = replica.stopped = 0.0
 
@@ -186,7 +188,7 @@ class _Run:
         if code == 0:
             self._finished(replica)
             return False
-        if self.signal:
+        if self.watch.received:
             return False
         if any(other.done for other in self.replicas):
             # It may have been the one that saves, so this is not hidden.
@@ -243,31 +245,20 @@ class _Run:
         if replica.stopped > limit or lags or (not replica.state and replica.silent > _START_LIMIT + limit):
             self.say(f"replica {replica.number} makes no progress; killing it")
             replica.hung = True
-            for process in replica.processes:
-                _end(process, signal.SIGKILL)
-                process.wait()
+            stop(replica.processes, signal.SIGKILL)
 
-    def stop(self) -> None:
-        """End everything that is still running."""
-        running = [process for replica in self.replicas for process in replica.processes]
-        for process in running:
-            _end(process, signal.SIGTERM)
-        deadline = time.monotonic() + (_GRACE_SECONDS if self.signal else 1.0)
-        for process in running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            _end(process, signal.SIGKILL)
-            process.wait()
+    def stop(self, seconds: float) -> None:
+        """End everything that is still running within some seconds."""
+        processes = [process for replica in self.replicas for process in replica.processes]
+        stop(processes, signal.SIGTERM, seconds)
+        for process in processes:
+            process.send(signal.SIGKILL)  # what they started, such as the workers of their loaders
         if self.lighthouse is not None:
             self.lighthouse.close()
 
 
 class FaultTolerantLauncher(Launcher):
     """Starts torchft's lighthouse and the replicas, and restarts those that end before the run does."""
-
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether --ft was given for this machine."""
-        return plan.mode is LaunchMode.LOCAL and bool(plan.option("ft"))
 
     def run(self, plan: LaunchPlan) -> int:
         if plan.rendezvous.tee != "0" or plan.rendezvous.log_dir is not None:
@@ -281,17 +272,23 @@ class FaultTolerantLauncher(Launcher):
         token = run_token.make_token() if plan.num_machines == 1 else run_token.read_token().decode()
         directory = Path(tempfile.mkdtemp(prefix="accel_launch_"))
         run = _Run(plan, options, directory, token)
-        try:
-            with _signals(run):
-                run.lighthouse = Lighthouse(options, plan.rendezvous, plan.num_machines, token, plan.debug, run.say)
-                for number in numbers:
-                    replica = Replica(number, directory / f"replica_{number}")
-                    run.replicas.append(replica)
-                    run.start(replica)
-                return _wait(run)
-        finally:
-            run.stop()
-            shutil.rmtree(directory, ignore_errors=True)
+        with SignalWatch() as watch:
+            watch.supervised, run.watch = run, watch
+            try:
+                with watch.interruptible():
+                    run.lighthouse = Lighthouse(options, plan.rendezvous, plan.num_machines, token, plan.debug, run.say)
+                with watch.starting():
+                    for number in numbers:
+                        replica = Replica(number, directory / f"replica_{number}")
+                        run.replicas.append(replica)
+                        run.start(replica)
+                return _wait(run, watch)
+            except Interrupted as error:
+                run.say(f"ended by {signal_name(error.number)}")
+                return 128 + error.number
+            finally:
+                run.stop(GRACE_SECONDS if watch.received else 1.0)
+                shutil.rmtree(directory, ignore_errors=True)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """The replicas, with variables of which some are known only when they start."""
@@ -387,43 +384,19 @@ def visible_devices(plan: LaunchPlan, number: int) -> list[dict[str, str]]:
     return [own for _ in range(size)]
 
 
-def _wait(run: _Run) -> int:
+def _wait(run: _Run, watch: SignalWatch) -> int:
     before = time.monotonic()
     while True:
-        time.sleep(run.until_next_look())
+        with watch.interruptible():
+            time.sleep(run.until_next_look())
         now = time.monotonic()
         code = run.look(now - before)
         before = now
-        if run.signal:
-            run.say(f"ended by {signal_name(run.signal)}")
-            return 128 + run.signal
         if code is not None:
             return code
 
 
-@contextmanager
-def _signals(run: _Run) -> Iterator[None]:
-    """Note the first signal that asks the launcher to end."""
-
-    def note(number: int, _: FrameType | None) -> None:
-        run.signal = run.signal or number
-
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    former: Mapping[int, object] = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a replica and to what it started, such as the workers of its loaders."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+def _is_stopped(process: Child) -> bool:
     with suppress(psutil.Error):
         return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
     return False

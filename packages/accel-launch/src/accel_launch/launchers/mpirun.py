@@ -15,7 +15,6 @@ from ..elastic.worker import RELAY_VARIABLE
 from ..external_launcher import run_external
 from ..hostfile import Host, read_hostfile
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
 from .base import Launcher, MachineCommand
@@ -27,8 +26,6 @@ _FORWARDED_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "CCL_", "FI_", "I_MPI_", "UCX
 
 class MpirunLauncher(Launcher):
     """Runs mpirun of Open MPI, Intel MPI, MPICH or MVAPICH, whichever is installed."""
-
-    mode = LaunchMode.MPIRUN
 
     def run(self, plan: LaunchPlan) -> int:
         hosts = _hosts(plan)

@@ -23,7 +23,6 @@ from ..elastic.worker import RELAY_VARIABLE, write_line
 from ..entrypoint import Entrypoint
 from ..errors import fail
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 from .single import become
@@ -33,8 +32,6 @@ WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
 
 class RankLauncher(Launcher):
     """Becomes the script, with torchrun's variables derived from those of the program that started this process."""
-
-    mode = LaunchMode.RANK
 
     def run(self, plan: LaunchPlan) -> int:
         start = self.commands(plan)[0]

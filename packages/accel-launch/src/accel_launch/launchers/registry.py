@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from accel_state.errors import ConfigurationError
 from accel_state.registry import Registry
 
 from ..launch_context import LaunchMode
@@ -26,15 +25,9 @@ LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", _BUILT_IN, "accel.lau
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """The first launcher that accepts the plan; those of other packages come first."""
+    """The first launcher of another package that accepts the plan; without one, that of its mode."""
     built_in = plan.mode.value
     if plan.mode is LaunchMode.LOCAL:
         built_in = "ft" if plan.option("ft") else "elastic" if plan.needs_agent else "single"
-    for name in [*(name for name in LAUNCHERS if name not in _BUILT_IN), built_in]:
-        launcher = LAUNCHERS.load(name)()
-        if launcher.accepts(plan):
-            return launcher
-    raise ConfigurationError(
-        f"no launcher accepts {plan.num_processes} processes on {plan.num_machines} machines. Known: "
-        f"{', '.join(LAUNCHERS)}."
-    )
+    others = (LAUNCHERS.load(name)() for name in LAUNCHERS if name not in _BUILT_IN)
+    return next((other for other in others if other.accepts(plan)), None) or LAUNCHERS.load(built_in)()

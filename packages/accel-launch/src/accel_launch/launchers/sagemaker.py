@@ -11,7 +11,6 @@ from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError, require
 
 from ..cloud.sagemaker_job import SageMakerJob, credentials, describe_job
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 
@@ -33,8 +32,6 @@ _NETWORKING = {
 
 class SageMakerLauncher(Launcher):
     """Submits the script to SageMaker, and shows the log of the job until it ends."""
-
-    mode = LaunchMode.SAGEMAKER
 
     def run(self, plan: LaunchPlan) -> int:
         job, variables = describe_job(plan), credentials(plan)

@@ -12,7 +12,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.ports import LOOPBACK, get_free_port
 
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 
@@ -35,10 +34,6 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 class SingleLauncher(Launcher):
     """Becomes the script, so that exit code, signals and terminal are the script's own."""
-
-    def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether there is one process in total, without restarts and log files."""
-        return plan.mode is LaunchMode.LOCAL and not plan.needs_agent
 
     def run(self, plan: LaunchPlan) -> int:
         start = self.commands(plan)[0]

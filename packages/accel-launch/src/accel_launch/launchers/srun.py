@@ -10,15 +10,13 @@ from accel_state.errors import ConfigurationError
 
 from ..external_launcher import run_external
 from ..interpreter import python_command
-from ..launch_context import TASKS_VARIABLE, LaunchMode
+from ..launch_context import TASKS_VARIABLE
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv
 
 
 class SrunLauncher(Launcher):
     """Runs this command on every node with srun; SLURM tells each launcher its rank and the main address."""
-
-    mode = LaunchMode.SRUN
 
     def run(self, plan: LaunchPlan) -> int:
         if shutil.which("srun") is None:

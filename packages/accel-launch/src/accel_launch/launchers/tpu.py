@@ -16,7 +16,6 @@ from accel_state.errors import ConfigurationError
 
 from ..entrypoint import Entrypoint
 from ..interpreter import python_command
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan, plan_from_args
 from ..tpu_function import processes_to_start, require_launcher
 from .base import Launcher, MachineCommand
@@ -24,8 +23,6 @@ from .base import Launcher, MachineCommand
 
 class TpuLauncher(Launcher):
     """Calls a function of the script on every chip of this host."""
-
-    mode = LaunchMode.TPU
 
     def run(self, plan: LaunchPlan) -> int:
         process, count = _core_process(plan), plan.option("num_processes")

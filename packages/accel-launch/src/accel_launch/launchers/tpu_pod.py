@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from accel_state.errors import ConfigurationError
 
 from ..cloud.gcloud import run_all, ssh_commands
-from ..launch_context import LaunchMode
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv
 
@@ -21,8 +20,6 @@ _LOCAL_OPTIONS = ("config_file", "machine_rank", "num_processes", "num_machines"
 
 class TpuPodLauncher(Launcher):
     """Runs ``accel launch --tpu`` in the same directory on every machine of the pod."""
-
-    mode = LaunchMode.TPU_POD
 
     def run(self, plan: LaunchPlan) -> int:
         return run_all([start.command for start in self.commands(plan)])

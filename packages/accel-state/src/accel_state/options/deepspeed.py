@@ -136,7 +136,7 @@ class DeepSpeedOptions(OptionGroup):
     multinode_launcher: str | None = _launcher(
         name="deepspeed_multinode_launcher",
         choices=LAUNCHERS,
-        help="What starts the processes on several machines: standard is torch's elastic agent on each machine; all "
+        help="What starts the processes on several machines: standard is accel launch on each machine; all "
         "others are DeepSpeed launchers. Left out: pdsh.",
         question="Which launcher should be used on several machines?",
         asked_when={"num_machines": (MORE_THAN_ONE,)},
