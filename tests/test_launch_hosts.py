@@ -210,7 +210,8 @@ def test_machines_join_and_leave(hosts, tmp_path) -> None:
     def wait_for(sizes: str) -> None:
         deadline = time.monotonic() + 100
         while not (tmp_path / "sizes").exists() or (tmp_path / "sizes").read_text() != sizes:
-            assert time.monotonic() < deadline and all(one.poll() is None for one in started), sizes
+            ended = [one.communicate()[1] for one in started if one.poll() is not None]
+            assert time.monotonic() < deadline and not ended, (sizes, ended)
             time.sleep(0.1)
 
     started = [start(0)]

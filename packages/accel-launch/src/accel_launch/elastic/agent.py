@@ -6,14 +6,13 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
@@ -31,7 +30,7 @@ from .worker import die_with_launcher
 
 logger = logging.getLogger("accel_launch.agent")
 
-_RANKS_KEY = "accel/store_of_ranks"
+_RANKS_KEY = "accel/port_of_ranks"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Agent:
         logs: directories of the ranks.
         watch: signals to the launcher.
         may_shrink: whether the run continues without machines that are lost.
-        local_address: the address of this machine for others; None for its name.
         on_restart: called before each restart.
     """
 
@@ -94,11 +92,10 @@ class Agent:
         logs: LogDirectories,
         watch: SignalWatch,
         may_shrink: bool,
-        local_address: str | None,
         on_restart: Callable[[int], None],
     ) -> None:
         self._job, self.handler, self._logs, self._watch = job, handler, logs, watch
-        self._may_shrink, self._local_address, self._on_restart = may_shrink, local_address, on_restart
+        self._may_shrink, self._on_restart = may_shrink, on_restart
         self._left = job.rendezvous.max_restarts
         self._meeting: _Meeting | None = None
         self._server: StoreServer | None = None
@@ -220,39 +217,36 @@ class Agent:
 
     def _meet(self) -> None:
         """Wait for the other machines; ranks that are started again get a new store."""
-        with self._watch.interruptible():
+        # Otherwise torch's rendezvous keeps one store for the ranks of all rounds, from which gloo would read the
+        # addresses of ranks that have ended, and of which a machine that joins later is not told.
+        with self._watch.interruptible(), patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
             try:
                 info = self.handler.next_rendezvous()
             except RendezvousGracefulExitError:
                 raise ConfigurationError(
                     "the rendezvous was closed by another machine before this one joined. Start all machines again."
                 ) from None
+            place = info.bootstrap_store_info
+            assert place is not None
+            port = int(place.master_port)
             if isinstance(self.handler, StaticRendezvous):
                 # A failure counts as one restart, even if it makes several machines fail.
                 self._left = self._job.rendezvous.max_restarts - self.handler.round
-                place = info.bootstrap_store_info
-                assert place is not None
-                self._meeting = _Meeting(
-                    info.rank, info.world_size, info.store, place.master_addr, int(place.master_port)
-                )
             else:
-                self._meeting = self._meeting_of(info)
+                port = self._serve_ranks(info)
+            self._meeting = _Meeting(info.rank, info.world_size, info.store, place.master_addr, port)
 
-    def _meeting_of(self, info: RendezvousInfo) -> _Meeting:
-        """The same for torch's rendezvous, which keeps one store of the ranks for all rounds.
-
-        With it gloo would read the addresses of ranks that have ended.
-        """
+    def _serve_ranks(self, info: RendezvousInfo) -> int:
+        """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""
         # Kept until all machines have met again: ranks that still run on other machines would fail without it.
         former, self._server = self._server, None
-        store = PrefixStore("accel/round", info.store)
         if info.rank == 0:
             self._server = serve("", 0, forks=self._job.forks)
-            store.set(_RANKS_KEY, f"{self._local_address or socket.getfqdn()} {self._server.port}")
-        address, _, port = store.get(_RANKS_KEY).decode().partition(" ")
+            info.store.set(_RANKS_KEY, str(self._server.port))
+        port = int(info.store.get(_RANKS_KEY))
         if former is not None:
             former.close()
-        return _Meeting(info.rank, info.world_size, info.store, address, int(port))
+        return port
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
         handler = make_handler(options, parameters, forks=job.forks)
         may_shrink = parameters.min_nodes < parameters.max_nodes
         note = _restart_note(options.max_restarts, logs)
-        return _run_agent(Agent(job, handler, logs, watch, may_shrink, parameters.local_addr, note), logs)
+        return _run_agent(Agent(job, handler, logs, watch, may_shrink, note), logs)
     except Interrupted as error:
         return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
