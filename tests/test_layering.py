@@ -68,6 +68,7 @@ VENDORS_NAMED = {
     "accel_launch/launch_context.py": "a way of launching of this name",
     "accel_launch/launchers/registry.py": "registers it",
     "accel_launch/launchers/tpu.py": "the variant of this name",
+    "accel_launch/elastic/agent.py": "a variable that torchrun sets",
     "accel_launch/launchers/tpu_pod.py": "the variant of this name",
     "accel_launch/launchers/mpirun.py": "prefixes of variables that are passed on to other machines",
     "accel_launch/tpu_function.py": "the variant of this name",
