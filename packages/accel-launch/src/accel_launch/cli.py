@@ -25,6 +25,7 @@ _DISTRIBUTIONS = {
     "estimate-memory": "accel-bigmodel",
     "goodput": "accel-monitor",
     "merge-weights": "accel",
+    "monitor": "accel-monitor",
     "plan": "accel[plan]",
     "test": "accel",
     "to-fsdp2": "accel",

@@ -1,1 +1,1 @@
-"""The subcommand ``accel goodput``."""
+"""The subcommands ``accel monitor`` and ``accel goodput``."""

@@ -57,7 +57,7 @@ class CoreOptions(OptionGroup):
     monitor: bool = option(
         False,
         exported=True,
-        help="Measure what the time of every rank is spent on; `accel goodput` shows it. Needs "
+        help="Measure what the time of every rank is spent on; `accel monitor` and `accel goodput` show it. Needs "
         "accel-monitor: pip install 'accel[monitor]'.",
     )
 
