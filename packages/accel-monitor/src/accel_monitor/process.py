@@ -7,8 +7,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 
 def start_time(pid: int) -> float | None:
     """When a process of this machine started, in seconds since the epoch; None if it has ended."""
@@ -18,6 +16,9 @@ def start_time(pid: int) -> float | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # Imported here, because `accel --help` imports this module, and on Linux it is never needed.
+    import psutil
+
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
