@@ -83,7 +83,7 @@ def test_long_random_texts() -> None:
     "text",
     [
         f"CUDA_VISIBLE_DEVICES=GPU-{uuid.UUID(int=2**127 + 12345)}",
-        "/home/User1/Projects/Model7B/CheckpointsFinal/NousResearchMetaLlama38BInstruct",
+        "/srv/User1/Projects/Model7B/CheckpointsFinal/NousResearchMetaLlama38BInstruct",
         "da39a3ee5e6b4b0d3255bfef95601890afd80709",
         "NCCL_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=4 python train.py --max_tokens 512 --tokenizer gpt2 --eos_token </s>",
         "torch.nn.modules.transformer.TransformerEncoderLayer.self_attn.out_proj.weight",
@@ -137,3 +137,10 @@ def test_nested_settings() -> None:
     assert own.hub_token == "x" and hide("run", argparse.Namespace(password="y")) == {"password": HIDDEN}
     assert hide("api_keys", ["a", "b"]) == [HIDDEN, HIDDEN] and hide("dataset_keys", ["a"]) == ["a"]
     assert hide("shape", (1, 2)) == (1, 2) and hide("config", {"eos_token": "</s>"}) == {"eos_token": "</s>"}
+
+
+def test_what_contains_itself_is_hidden_too() -> None:
+    settings: dict[str, Any] = {"token": "abc", "lr": 0.1}
+    settings["again"] = [settings]
+    inner = {"token": HIDDEN, "lr": 0.1, "again": "<cycle>"}
+    assert hide_values(settings) == {"token": HIDDEN, "lr": 0.1, "again": [inner]}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from accel import _torch_compat as compat
 from accel_state import is_torch_version
@@ -21,6 +22,11 @@ def test_tensor_operations() -> None:
     compat.foreach_mul_(tensors, 2.0)
     compat.foreach_div_(tensors, 4.0)
     assert tensors[0].tolist() == [1.5, 2.0]
+
+
+def test_tensors_without_values() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.ones(1), compat.FakeTensor)
 
 
 def test_wrapper_subclass() -> None:

@@ -97,7 +97,7 @@ def as_path(name: str, value: Any) -> Path:
     url = _URL.match(text)
     if url is not None:
         advice = (
-            f"Give the path {text[len('file://') :]!r}."
+            f"Give the path {text.partition('://')[2]!r}."
             if url[1].lower() == "file"
             else ("Give a directory of a file system, and copy it afterwards; object storage can also be mounted.")
         )

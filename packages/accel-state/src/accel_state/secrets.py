@@ -74,7 +74,7 @@ def _strength(name: str) -> int:
     return int(word in _WEAK and before not in _VOCABULARY and not is_key_of_mapping)
 
 
-def hide(name: str, value: Any) -> Any:
+def hide(name: str, value: Any, _within: tuple[int, ...] = ()) -> Any:
     """A setting's value for display: hidden if its name or its form says that it is a secret.
 
     Args:
@@ -82,8 +82,10 @@ def hide(name: str, value: Any) -> Any:
         value: any value.
 
     Returns:
-        The value itself if nothing in it is hidden, else a copy.
+        The value itself if nothing in it is hidden, else a copy; what contains itself is "<cycle>" there.
     """
+    if id(value) in _within:
+        return "<cycle>"
     strength = _strength(name)
     is_group = isinstance(value, Mapping) or hasattr(value, "__dict__")
     if strength and value not in (None, "") and not (isinstance(value, bool) or is_group):
@@ -93,11 +95,12 @@ def hide(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return hide_in_text(value)
     if isinstance(value, (list, tuple)):
-        shown = hide_arguments(value) if strength == 0 else [hide(name, item) for item in value]
+        within = (*_within, id(value))
+        shown = hide_arguments(value, within) if strength == 0 else [hide(name, item, within) for item in value]
         unchanged = all(new is old for new, old in zip(shown, value, strict=True))
         return value if unchanged else tuple(shown) if isinstance(value, tuple) else shown
     fields = value if isinstance(value, Mapping) else vars(value) if _is_record(value) else {}
-    copied = hide_values(fields)
+    copied = hide_values(fields, (*_within, id(value)))
     return value if all(copied[key] is fields[key] for key in fields) else copied
 
 
@@ -106,18 +109,18 @@ def _is_record(value: Any) -> bool:
     return named and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
-def hide_values(settings: Mapping[Any, Any]) -> dict[Any, Any]:
+def hide_values(settings: Mapping[Any, Any], _within: tuple[int, ...] = ()) -> dict[Any, Any]:
     """A copy of a mapping of names to values with secrets hidden, at any depth."""
-    return {name: hide(str(name), value) for name, value in settings.items()}
+    return {name: hide(str(name), value, _within) for name, value in settings.items()}
 
 
-def hide_arguments(arguments: Sequence[Any]) -> list[Any]:
+def hide_arguments(arguments: Sequence[Any], _within: tuple[int, ...] = ()) -> list[Any]:
     """A copy of a command line (or any list) with secrets hidden: ``--token=X``, ``--token X``, ``TOKEN=X``."""
     shown: list[Any] = []
     for before, item in zip(["", *arguments], arguments, strict=False):
         is_flag = isinstance(before, str) and before.startswith("-") and "=" not in before
         of_flag = is_flag and isinstance(item, str) and not item.startswith("-")
-        shown.append(hide(before.lstrip("-") if of_flag else "", item))
+        shown.append(hide(before.lstrip("-") if of_flag else "", item, _within))
     return shown
 
 

@@ -36,6 +36,9 @@ foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+# Tensors without values, which models are traced with; the public name is of a mode only.
+FakeTensor = torch._subclasses.FakeTensor
+
 # A tensor subclass without storage, for a DTensor that is saved in another shape.
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 

@@ -16,7 +16,7 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import ring_attention_templates, set_rotate_method
-from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards
+from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, is_true
 
 logger = get_logger(__name__)
 
@@ -333,7 +333,7 @@ def _shard_of_buffers(
             shard.tables.append(tensor)
             continue
         shard.tensors.append((tensor, whole))
-        shard.counted = shard.counted or bool((whole.long().diff(dim=dim) == 1).all())
+        shard.counted = shard.counted or is_true((whole.long().diff(dim=dim) == 1).all())
     return shard
 
 

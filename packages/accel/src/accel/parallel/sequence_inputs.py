@@ -14,9 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import FakeTensor
 from ..core.unwrap import is_compiled_wrapper
 
 IGNORED = -100
+
+
+def is_true(condition: torch.Tensor) -> bool:
+    """Whether a condition holds; False for a tensor without values, in a model that is only traced."""
+    return not isinstance(condition, FakeTensor) and bool(condition)
 
 
 def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
@@ -245,14 +251,14 @@ class ShardedCall:
         wrong = steps != expected if values.ndim < 3 else steps < 0  # with a third axis: of images, which may repeat
         if whole_mask is not None and whole_mask.ndim == 2 and whole_mask.shape == values.shape:
             wrong = wrong & whole_mask[:, 1:].bool()  # positions of padding do not matter
-        if bool(wrong.any()):
+        if is_true(wrong.any()):
             raise _packed(f"position_ids {values.reshape(-1, values.shape[-1])[0].tolist()[:16]} mark", self.shard)
 
     def _set_mask(self, tokens: torch.Tensor) -> None:
         mask = self._tensor("attention_mask")
         if mask is not None and mask is not self.shard.mask:
             full = self.shard.full(mask)
-            if full is None or full.ndim != 2 or bool((full[:, 1:] > full[:, :-1]).any() or (full > 1).any()):
+            if full is None or full.ndim != 2 or is_true((full[:, 1:] > full[:, :-1]).any() | (full > 1).any()):
                 raise ConfigurationError(
                     f"attention_mask of shape {tuple(mask.shape)} hides more than padding at the end (or was not in "
                     "buffers). With split sequences, attention is causal and has no mask: pad on the right, and leave "
