@@ -89,6 +89,8 @@ def draw_of(seed: int, number: int) -> Draw:
     if features & {"dispatched", "split batches"} >= {"dispatched", "split batches"}:
         features -= {"dispatched"}
     precision = rng.choice(("no", "no", "no", "no", "no", "no", "bf16", "bf16", "fp8"))
+    if precision == "fp8":
+        features -= {"local sgd"}  # whose reference is plain PyTorch, which has no fp8
     return Draw(
         number,
         setup,
