@@ -142,6 +142,76 @@ def test_names_of_modules_that_accel_lacks_do_what_they_say() -> None:
         ).startswith(usage)
 
 
+def test_the_parsers_of_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import argparse
+
+    from accelerate.commands.config import get_config_parser
+    from accelerate.commands.config.default import default_command_parser
+    from accelerate.commands.config.update import update_command_parser
+    from accelerate.commands.env import env_command_parser
+    from accelerate.commands.estimate import estimate_command, estimate_command_parser
+    from accelerate.commands.merge import merge_command_parser
+    from accelerate.commands.test import test_command_parser
+    from accelerate.commands.to_fsdp2 import to_fsdp2_command_parser
+    from accelerate.commands.tpu import tpu_command_parser
+
+    builders = {
+        "config": get_config_parser, "default": default_command_parser, "update": update_command_parser,
+        "env": env_command_parser, "estimate-memory": estimate_command_parser, "merge-weights": merge_command_parser,
+        "test": test_command_parser, "to-fsdp2": to_fsdp2_command_parser, "tpu-config": tpu_command_parser,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for name, build in builders.items():
+        assert build().format_help()
+        build(subparsers)
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "--help"])
+    file = tmp_path / "config.yaml"
+    args = parser.parse_args(["default", "--config_file", str(file)])
+    args.func(args)
+    assert file.is_file()
+    args = parser.parse_args(["env", "--json"])
+    capsys.readouterr()
+    args.func(args)
+    assert "accel-compat version" in capsys.readouterr().out
+    args = estimate_command_parser().parse_args(["bert-base-cased", "--library_name", "transformers"])
+    assert args.model_name == "bert-base-cased" and args.func is estimate_command
+
+
+def test_helpers_of_other_test_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    import unittest
+
+    import accelerate.test_utils
+    from accelerate.test_utils import testing
+
+    assert accelerate.test_utils.get_backend is testing.get_backend
+    name, count, used = testing.get_backend()
+    assert name == testing.torch_device and count >= 1 and used() >= 0
+    assert testing.get_launch_command(num_processes=2, cpu=True, mps=False)[-2:] == ["--num_processes=2", "--cpu"]
+    words = [sys.executable, "-c", "print('seen')"]
+    assert testing.run_command(words, return_stdout=True) == testing.execute_subprocess_async(words) == "seen\n"
+    assert capsys.readouterr().out == "seen\n"
+    for run_it in (testing.run_command, testing.execute_subprocess_async):
+        with pytest.raises(testing.SubprocessCallException, match="ended with 3"):
+            run_it([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(TimeoutError):
+        testing.execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+    decorated = testing.require_cpu(lambda: "ran") if name == "cpu" else testing.require_non_cpu(lambda: "ran")
+    assert decorated() == "ran"
+    with pytest.raises(unittest.SkipTest):
+        (testing.require_non_cpu if name == "cpu" else testing.require_cpu)(lambda: None)()
+    for absent in ("accelerate.nothing", "accelerate.nothing.inside"):
+        with pytest.raises(ModuleNotFoundError, match="accelerate.nothing"):
+            importlib.import_module(absent)
+
+
+def test_the_layers_for_upcasting_serve_isinstance() -> None:
+    from accelerate.utils.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+
+    assert isinstance(torch.nn.Conv2d(1, 1, 1), SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING)
+
+
 def test_pickles_name_the_classes_of_the_reference() -> None:
     """So that the training_args.bin of a Trainer on accel can be loaded where Accelerate is installed instead."""
     from accelerate import DistributedType, PartialState

@@ -177,15 +177,11 @@ def test_compilation_settings() -> None:
         ACCELERATE_DYNAMO_USE_DYNAMIC="1",
     ):
         plugin = TorchDynamoPlugin()
-        assert plugin.to_kwargs() == {
-            "backend": "inductor",
-            "mode": "reduce-overhead",
-            "fullgraph": False,
-            "dynamic": True,
-            "disable": False,
-        }
+        assert plugin.to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "dynamic": True}
+        assert TorchDynamoPlugin(mode="default", dynamic=False).to_kwargs() == {"backend": "inductor", "dynamic": False}
         assert plugin.compiles and TorchDynamoPlugin(mode="default").mode == "default"
         assert "mode" not in TorchDynamoPlugin(options={"x": 1}).to_kwargs()
+    assert TorchDynamoPlugin().to_kwargs() == {}
     assert not TorchDynamoPlugin().compiles and not TorchDynamoPlugin(backend="eager", disable=True).compiles  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="mode='fast'"):
         TorchDynamoPlugin(mode="fast")

@@ -15,11 +15,13 @@ from .absent import COMMANDS, main_of
 
 PACKAGE = "accelerate"
 _ABSENT = "accel_compat.absent"
+_TEST_UTILS = ("accelerate.test_utils", "accelerate.test_utils.testing")
 
 # Where to find names that a module of the reference has only because it imports them from another one.
 _HOMES = (
     "accel.utils", "accel.state", "accel.data_loader", "accel.checkpointing", "accel.tracking", "accel.big_modeling",
     "accel.utils.constants", "accel", "accel.commands.config.config_args", "accel_compat.names",
+    "accel_compat.parsers",
 )  # fmt: skip
 
 # Names without a counterpart. Libraries import them with others, so that they must exist; using one raises an error.
@@ -33,9 +35,9 @@ _INTERNAL = "it is internal to Accelerate."
 UNAVAILABLE = {
     "accelerate.accelerator": {_INTERNAL: "_dispatch_batches _even_batches _split_batches _use_seedable_sampler"},
     "accelerate.commands.accelerate_cli": {},
-    "accelerate.commands.config": {_COMMAND: "get_config_parser"},
+    "accelerate.commands.config": {},
     "accelerate.commands.config.cluster": {_COMMAND: "get_cluster_input"},
-    "accelerate.commands.config.config": {_COMMAND: "config_command config_command_parser get_user_input"},
+    "accelerate.commands.config.config": {_COMMAND: "get_user_input"},
     "accelerate.commands.config.config_utils": {
         _COMMAND: """
             SubcommandHelpFormatter _ask_field _ask_options _convert_compute_environment _convert_distributed_mode
@@ -43,27 +45,25 @@ UNAVAILABLE = {
             _convert_yes_no_to_bool
             """
     },
-    "accelerate.commands.config.default": {_COMMAND: "default_command_parser default_config_command"},
+    "accelerate.commands.config.default": {},
     "accelerate.commands.config.sagemaker": {
         _COMMAND: "_create_iam_role_for_sagemaker _get_iam_role_arn get_sagemaker_input"
     },
-    "accelerate.commands.config.update": {_COMMAND: "update_command_parser update_config update_config_command"},
-    "accelerate.commands.env": {_COMMAND: "env_command env_command_parser"},
+    "accelerate.commands.config.update": {_COMMAND: "update_config"},
+    "accelerate.commands.env": {},
     "accelerate.commands.estimate": {
         _COMMAND: """
-            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
-            estimate_command_parser estimate_training_usage gather_data verify_on_hub
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model
+            estimate_training_usage gather_data verify_on_hub
             """
     },
     "accelerate.commands.launch": {
         _COMMAND: "CustomHelpFormatter _validate_launch_command clean_option sagemaker_launcher tpu_pod_launcher"
     },
-    "accelerate.commands.merge": {_COMMAND: "merge_command merge_command_parser"},
-    "accelerate.commands.test": {_COMMAND: "test_command test_command_parser"},
-    "accelerate.commands.to_fsdp2": {
-        _COMMAND: "ConversionStatus convert_config_to_fsdp2 load_config to_fsdp2_command to_fsdp2_command_parser"
-    },
-    "accelerate.commands.tpu": {_COMMAND: "tpu_command_launcher tpu_command_parser"},
+    "accelerate.commands.merge": {},
+    "accelerate.commands.test": {},
+    "accelerate.commands.to_fsdp2": {_COMMAND: "ConversionStatus convert_config_to_fsdp2 load_config"},
+    "accelerate.commands.tpu": {},
     "accelerate.commands.utils": {
         _COMMAND: "CustomArgumentGroup CustomArgumentParser _StoreAction _StoreConstAction _StoreTrueAction"
     },
@@ -127,6 +127,8 @@ def rename_pickled() -> None:
 
 def target_of(name: str) -> str:
     """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
+    if name in _TEST_UTILS:
+        return f"accel_compat.{name.removeprefix('accelerate.')}"
     target = "accel" + name.removeprefix(PACKAGE)
     return _ABSENT if name in UNAVAILABLE and importlib.util.find_spec(target) is None else target
 
@@ -226,7 +228,10 @@ class Finder(MetaPathFinder):
         if not fullname.startswith(f"{PACKAGE}."):
             return None
         actual = target_of(fullname)
-        found = importlib.util.find_spec(actual)
+        try:
+            found = importlib.util.find_spec(actual)
+        except ModuleNotFoundError:  # accel lacks the package that would hold it
+            found = None
         if found is None:
             return None
         spec = ModuleSpec(

@@ -61,11 +61,11 @@ TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 STR_OPERATION_TO_FUNC = {
     ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt,
 }  # fmt: skip
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = [
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (  # for isinstance
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
     *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
     torch.nn.Linear,
-]
+)
 TENSOR_INT_TO_DTYPE = dict(
     enumerate(
         (

@@ -147,8 +147,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The result of :meth:`get_sampler`."""
-        return self.get_sampler()
+        """The result of :meth:`get_sampler`; for an iterable data set torch's own, as in an unprepared loader."""
+        sampler = self.get_sampler()
+        return self.base_dataloader.sampler if sampler is None else sampler
 
     def set_sampler(self, sampler: Any) -> None:
         """Use the order of another sampler from the next iteration on.

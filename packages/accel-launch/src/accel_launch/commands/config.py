@@ -22,6 +22,12 @@ from ..errors import suggest
 from ..parser import ConfigParser, parse_options
 
 USAGE = "accel config [default | update | show] [options]"
+_DESCRIPTIONS = {
+    "": "Create a configuration file by answering questions about this machine and the training.",
+    "default": "Write a configuration file for all GPUs of this machine, or for its CPU.",
+    "update": "Rename old keys of a configuration file and add missing ones; values stay the same.",
+    "show": "Print every setting and its source. Options of accel launch show what they would change.",
+}
 
 
 def run(argv: list[str]) -> int:
@@ -39,7 +45,31 @@ def run(argv: list[str]) -> int:
     return _ask(argv)
 
 
-def _parser(action: str, description: str) -> ConfigParser:
+def build_parser(action: str = "") -> ConfigParser:
+    """The parser of ``accel config``, or of its subcommand ``action``: "default", "update" or "show"."""
+    parser = _file_parser(action, _DESCRIPTIONS[action])
+    if action == "":
+        parser.usage = USAGE
+        parser.epilog = (
+            "default: write a file without questions. update: bring a file up to date. show: print every setting."
+        )
+    elif action == "default":
+        choices = declared()["mixed_precision"].choices or ()
+        parser.add_argument(
+            "--mixed_precision",
+            "--mixed-precision",
+            metavar="{" + ",".join(choices) + "}",
+            default="no",
+            help="(default: no)",
+        )
+    elif action == "show":
+        parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
+        for group in load_groups():
+            group.add_to_parser(parser, leave_out=("config_file", "json"))
+    return parser
+
+
+def _file_parser(action: str, description: str) -> ConfigParser:
     parser = ConfigParser(prog=f"accel config {action}".strip(), description=description, allow_abbrev=False)
     text = (
         "Configuration file (.yaml, .yml or .json). Default: accel/default_config.yaml in $HF_HOME, in "
@@ -60,12 +90,7 @@ def _ask(argv: list[str]) -> int:
     """Run the questionnaire."""
     from ..questionnaire.flow import MenuPrompts, TextPrompts, ask_all, complete, is_terminal
 
-    parser = _parser("", "Create a configuration file by answering questions about this machine and the training.")
-    parser.usage = USAGE
-    parser.epilog = (
-        "default: write a file without questions. update: bring a file up to date. show: print every setting."
-    )
-    path = _given_path(parse_options(argv, parser)) or default_path()
+    path = _given_path(parse_options(argv, build_parser())) or default_path()
     check_file_name(path)
     prompts = MenuPrompts() if is_terminal() else TextPrompts()
     known = _known(path, prompts.confirm)
@@ -106,16 +131,7 @@ def _known(path: Path, confirm: Callable[[str], bool]) -> dict[str, Any]:
 
 def _default(argv: list[str]) -> int:
     """Run ``accel config default``."""
-    parser = _parser("default", "Write a configuration file for all GPUs of this machine, or for its CPU.")
-    choices = declared()["mixed_precision"].choices or ()
-    parser.add_argument(
-        "--mixed_precision",
-        "--mixed-precision",
-        metavar="{" + ",".join(choices) + "}",
-        default="no",
-        help="(default: no)",
-    )
-    options = parse_options(argv, parser)
+    options = parse_options(argv, build_parser("default"))
     path = _given_path(options) or default_path()
     values = basic_values(options["mixed_precision"])
     if os.path.exists(path):
@@ -129,8 +145,7 @@ def _default(argv: list[str]) -> int:
 
 def _update(argv: list[str]) -> int:
     """Run ``accel config update``."""
-    parser = _parser("update", "Rename old keys of a configuration file and add missing ones; values stay the same.")
-    given = _given_path(parse_options(argv, parser))
+    given = _given_path(parse_options(argv, build_parser("update")))
     source = given or find_default()
     if source is None:
         raise ConfigurationError(
@@ -146,11 +161,7 @@ def _update(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     """Run ``accel config show``."""
-    parser = _parser("show", "Print every setting and its source. Options of accel launch show what they would change.")
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
-    for group in load_groups():
-        group.add_to_parser(parser, leave_out=("config_file", "json"))
-    options = parse_options(argv, parser)
+    options = parse_options(argv, build_parser("show"))
     as_json = bool(options.pop("json", False))
     settings = load_settings(options)
     print(json.dumps(_as_mapping(settings), indent=2) if as_json else _as_table(settings))

@@ -37,15 +37,20 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigurationError: an option is not known.
     """
+    options = parse_options(argv, build_parser())
+    facts = {**machine(), **torch_facts(), **configuration(options.get("config_file"))}
+    print(json.dumps(facts, indent=2, default=str) if "json" in options else _as_text(facts))
+    return 0
+
+
+def build_parser() -> ConfigParser:
+    """The parser."""
     description = "Print versions, devices and configuration for a bug report."
     parser = ConfigParser(prog="accel env", description=description, allow_abbrev=False)
     text = "Configuration file to show. Default: the one that accel launch reads."
     parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
-    options = parse_options(argv, parser)
-    facts = {**machine(), **torch_facts(), **configuration(options.get("config_file"))}
-    print(json.dumps(facts, indent=2, default=str) if "json" in options else _as_text(facts))
-    return 0
+    return parser
 
 
 def machine() -> dict[str, Any]:

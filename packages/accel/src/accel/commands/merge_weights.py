@@ -9,7 +9,7 @@ from accel_state.command import Command
 
 def run(argv: list[str]) -> int:
     """Merge the shards, print the files that were written, and return 0."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     from ..fsdp.merge import merge_fsdp_weights
 
     written = merge_fsdp_weights(
@@ -24,7 +24,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser."""
     parser = argparse.ArgumentParser(
         "accel merge-weights", description="Merge the weights that FSDP saved with SHARDED_STATE_DICT."
     )

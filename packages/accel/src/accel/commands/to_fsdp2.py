@@ -12,7 +12,7 @@ from accel_state.errors import ConfigurationError
 
 def run(argv: list[str]) -> int:
     """Convert a file, print what was changed, and return 0."""
-    options = parse_options(argv, _parser())
+    options = parse_options(argv, build_parser())
     source = Path(options["config_file"]).expanduser()
     target = Path(options.get("output_file", source)).expanduser()
     if "overwrite" not in options and target.exists():
@@ -28,7 +28,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> ConfigParser:
+def build_parser() -> ConfigParser:
+    """The parser."""
     parser = ConfigParser(
         prog="accel to-fsdp2",
         description="Convert a configuration file from FSDP 1 to FSDP 2. Prints each change; comments are kept.",

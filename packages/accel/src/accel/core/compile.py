@@ -77,10 +77,11 @@ class TorchDynamoPlugin(KwargsHandler):
         return values
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments for ``torch.compile``."""
+        """The arguments for ``torch.compile`` that differ from its own defaults."""
+        defaults = {"backend": "no", "mode": "default", "fullgraph": False, "disable": False}
         values = self.to_dict()
         del values["use_regional_compilation"]
-        return {key: value for key, value in values.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None and value != defaults.get(key)}
 
 
 def _first(*values: Any) -> Any:
