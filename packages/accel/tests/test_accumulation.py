@@ -296,6 +296,22 @@ def test_batches_that_are_fetched_in_the_context() -> None:
     assert fetched_inside(7, 2, epochs=3, exhausted=True)[0] == "010101001010100101010"
 
 
+def test_the_running_count_of_micro_batches() -> None:
+    """As Accelerate counts; k-diffusion computes with it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(build(), DataLoader(data(28), batch_size=4))
+    counts = [accelerator.step]
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                counts.append(accelerator.step)
+    assert counts == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0] and accelerator.step == 0
+    accelerator = Accelerator(cpu=True)
+    accelerator.step = 4
+    with accelerator.accumulate(model):
+        assert accelerator.step == 5
+
+
 def test_a_window_without_a_loader_stays_apart_from_a_loop_that_begins_later() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model, loader = accelerator.prepare(build(), DataLoader(data(12), batch_size=4))

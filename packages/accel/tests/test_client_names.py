@@ -31,7 +31,9 @@ def accelerator() -> Accelerator:
 
 def test_names_are_found_where_libraries_look() -> None:
     import accel.utils
-    from accel.accelerator import convert_model_to_fp8_ao
+    from accel.accelerator import convert_model_to_fp8_ao, get_state_dict_offloaded_model
+
+    assert get_state_dict_offloaded_model is accel.utils.modeling.get_state_dict_offloaded_model
 
     assert AcceleratorState is accel.state.AcceleratorState and ParallelismConfig is accel.ParallelismConfig
     assert fsdp2_prepare_model is accel.utils.fsdp2_prepare_model

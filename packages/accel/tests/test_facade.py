@@ -373,3 +373,20 @@ def test_methods_that_a_subclass_overrides_are_called(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "state")
     assert accelerator.resume()
     assert accelerator.calls == ["prepare_model", "get_state_dict", "load_state"]
+
+
+def test_unwrapping_an_object_that_forwards_to_a_model() -> None:
+    """accmt hands such objects to unwrap_model."""
+
+    class Proxy:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["model"], name)
+
+    accelerator = Accelerator(cpu=True)
+    proxy = Proxy(accelerator.prepare(torch.nn.Linear(1, 1)))
+    assert accelerator.unwrap_model(proxy) is proxy  # type: ignore[arg-type, comparison-overlap]
+    with pytest.raises(ConfigurationError, match="3"):
+        accelerator.unwrap_model(3)  # type: ignore[arg-type]

@@ -250,6 +250,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
     accel = importlib.import_module("accel")
+    reference_scripts = importlib.import_module("accel.core.reference_scripts")
 
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):
@@ -260,6 +261,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
         if isinstance(value, type):
             rename_pickled()
+        if name == "Accelerator":
+            # The module that takes it is written for Accelerate, which does not move loaders when it loads a state.
+            reference_scripts.add(sys._getframe(1).f_globals.get("__name__", ""))
         is_submodule = isinstance(value, ModuleType) and value.__name__ == target_of(f"{package}.{name}")
         return importlib.import_module(f"{package}.{name}") if is_submodule else value
 

@@ -63,6 +63,8 @@ class ElasticLoader(PreparedLoader):
         logical_shard: the logical shard of the latest batch; None before the first.
     """
 
+    can_begin_at_start = False
+
     def __init__(self, dataset: Any, plan: ElasticPlan, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
         self.plan = plan

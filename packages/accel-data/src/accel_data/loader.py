@@ -322,7 +322,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         persistent = self.num_workers > 0 and self.persistent_workers and not wants_epoch(self.dataset)
         return persistent and has_live_workers(self.base_dataloader)
 
-    def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
+    can_begin_at_start = True
+    """Whether a loaded epoch may begin with its first batch; loaders of steps that are computed by others cannot."""
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], pass_over_finished: bool = False, from_start: bool = False
+    ) -> None:
         """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
 
         After a state that was saved between the last batch of an epoch and the end of its loop, the next iteration has
@@ -332,11 +337,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
         position depends on it.
 
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+            pass_over_finished: see above.
+            from_start: begin the epoch with its first batch, in the same order, for scripts that leave out batches
+                themselves. ``skip_first_batches`` counts from there in any case.
+
         Raises:
             ConfigurationError: ``state_dict`` is not from a loader of this kind (or from torchdata, for a loader whose
                 order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
-        self._clock.load(self._point_of(state_dict), pass_over_finished)
+        from_start = from_start and self.can_begin_at_start and not self.use_stateful_dataloader
+        self._clock.load(self._point_of(state_dict), pass_over_finished, from_start)
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and load nothing."""
@@ -425,6 +437,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if self._clock.must_finish:
                 self._finish_epoch(pending.epoch)
         iteration = self._clock.begin()
+        if self._clock.from_start and not skip and iteration.resume is not None and not iteration.resume.finished:
+            iteration.rewind(keeps_order=self._sharded is not None)
         self.begin()
         try:
             self._forward_epoch(iteration.epoch)
@@ -502,7 +516,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sharded.begin_at(EpochStart(position, resume.order))
         tracker = ReadAheadTracker(partial(self._batches_out, iteration)) if self._reads_ahead else None
         iteration.tracker = tracker
-        with preserve_rng() if resume.position else nullcontext():
+        with preserve_rng() if resume.position or iteration.keeps_rng else nullcontext():
             batches = self._open(iteration)
             if tracker is not None and not skip:
                 tracker.read_again(batches, resume.read_ahead)

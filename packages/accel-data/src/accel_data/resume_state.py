@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,14 @@ class Iteration:
     dropped: Any = None  # the last batch that was read and skipped
     finished: bool = False  # whether its last batch was handed out
     open: bool = True  # False once it ended or was abandoned
+    keeps_rng: bool = False  # whether the generators are those of the loaded state, and not of the epoch's start
+
+    def rewind(self, keeps_order: bool) -> None:
+        """Begin a loaded epoch with its first batch; ``keeps_order``: its order follows from the epoch's start."""
+        if self.resume is not None:
+            begin = self.resume.begin if keeps_order else {}
+            self.resume = replace(self.resume, position=0, begin=begin, read_ahead={}, source={}, workers={})
+            self.keeps_rng = keeps_order
 
     def position_after(self, progress: EpochProgress, steps: int) -> int:
         """Position in the stream of a sharded sampler after that many of its steps."""
@@ -176,6 +184,7 @@ class EpochClock:
         self.current: Iteration | None = None  # the latest iteration
         self.pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
         self.keeps_finished = True  # whether a loaded epoch without remaining batches is iterated too
+        self.from_start = False  # whether a loaded epoch begins with its first batch
 
     @property
     def must_finish(self) -> bool:
@@ -202,12 +211,13 @@ class EpochClock:
 
     def pass_over(self, pass_over: bool) -> None:
         """Choose whether a loaded epoch without remaining batches is followed by the next one at once."""
-        self.keeps_finished = not pass_over
+        self.keeps_finished, self.from_start = not pass_over, self.from_start and pass_over
         if self.pending is not None:
             self.upcoming = self.pending.epoch
 
-    def load(self, point: ResumePoint, pass_over: bool = False) -> None:
-        """Begin the next iteration at ``point``."""
+    def load(self, point: ResumePoint, pass_over: bool = False, from_start: bool = False) -> None:
+        """Begin the next iteration at ``point``, or at the start of its epoch."""
+        self.from_start = from_start
         self.upcoming = point.epoch
         self.pending = point
         self.keeps_finished = not pass_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
 from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
 from .contract.strategy import Strategy
-from .core import weights_io
+from .core import reference_scripts, weights_io
 from .core.compile import TorchDynamoPlugin
 from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
@@ -168,6 +169,9 @@ class Accelerator(AcceleratorProperties):
         self.prepared.shard_listener = self._accumulation.elastic
         self._tracking = setup.strategy.tracking(self._tracking)
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
+        self._checkpointer.loaders_from_start = reference_scripts.are_written_in(
+            sys._getframe(1).f_globals.get("__name__", "")
+        )
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
@@ -267,7 +271,9 @@ class Accelerator(AcceleratorProperties):
             keep_fp32_wrapper: keep mixed precision's autocast around its forward.
             keep_torch_compile: keep it compiled.
         """
-        check_type(model, nn.Module, "unwrap_model", "Pass a model that prepare() returned.")
+        # An object that forwards attributes to a model (accmt) is returned as it is.
+        if not isinstance(getattr(model, "_modules", None), dict):
+            check_type(model, nn.Module, "unwrap_model", "Pass a model that prepare() returned.")
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -837,4 +843,12 @@ def __getattr__(name: str) -> Any:
     # Libraries import helpers from this module, too: `from accelerate.accelerator import AcceleratorState`.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("accel.state" if name.endswith("State") else "accel.utils"), name)
+    home = importlib.import_module("accel.state" if name.endswith("State") else "accel.utils")
+    try:
+        return getattr(home, name)
+    except AttributeError:
+        # llmcompressor takes get_state_dict_offloaded_model from here.
+        modeling = importlib.import_module("accel.utils.modeling")
+        if name not in dir(modeling):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        return getattr(modeling, name)

@@ -139,12 +139,15 @@ class AcceleratorProperties(ProcessControl):
 
     @property
     def step(self) -> int:
-        """Micro batches in the current accumulation window."""
-        return self._accumulation.position
+        """Micro batches since the loop began; the last one of a loader is 0, and the next epoch counts from 1.
+
+        Assigning a number that is a multiple of ``gradient_accumulation_steps`` begins a new window.
+        """
+        return self._accumulation.count
 
     @step.setter
     def step(self, step: int) -> None:
-        self._accumulation.set_position(step)
+        self._accumulation.set_count(step)
 
     @property
     def split_batches(self) -> bool:

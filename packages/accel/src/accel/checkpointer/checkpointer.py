@@ -63,6 +63,8 @@ class Checkpointer:
         self.custom_objects: list[Any] = []
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self.loaders_from_start = False
+        """Whether a loaded state leaves it to the script to move the loaders, as Accelerate does."""
         self._process = setup.process
         self._strategy = setup.strategy
         self._scaler = setup.precision.scaler
@@ -313,6 +315,7 @@ class Checkpointer:
         with loading():
             options = dict(load_model_kwargs)
             reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs)
+            reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.
             with Workers() as workers:

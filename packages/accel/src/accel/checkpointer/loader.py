@@ -113,6 +113,8 @@ class StateReader:
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
         self.strict = False
+        self.loaders_from_start = False
+        """Whether the epochs of loaders begin with their first batch, for scripts that leave out batches themselves."""
         self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
         self._process = process
         self._rank = process.process_index if rank is None else rank
@@ -366,7 +368,9 @@ class StateReader:
             if isinstance(loader, PreparedLoader):
                 loader.check_state_dict(state)
                 # Accelerator.resume, which completes a finished epoch, takes this back.
-                self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
+                self.changes.append(
+                    partial(loader.load_state_dict, state, pass_over_finished=True, from_start=self.loaders_from_start)
+                )
             else:
                 self.changes.insert(0, partial(loader.load_state_dict, state))  # torchdata's, which may refuse it
 

@@ -97,6 +97,8 @@ class Accumulation:
         self._without_loader: dict[Models, Window] = {}
         self._checked: set[Models] = set()
         self.current: Window | None = None
+        self.count = 0
+        """Micro batches since the start, or since the one that ended a loader, which is counted as 0."""
         self.has_accumulated = False
         """Whether there may be open windows."""
         self.elastic: ElasticSteps | None = None
@@ -163,12 +165,9 @@ class Accumulation:
         self.num_steps = num_steps
         GradientState(self.plugin)
 
-    @property
-    def position(self) -> int:
-        return self.current.position if self.current is not None else 0
-
-    def set_position(self, position: int) -> None:
-        """Set the number of micro batches in the current window, or in every open window between two steps."""
+    def set_count(self, count: int) -> None:
+        """Set :attr:`count`, and so the place in the current window, or in every open window between two steps."""
+        self.count, position = count, count % self.num_steps
         windows = [window for _, of_loader in self.windows_by_loader() for window in of_loader]
         for window in [self.current] if self.current is not None else [*windows, *self._without_loader.values()]:
             window.position = position
@@ -196,6 +195,7 @@ class Accumulation:
         """Count a micro batch, and return whether it ends its window."""
         if self.elastic is not None and self.elastic.shard is not None:
             return self.elastic.shard.ends_step
+        self.count += 1
         if self.num_steps == 1 and not self.has_accumulated:
             # The fast path of loops that never accumulate.
             self.current = Window(models, 1, 1)
@@ -214,6 +214,8 @@ class Accumulation:
         window.position += 1
         self.current = window
         at_end = loader is not None and loader.end_of_dataloader and self.plugin.sync_with_dataloader
+        if at_end:
+            self.count = 0
         sync = at_end or window.position >= window.divisor
         if sync:
             del windows[models]
