@@ -325,9 +325,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     can_begin_at_start = True
     """Whether a loaded epoch may begin with its first batch; loaders of steps that are computed by others cannot."""
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], pass_over_finished: bool = False, from_start: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
         """Resume in the next iteration where the state was saved: same order, same position, then later epochs.
 
         After a state that was saved between the last batch of an epoch and the end of its loop, the next iteration has
@@ -337,18 +335,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         On map-style data, samples that were handed out are not read again. The number of ranks may change, unless the
         position depends on it.
 
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-            pass_over_finished: see above.
-            from_start: begin the epoch with its first batch, in the same order, for scripts that leave out batches
-                themselves. ``skip_first_batches`` counts from there in any case.
-
         Raises:
             ConfigurationError: ``state_dict`` is not from a loader of this kind (or from torchdata, for a loader whose
                 order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
-        from_start = from_start and self.can_begin_at_start and not self.use_stateful_dataloader
-        self._clock.load(self._point_of(state_dict), pass_over_finished, from_start)
+        self._clock.load(self._point_of(state_dict), pass_over_finished)
+
+    def rewind(self) -> None:
+        """Begin a loaded epoch with its first batch, in the same order, for scripts that leave out batches themselves.
+
+        ``skip_first_batches`` counts from there in any case. Without effect on a StatefulDataLoader.
+        """
+        self._clock.from_start = self.can_begin_at_start and not self.use_stateful_dataloader
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and load nothing."""

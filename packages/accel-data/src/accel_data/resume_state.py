@@ -215,9 +215,9 @@ class EpochClock:
         if self.pending is not None:
             self.upcoming = self.pending.epoch
 
-    def load(self, point: ResumePoint, pass_over: bool = False, from_start: bool = False) -> None:
-        """Begin the next iteration at ``point``, or at the start of its epoch."""
-        self.from_start = from_start
+    def load(self, point: ResumePoint, pass_over: bool = False) -> None:
+        """Begin the next iteration at ``point``."""
+        self.from_start = False
         self.upcoming = point.epoch
         self.pending = point
         self.keeps_finished = not pass_over

@@ -367,10 +367,10 @@ class StateReader:
             state = positions[index] if index in positions else self._read(name)
             if isinstance(loader, PreparedLoader):
                 loader.check_state_dict(state)
-                # Accelerator.resume, which completes a finished epoch, takes this back.
-                self.changes.append(
-                    partial(loader.load_state_dict, state, pass_over_finished=True, from_start=self.loaders_from_start)
-                )
+                # Accelerator.resume, which completes a finished epoch, takes these back.
+                self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
+                if self.loaders_from_start:
+                    self.changes.append(loader.rewind)
             else:
                 self.changes.insert(0, partial(loader.load_state_dict, state))  # torchdata's, which may refuse it
 
