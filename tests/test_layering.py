@@ -44,6 +44,9 @@ VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGN
 
 # Files and directories that name vendors, and why.
 VENDORS_NAMED = {
+    "accel_compat/parsers.py": "tpu_command_parser and tpu_command_launcher are names of the reference's command",
+    "accel_compat/test_utils/__init__.py": "require_cuda is a name that test suites import",
+    "accel_compat/test_utils/testing.py": "require_cuda is a name that test suites import",
     "accel_state/devices/": "one file for each",
     "accel_state/ports.py": "the variable of a collective library, which launchers set before there is a device",
     "accel_state/collectives/xla.py": "the variant of this name",

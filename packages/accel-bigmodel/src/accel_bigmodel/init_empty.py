@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import env
@@ -65,43 +64,41 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     nn.Module.register_parameter = parameter_on_device  # type: ignore[method-assign,assignment]
     if include_buffers:
         nn.Module.register_buffer = buffer_on_device  # type: ignore[method-assign,assignment]
+    empty = torch.empty
+    torch.empty = _short_lived(empty, target)
     try:
-        with _ShortLivedEmpty(target):
-            yield
+        yield
     finally:
+        torch.empty = empty
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
         nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
 
 
-class _ShortLivedEmpty(TorchFunctionMode):
-    """Allocates large uninitialised tensors so that their memory returns to the system as soon as they are moved.
+def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    """A ``torch.empty`` whose large tensors return their memory to the system as soon as they are moved.
 
     The C library keeps the memory of tensors below 32 MB if a small allocation follows them, so a model of many layers
     would take its full size. Large tensors therefore get their own mapping, and huge ones are created on the device.
+    It takes the function's place in torch, because a mode would slow down every other call as well.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
+    def short_lived_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None or kwargs.keys() - {"device", "dtype", "size", "requires_grad"}:
+            return empty(*args, **kwargs)
+        size = kwargs.get("size", args)
+        shape = tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes >= _HUGE:
+            kwargs["device"] = device
+        elif nbytes >= _LARGE and torch.get_default_device().type == "cpu":
+            # Windows lacks the flag; its mappings without a file are private anyway.
+            flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+            memory = torch.frombuffer(mmap.mmap(-1, nbytes, **flags), dtype=torch.uint8)
+            return memory.view(dtype).view(shape).requires_grad_(bool(kwargs.get("requires_grad")))
+        return empty(*args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        supported = not kwargs.keys() - {"device", "dtype", "size", "requires_grad"}
-        if func is torch.empty and kwargs.get("device") is None and supported:
-            size = kwargs.get("size", args)
-            shape = tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes >= _HUGE:
-                kwargs["device"] = self.device
-            elif nbytes >= _LARGE and torch.get_default_device().type == "cpu":
-                # Windows lacks the flag; its mappings without a file are private anyway.
-                flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-                memory = torch.frombuffer(mmap.mmap(-1, nbytes, **flags), dtype=torch.uint8)
-                return memory.view(dtype).view(shape).requires_grad_(bool(kwargs.get("requires_grad")))
-        return func(*args, **kwargs)
+    return short_lived_empty
 
 
 def _moved_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,9 +164,9 @@ def set_module_tensor_to_device(
     source = old if value is None else value
     assert source is not None
     copies = tied_params_map.get(source.data_ptr()) if tied_params_map and target.type != "meta" else None
-    for copy_device, copy in (copies or {}).items():
+    for copy_device, present in (copies or {}).items():
         if check_device_same(copy_device, target):
-            table[name] = copy
+            table[name] = present
             return
     if value is None and check_device_same(source.device, target):
         return
@@ -198,5 +199,12 @@ def _parameter_like(old: torch.Tensor | None, values: torch.Tensor, target: torc
     accepted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code is not None else ()
     settings = {key: item for key, item in old.__dict__.items() if key in accepted}
     requires_grad = old.requires_grad and values.is_floating_point()
+    quant_state = settings.get("quant_state")
+    if quant_state is not None:
+        # Moving a parameter moves its quantization state in place, and that state belongs to ``old`` too. A placeholder
+        # on the meta device keeps the values of the state: they are in no checkpoint under the parameter's name.
+        if target.type == "meta":
+            return parameter_class(values, requires_grad=requires_grad, **settings)  # type: ignore[no-any-return]
+        settings["quant_state"] = copy.deepcopy(quant_state)
     parameter: nn.Parameter = parameter_class(values, requires_grad=requires_grad, **settings).to(target)
     return parameter

@@ -200,7 +200,8 @@ class AlignDevicesHook(ModelHook):
         """Put values into the module for good."""
         for slot in slots:
             value = self._read(slot.name, None)
-            slot.restore(value, device or value.device)
+            assert self.weights_map is not None
+            slot.restore(value, device or value.device, self.weights_map)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.prefetcher is not None:
@@ -339,11 +340,14 @@ class _Slot:
         self.table[self.key] = new
         return new
 
-    def restore(self, value: torch.Tensor, device: torch.device) -> None:
+    def restore(self, value: torch.Tensor, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
         """Put values in permanently."""
 
         def replace() -> None:
-            set_module_tensor_to_device(self.owner, self.key, device, value=value, dtype=value.dtype)
+            scales = self._scales(value, weights)
+            set_module_tensor_to_device(
+                self.owner, self.key, device, value=value, dtype=value.dtype, fp16_statistics=scales
+            )
 
         self._replace(self.placeholder, replace)
 
@@ -372,6 +376,13 @@ class _Slot:
         """Whether the values are not in the module now."""
         return self.table[self.key] is self.placeholder
 
+    def _scales(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The scales of a weight in 8 bits, which bitsandbytes keeps under a name of their own."""
+        name = self.name.removesuffix("weight") + "SCB"
+        if self.is_plain or self.is_buffer or value.dtype != torch.int8 or not self.name.endswith("weight"):
+            return None
+        return weights.get(name)
+
     def _is_taken(self) -> bool:
         present = self.table[self.key]
         return present is not self.placeholder and present is not self._filled
@@ -391,9 +402,7 @@ class _Slot:
         elif self.is_plain:
             self.table[self.key] = nn.Parameter(value, requires_grad=False)
         else:
-            scales_name = self.name.removesuffix("weight") + "SCB"
-            has_scales = value.dtype == torch.int8 and self.name.endswith("weight") and scales_name in weights
-            scales = weights[scales_name] if has_scales else None
+            scales = self._scales(value, weights)
             options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
             set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)
         self._filled = self.table[self.key]

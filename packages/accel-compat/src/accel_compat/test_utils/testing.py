@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel_state import devices
+from accel_state import env as environment
 
 __all__ = [
     "DEFAULT_LAUNCH_COMMAND", "SubprocessCallException", "device_count", "execute_subprocess_async", "get_backend",
@@ -56,9 +56,7 @@ def run_command(command: Sequence[str], return_stdout: bool = False, env: dict[s
         SubprocessCallException: it failed.
     """
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, env=env or dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SubprocessCallException(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout}")
     return done.stdout if return_stdout else None
@@ -102,7 +100,7 @@ def execute_subprocess_async(cmd: Sequence[str], env: dict[str, str] | None = No
 
 def slow(test: Any) -> Any:
     """Skip a test unless RUN_SLOW is set."""
-    is_set = os.environ.get("RUN_SLOW", "").lower() in ("1", "true", "yes", "y", "on")
+    is_set = environment.parse_flag_from_env("RUN_SLOW", False)
     return unittest.skipUnless(is_set, "slow: set RUN_SLOW=1")(test)
 
 

@@ -5,14 +5,14 @@ The package ``accelerate`` of accel-compat adds the modules that take ``Accelera
 
 from __future__ import annotations
 
-_modules: set[str] = set()
+_known: set[str] = set()
 
 
 def add(module: str) -> None:
     """Note that a module takes its names from ``accelerate``."""
-    _modules.add(module)
+    _known.add(module)
 
 
 def are_written_in(module: str) -> bool:
     """Whether a module takes its names from ``accelerate``."""
-    return module in _modules
+    return module in _known
