@@ -374,3 +374,10 @@ def test_layers_and_fallback() -> None:
     assert get_module_size_with_ties([], 7, sizes, []) == (7, [], [])
     with pytest.raises(ConfigurationError, match=r"none of modules_to_treat holds 5\.w"):
         get_module_size_with_ties(["5.w"], 7, sizes, [])
+
+
+def test_a_map_with_an_index_that_this_machine_lacks() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="cpu:3"):
+        dispatch_model(model, {"": "cpu:3"})
+    assert dispatch_model(model, {"": "cpu:0"}) is model

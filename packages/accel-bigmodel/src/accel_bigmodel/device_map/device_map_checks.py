@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from accel_state import convert_bytes
+from accel_state import convert_bytes, devices
 from accel_state.errors import ConfigurationError
 
 from ..checkpoint.checkpoint_mapping import join_names
@@ -94,8 +94,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> No
 def check_devices(device_map: Mapping[str, Location]) -> None:
     """Refuse a device map with a device that this machine does not have."""
     for location in {str(location): location for location in device_map.values()}.values():
-        if location != "disk":
-            as_device(location)
+        device = None if location == "disk" else as_device(location)
+        if device is None or device.index is None or device.type not in devices.names():
+            continue
+        count = devices.get(device.type).device_count()
+        if device.index >= max(1, count):
+            raise ConfigurationError(
+                f"the device map has {location!r}, and this machine has {count} of {device.type}; indexes begin at 0"
+            )
 
 
 def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | None = None) -> str:
