@@ -204,7 +204,7 @@ def _parameter_like(old: torch.Tensor | None, values: torch.Tensor, target: torc
         # Moving a parameter moves its quantization state in place, and that state belongs to ``old`` too. A placeholder
         # on the meta device keeps the values of the state: they are in no checkpoint under the parameter's name.
         if target.type == "meta":
-            return parameter_class(values, requires_grad=requires_grad, **settings)  # type: ignore[no-any-return]
+            return parameter_class(values, requires_grad=requires_grad, **settings)
         settings["quant_state"] = copy.deepcopy(quant_state)
     parameter: nn.Parameter = parameter_class(values, requires_grad=requires_grad, **settings).to(target)
     return parameter

@@ -38,7 +38,7 @@ def _parser(subparsers: Any, name: str, module: str, function: str, command: Any
         setattr(parsed, _ARGUMENTS, None if args is None else list(args))
         return parsed, unknown
 
-    parser.parse_known_args = remember  # type: ignore[method-assign, assignment]
+    parser.parse_known_args = remember  # type: ignore[method-assign]
     parser.set_defaults(func=command)
     return parser
 

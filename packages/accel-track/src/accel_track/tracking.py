@@ -343,7 +343,9 @@ class TrackerRun:
             tracker = selected
             if isinstance(selected, type):
                 if selected.requires_logging_directory:  # type: ignore[attr-defined]
-                    os.makedirs(arguments.setdefault("logging_dir", self.logging_dir), exist_ok=True)
+                    directory = arguments.setdefault("logging_dir", self.logging_dir)
+                    if directory is not None:
+                        os.makedirs(directory, exist_ok=True)
                 tracker = selected(project_name, **arguments)
             run = self._resumed.get(str(tracker.name))
             if run is not None and hasattr(tracker, "resume"):

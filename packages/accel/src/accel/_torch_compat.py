@@ -80,7 +80,8 @@ def managers_that_listen_at(address: str, store: str, reach: Callable[[str], str
         store: host and port of its store as others reach it, where that is not as this process reaches it.
         reach: how this process reaches the manager with an address, from here on.
     """
-    manager, coordination = importlib.import_module("torchft.manager"), importlib.import_module("torchft.coordination")
+    manager: Any = importlib.import_module("torchft.manager")
+    coordination: Any = importlib.import_module("torchft.coordination")
 
     def serve(**given: Any) -> Any:
         return coordination.ManagerServer(**{**given, "bind": address, "store_addr": store})

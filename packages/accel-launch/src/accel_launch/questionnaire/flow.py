@@ -221,7 +221,7 @@ def _value(name: str, answers: Mapping[str, Any]) -> Any:
 def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The choices that apply; None for all."""
     if opt.name == "dynamo_backend":
-        return tuple(name for name in opt.choices if name not in REMOVED_DYNAMO_BACKENDS)
+        return tuple(name for name in opt.choices or () if name not in REMOVED_DYNAMO_BACKENDS)
     if opt.name != "distributed_type":
         return None
     if answers.get("compute_environment") == "AMAZON_SAGEMAKER":
