@@ -91,6 +91,11 @@ def compiled_stage_3() -> None:
         with_deepspeed(torch.compile(nn.Linear(4, 4), backend="eager"), 3)
 
 
+def stage_0_in_bf16() -> None:
+    with pytest.raises(ConfigurationError, match="zero_stage=1"):
+        with_deepspeed(nn.Linear(4, 4), 0, mixed_precision="bf16")
+
+
 def normed_under_deepspeed() -> None:
     with pytest.raises(ConfigurationError, match="BatchNorm1d"):
         with_deepspeed(normed(), 1, mixed_precision="bf16")
@@ -98,7 +103,7 @@ def normed_under_deepspeed() -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: scripts/test tells why")
 def test_deepspeed() -> None:
-    run_world(all_of, 2, [local_sgd, compiled_stage_3, normed_under_deepspeed], timeout=250)
+    run_world(all_of, 2, [local_sgd, compiled_stage_3, stage_0_in_bf16, normed_under_deepspeed], timeout=250)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")

@@ -336,6 +336,12 @@ class EngineBuilder:
                 "DeepSpeedPlugin(zero3_save_16bit_model=True) or --zero3_save_16bit_model true. save_state works "
                 "without it."
             )
+        if stage == 0 and group.optimizer is not None and get_value(config, "bf16.enabled"):
+            raise ConfigurationError(
+                "ZeRO stage 0 in bf16 differs from one process: by 0.04 in the loss after four steps, where "
+                "the other stages keep within 0.03 of bf16 autocast after many. Set zero_stage=1, which shards the "
+                "optimizer state alone, or train with DDP."
+            )
         if stage == 3 and is_compiled_wrapper(group.model):
             raise ConfigurationError(
                 "ZeRO stage 3 gathers the parameters of the model's own modules, and cannot do so inside the wrapper "
