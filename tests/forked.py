@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from workspace import ROOT
 
 
 def preload(imports: str) -> None:
@@ -48,6 +49,9 @@ def forked(function: Callable[[], list[str]], name: str, seconds: int = 120) -> 
 def report_of(script: Path, folder: Path, seconds: int, stdin: str | None = None) -> Any:
     """What a script that forks prints as JSON on its last line, run in a folder, without the launcher's variables."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    # Pages name accel-megatron too, whose sources import without Megatron-core.
+    paths = [str(ROOT / "packages" / "accel-megatron" / "src"), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     result = subprocess.run(
         [sys.executable, str(script)],
         input=stdin,

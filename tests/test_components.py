@@ -38,13 +38,14 @@ def test_no_program_of_a_component_is_found(tmp_path: Path) -> None:
     assert not Path(folder).exists(), "the folder of links is removed"
 
 
-def test_no_environment_of_a_component_is_found() -> None:
+def test_no_environment_of_a_component_is_found(monkeypatch) -> None:
     from components import environments
 
     done = _without("env")
     names = re.findall(r"^ACCEL_(\w+)_PYTHON=", done.stdout, re.MULTILINE)
     listed = re.findall(r"^    \[(\w+)\]=.*==", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(names) == sorted(name.upper() for name in listed) and len(names) >= 4
+    monkeypatch.delenv("ACCEL_TPU_PYTHON", raising=False)
     assert environments.find("tpu").name == "python"
 
 

@@ -93,9 +93,9 @@ def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: 
     assert rows == [(step, "loss") for step in range(10)]
 
 
-def test_one_process_is_refused(site: Path, tmp_path: Path) -> None:
+def test_one_process_trains_without_it_and_says_so(site: Path, tmp_path: Path) -> None:
     result = run(site, sys.executable, str(site / "train.py"), str(tmp_path), "object", ACCELERATE_USE_CPU="true")
-    assert "PeriodicAveraging(every=4) needs every >= 1 and several processes" in result.stderr
+    assert "PeriodicAveraging trains a model over several processes" in result.stderr
 
 
 @pytest.mark.slow  # starts two interpreters that import torch; test_command loads an extension in the fast tier

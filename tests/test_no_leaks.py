@@ -15,8 +15,8 @@ from workspace import ROOT
 FORBIDDEN = {
     "an absolute path of a user's machine": r"(?<![\w.-])/(?:work|root|home/\w+|Users/\w+"
     r"|opt/(?:pypi|wheels))(?![\w-])",
-    "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-(?!url https://download\.pytorch\.org/)"
-    + "url|file"
+    "the address of a package index": r"https?://[\w.-]*(?:pypi|pythonhosted|wheel)[\w.-]*|--(?:extra-)?index-url[ =]+(?!https://download\.pytorch\.org/)\S*:/"
+    + "/|file"
     + "://",
     "a mark of unfinished work": r"\b(?:TEST_OUT" + r"PUT|TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b",
 }

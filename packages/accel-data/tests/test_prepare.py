@@ -29,7 +29,8 @@ class Stream(IterableDataset):
 
 # Names, parameters and defaults of the reference library, 1.15.
 FACTS = {
-    "BatchSamplerShard": "batch_sampler, num_processes=1, process_index=0, split_batches=False, even_batches=True",
+    "BatchSamplerShard": "batch_sampler, num_processes=1, process_index=0, split_batches=False, even_batches=True, "
+    "**others",
     "DataLoaderAdapter": "dataset, use_stateful_dataloader=False, batch_sampler=None, **kwargs",
     "DataLoaderDispatcher": "dataset, split_batches=False, skip_batches=0, use_stateful_dataloader=False, "
     "_drop_last=False, "
