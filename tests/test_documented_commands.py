@@ -68,6 +68,14 @@ for _ in range(3):
     optimizer.step()
     accelerator.save_state()
 """
+SAVE_ALONE = """
+import torch
+from accel_checkpoint import save
+
+model = torch.nn.Linear(4, 1)
+state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 100}
+save(state, "checkpoints/checkpoint_100", step=100)
+"""
 FILES = {
     "train.py": SCRIPT,
     "script.py": SCRIPT,
@@ -81,7 +89,11 @@ FILES = {
     "fsdp.yaml": "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n",
 }
 # Commands that run first, by page.
-BEFORE = {"docs/guides/checkpoints.md": SAVE, "packages/accel/README.md": SAVE}
+BEFORE = {
+    "docs/guides/checkpoints.md": SAVE,
+    "packages/accel/README.md": SAVE,
+    "packages/accel-checkpoint/README.md": SAVE_ALONE,
+}
 
 
 def folder_of(page: str, folder: Path) -> None:

@@ -126,7 +126,7 @@ class Counter:
         return min(found)
 
     def whole(self) -> set[int]:
-        sizes = gathered_storages(self.model)
+        sizes = gathered_storages([self.model])
         self.gathered = max(self.gathered, sum(sizes.values()))
         return set(sizes)
 

@@ -58,7 +58,12 @@ def environment() -> Iterator[dict[str, str]]:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer("[::]:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=300)
-    yield {"TORCHFT_LIGHTHOUSE": server.address(), "ACCELERATE_FT_NUM_REPLICAS": "2", "RUST_LOG": "error"}
+    yield {
+        "TORCHFT_LIGHTHOUSE": server.address(),
+        "ACCELERATE_FT_NUM_REPLICAS": "2",
+        "ACCELERATE_RUN_TOKEN": "0123456789abcdef" * 4,
+        "RUST_LOG": "error",
+    }
     server.shutdown()
 
 

@@ -84,7 +84,7 @@ class Manifest:
         if manifest.format != MANIFEST_FORMAT:
             raise CheckpointError(
                 f"{path} has format {manifest.format}, and this version of accel reads {MANIFEST_FORMAT}. It was saved "
-                f"with accel {manifest.versions.get('accel')}: load it with that version."
+                f"with accel-checkpoint {manifest.versions.get('accel-checkpoint')}: load it with that version."
             )
         for name in files:
             if leads_outside(directory, name):

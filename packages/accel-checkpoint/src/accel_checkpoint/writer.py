@@ -8,11 +8,11 @@ import platform
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def write_manifest(
         world_size=world_size,
         counters=dict(counters),
         versions={
-            "accel": version("accel"),
+            **_installed("accel", "accel-checkpoint"),
             "torch": str(torch.__version__),
             "numpy": np.__version__,
             "python": platform.python_version(),
@@ -166,6 +166,15 @@ def write_manifest(
     sync(directory / MANIFEST_NAME)
     sync_directories(directory)
     return manifest
+
+
+def _installed(*names: str) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def sync_directories(directory: Path) -> None:

@@ -6,12 +6,21 @@ https://huggingface.co/docs/safetensors/index#format. Imports no torch.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from accel_state.errors import ConfigurationError
+
+# Bytes of an element. For the check without the library.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
 
 
 class InvalidFileError(ConfigurationError, SafetensorError):
@@ -25,14 +34,52 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     gaps, names that occur twice and values of other types are refused.
     """
     try:
-        with safe_open(path, framework="np"):
-            pass  # maps the file and checks its header; reads no tensor
+        is_checked = _check_by_library(path)
         length = int.from_bytes(file.read(8), "little")
         # Not strict: what the library ignores, such as further keys, must not fail here.
-        header: dict[str, Any] = json.loads(file.read(length), strict=False)
+        header: dict[str, Any] = json.loads(file.read(length), strict=False, object_pairs_hook=_without_contradictions)
+        if not is_checked:
+            _check_layout(header, path.stat().st_size - 8 - length)
     except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise InvalidFileError(
             f"{path} is not a valid safetensors file: {error}. Download or save it again."
         ) from error
     header.pop("__metadata__", None)
     return header, 8 + length
+
+
+def _check_by_library(path: Path) -> bool:
+    """Have the library check the header; False if this process has too little address space to map the file."""
+    try:
+        with safe_open(path, framework="np"):
+            return True  # reads no tensor
+    except MemoryError:
+        return False
+
+
+def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if entries.setdefault(name, value) != value:
+            raise ValueError(f"the name {name!r} occurs twice")
+    return entries
+
+
+def _check_layout(header: dict[str, Any], data_bytes: int) -> None:
+    """Raise ValueError unless the tensors fill the data without gaps and overlaps, each with as much as its shape."""
+    end = 0
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            (start, stop), shape = entry["data_offsets"], entry["shape"]
+            if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+                raise ValueError(f"{name} has offsets or sizes that are not integers of 0 or more")
+            if start != end or stop - start != math.prod(shape) * _ELEMENT_BYTES[entry["dtype"]]:
+                raise ValueError(
+                    f"the range {start} to {stop} of {name} leaves a gap, overlaps, or does not fit its shape"
+                )
+            end = stop
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an entry is malformed: {error!r}") from error
+    if end != data_bytes:
+        raise ValueError(f"the tensors have {end} bytes, and the file holds {data_bytes}")
