@@ -17,7 +17,16 @@ SCRIPT = ROOT / "examples" / "digits.py"
 # One pass is enough for two runs to differ where a rank reads, averages or steps other than it should.
 ARGUMENTS = ("--epochs", "1", "--output_dir", "")
 LAUNCH = (sys.executable, "-m", "accel_launch", "launch")
-PACKAGES = ("accel", "accel-bigmodel", "accel-data", "accel-fp8", "accel-launch", "accel-state", "accel-track")
+PACKAGES = (
+    "accel",
+    "accel-bigmodel",
+    "accel-checkpoint",
+    "accel-data",
+    "accel-fp8",
+    "accel-launch",
+    "accel-state",
+    "accel-track",
+)
 # Where it suffices that the processes form a group and compute: without an optimizer, which takes as long to import.
 GLOO = """
 import torch

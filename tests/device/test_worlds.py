@@ -17,6 +17,9 @@ from accel_state.testing import run_world
 STEPS, BATCH, RANKS = 4, 4, 2
 LAYERS = 12  # of the model that is too large
 
+# Next to other suites, on two cores, operators that fall back to the CPU take several times as long.
+pytestmark = pytest.mark.timeout(400)
+
 
 def _model(layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,7 +96,7 @@ def _train(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
 def test_trains_as_one_process(kind: str) -> None:
     losses, weights = _plain(BATCH if kind == "tp" else BATCH * RANKS)
-    ranks = run_world(_train, RANKS, kind, state=False)
+    ranks = run_world(_train, RANKS, kind, state=False, timeout=300)
     assert [rank["device"] for rank in ranks] == ["simgpu:0", "simgpu:1"]
     for rank in ranks:
         assert rank["races"] == []
@@ -134,6 +137,6 @@ def test_a_model_larger_than_both_devices_generates_the_same_tokens() -> None:
     with torch.no_grad():
         expected = model.generate(_tokens(2)[:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
     limits = {"device": size // 2, "weights": size // 4}
-    ((tokens, peaks),) = run_world(_generate, 1, limits, state=False)
+    ((tokens, peaks),) = run_world(_generate, 1, limits, state=False, timeout=300)
     assert tokens == expected
     assert all(0 < peak <= limits["device"] for peak in peaks)

@@ -147,7 +147,10 @@ class Code:
     ],
     ids=str,
 )
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], value: str) -> None:
+def test_arguments_that_cannot_be_used(
+    arguments: dict[str, Any], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     given = {"state": {"a": 1}, "path": "one", **arguments}
     with pytest.raises(ConfigurationError, match=value):
         save(given.pop("state"), given.pop("path"), **given)
