@@ -74,15 +74,16 @@ mark_current() {
 
 # Without a package whose requirements are not installed: pip would report a conflict with each later installation.
 install_packages() {
+    local group="${1:-}"
     is_current packages packages/*/pyproject.toml && return
     # By name and first: pip then takes a CPU build that it has been told of, where a range would get the newest build of the index.
     say "installing $(pinned torch)"
     pip_install "$(pinned pip)"
     pip_install "$(pinned torch)" "$(pinned hatchling)"
     local project projects=()
-    [ "$1" = megatron ] || "$VENV/bin/python" -m pip uninstall -qq -y accel-megatron # of an older set-up
+    [ "$group" = megatron ] || "$VENV/bin/python" -m pip uninstall -qq -y accel-megatron # of an older set-up
     for project in packages/*/pyproject.toml; do
-        [ "$1" = megatron ] || [ "$project" != packages/accel-megatron/pyproject.toml ] || continue
+        [ "$group" = megatron ] || [ "$project" != packages/accel-megatron/pyproject.toml ] || continue
         projects+=(--editable "$(dirname "$project")")
     done
     say "installing the packages: ${projects[*]}"

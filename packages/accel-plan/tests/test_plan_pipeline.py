@@ -89,8 +89,8 @@ def planned(
 class Counter:
     """Counts the micro batches in flight on this rank, and measures live memory."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, recorder: Recorder) -> None:
-        self.model, self.optimizer, self.recorder = model, optimizer, recorder
+    def __init__(self, model: torch.nn.Module, optimizer: Any, recorder: Recorder, parts: Any) -> None:
+        self.model, self.optimizer, self.recorder, self.parts = model, optimizer, recorder, list(parts)
         self.now, self.most, self.bytes, self.gathered = 0, 0, 0, 0
 
     def __enter__(self) -> Counter:
@@ -126,7 +126,7 @@ class Counter:
         return min(found)
 
     def whole(self) -> set[int]:
-        sizes = gathered_storages([self.model])
+        sizes = gathered_storages(self.parts)
         self.gathered = max(self.gathered, sum(sizes.values()))
         return set(sizes)
 
@@ -158,12 +158,13 @@ def train(case: Case, path: str) -> dict[str, Any]:
     model.init_weights()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 300
+    parts = accelerator.strategy._pipelines[model].parts.values()
     with Recorder({"rank": accelerator.num_processes}) as alive:
         for _ in range(2):
             optimizer.zero_grad()
             with (
                 Recorder({"rank": accelerator.num_processes}) as recorder,
-                Counter(model, optimizer, alive) as counter,
+                Counter(model, optimizer, alive, parts) as counter,
             ):
                 accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
