@@ -66,7 +66,7 @@ class Tee:
             if streams & stream:
                 path = directory / f"{name}.log"
                 self.files[name] = path.open("wb")
-                arguments = (path, prefix, target)
+                arguments = (path.open(errors="replace"), prefix, target)
                 self._threads.append(threading.Thread(target=self._copy, args=arguments, daemon=True))
 
     def start(self) -> None:
@@ -85,8 +85,8 @@ class Tee:
             if thread.ident is not None:
                 thread.join()
 
-    def _copy(self, path: Path, prefix: str, target: TextIO) -> None:
-        with open(path, errors="replace") as file:
+    def _copy(self, file: TextIO, prefix: str, target: TextIO) -> None:
+        with file:
             while True:
                 is_last = self._finished.is_set()  # before the look, so that nothing is written after the last one
                 while line := file.readline():
