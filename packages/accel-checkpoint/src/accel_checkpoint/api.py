@@ -349,8 +349,7 @@ class _Loading:
 
     def _read_rng(self, manifest: Manifest) -> None:
         rank, device = self.process.process_index, self.process.device_backend
-        saved = sorted(name for name in manifest.files if name == rng_file(0) or name.startswith(rng_file(0)[:-5]))
-        if not saved:
+        if rng_file(0) not in manifest.files:
             return
         is_new = rank >= manifest.world_size
         path = self.folder / rng_file(0 if is_new else rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,10 +37,10 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     try:
         is_checked = _check_by_library(path)
         length = int.from_bytes(file.read(8), "little")
-        # Not strict: what the library ignores, such as further keys, must not fail here.
-        header: dict[str, Any] = json.loads(file.read(length), strict=False, object_pairs_hook=_without_contradictions)
         if not is_checked:
-            _check_layout(header, path.stat().st_size - 8 - length)
+            return _check_header(file, length), 8 + length
+        # Not strict: what the library ignores, such as further keys, must not fail here.
+        header: dict[str, Any] = json.loads(file.read(length), strict=False)
     except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise InvalidFileError(
             f"{path} is not a valid safetensors file: {error}. Download or save it again."
@@ -57,29 +58,41 @@ def _check_by_library(path: Path) -> bool:
         return False
 
 
-def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for name, value in pairs:
-        if entries.setdefault(name, value) != value:
-            raise ValueError(f"the name {name!r} occurs twice")
-    return entries
+def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
+    """The entries of a header of ``length`` bytes; raises ValueError unless the tensors fill the rest of the file.
 
-
-def _check_layout(header: dict[str, Any], data_bytes: int) -> None:
-    """Raise ValueError unless the tensors fill the data without gaps and overlaps, each with as much as its shape."""
+    As the library does, but without mapping the file, for which a process may have too little address space.
+    """
+    data_bytes = os.fstat(file.fileno()).st_size - 8 - length
+    if data_bytes < 0:
+        raise ValueError(f"the header has {length} bytes, and the file ends before")
+    header = json.loads(file.read(length), strict=False, object_pairs_hook=_without_contradictions)
+    if not isinstance(header, dict):
+        raise ValueError(f"the header is a {type(header).__name__}")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ does not map names to texts")
     end = 0
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
-        for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             (start, stop), shape = entry["data_offsets"], entry["shape"]
             if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
                 raise ValueError(f"{name} has offsets or sizes that are not integers of 0 or more")
             if start != end or stop - start != math.prod(shape) * _ELEMENT_BYTES[entry["dtype"]]:
                 raise ValueError(
-                    f"the range {start} to {stop} of {name} leaves a gap, overlaps, or does not fit its shape"
+                    f"the range {start} to {stop} of {name} leaves a gap, overlaps or does not fit its shape"
                 )
             end = stop
     except (KeyError, TypeError) as error:
         raise ValueError(f"an entry is malformed: {error!r}") from error
     if end != data_bytes:
         raise ValueError(f"the tensors have {end} bytes, and the file holds {data_bytes}")
+    return header
+
+
+def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if entries.setdefault(name, value) != value:
+            raise ValueError(f"the name {name!r} occurs twice")
+    return entries

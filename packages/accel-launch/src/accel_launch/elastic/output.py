@@ -60,13 +60,15 @@ class Tee:
     def __init__(self, directory: Path, streams: int, prefix: str, screen: tuple[TextIO, TextIO]) -> None:
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._copied: list[TextIO] = []  # opened here, so that a limit of open files fails the start and no thread
         self.files: dict[str, IO[bytes]] = {}
         """The arguments for :class:`subprocess.Popen`."""
         for stream, name, target in ((_STDOUT, "stdout", screen[0]), (_STDERR, "stderr", screen[1])):
             if streams & stream:
                 path = directory / f"{name}.log"
                 self.files[name] = path.open("wb")
-                arguments = (path.open(errors="replace"), prefix, target)
+                self._copied.append(path.open(errors="replace"))
+                arguments = (self._copied[-1], prefix, target)
                 self._threads.append(threading.Thread(target=self._copy, args=arguments, daemon=True))
 
     def start(self) -> None:
@@ -84,17 +86,18 @@ class Tee:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        for copied in self._copied:
+            copied.close()
 
     def _copy(self, file: TextIO, prefix: str, target: TextIO) -> None:
-        with file:
-            while True:
-                is_last = self._finished.is_set()  # before the look, so that nothing is written after the last one
-                while line := file.readline():
-                    target.write(f"{prefix}{line}")
-                    target.flush()
-                if is_last:
-                    return
-                self._finished.wait(_POLL_SECONDS)
+        while True:
+            is_last = self._finished.is_set()  # before the look, so that nothing is written after the last one
+            while line := file.readline():
+                target.write(f"{prefix}{line}")
+                target.flush()
+            if is_last:
+                return
+            self._finished.wait(_POLL_SECONDS)
 
 
 def line_prefix(template: str | None, variables: Mapping[str, str]) -> str:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 
 from ..records import Run, read_runs
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand of ``accel``; see ``accel_launch.command.Command``."""
-
-    summary: str
-    run: Callable[[list[str]], int]
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

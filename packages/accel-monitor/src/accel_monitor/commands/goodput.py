@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.paths import open_for_writing
 
 from ..html import page
 from ..ledger import Ledger, make_ledger
 from ..report import report
-from .command import Command, add_run_arguments, chosen_run
+from .command import add_run_arguments, chosen_run
 
 
 def run(argv: Sequence[str]) -> int:

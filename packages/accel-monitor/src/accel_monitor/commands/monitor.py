@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from accel_state.command import Command
+
 from ..page import render
-from .command import Command, add_run_arguments, chosen_run
+from .command import add_run_arguments, chosen_run
 
 
 def run(argv: Sequence[str]) -> int:
