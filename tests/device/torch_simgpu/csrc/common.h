@@ -47,12 +47,35 @@ inline thread_local Index current = 0;
 inline thread_local std::array<int64_t, MAX_DEVICES> streams{};
 inline thread_local int inside = 0;
 
-// Guards everything below. What is queued holds addresses only, never a tensor, so nothing done under it needs the GIL.
+// Guards everything below. A thread may need the GIL while it holds the lock: to count a reference to a tensor that Python
+// has, too. So a thread that has the GIL (torch records events with it) gives it back while it waits for the lock.
+extern "C" {
+int PyGILState_Check() __attribute__((weak));
+void* PyEval_SaveThread() __attribute__((weak));
+void PyEval_RestoreThread(void*) __attribute__((weak));
+}
+
+template <class Mutex>
+class WithoutGil {
+ public:
+  explicit WithoutGil(Mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    void* state = PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (state) PyEval_RestoreThread(state);
+  }
+  ~WithoutGil() { mutex_.unlock(); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
 inline std::recursive_mutex& mutex() {
   static auto* m = new std::recursive_mutex;
   return *m;
 }
-using Lock = std::lock_guard<std::recursive_mutex>;
+using Lock = WithoutGil<std::recursive_mutex>;
 
 // As with CUDA: a device that was used before a fork cannot be used by the child.
 inline bool used = false, forked_after_use = false;

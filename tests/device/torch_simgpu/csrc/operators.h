@@ -200,7 +200,7 @@ struct SwappedGenerator {
   at::Generator device, cpu = at::detail::getDefaultCPUGenerator();
   Tensor saved;
   static std::mutex& one_at_a_time() { static auto* m = new std::mutex; return *m; }
-  std::unique_lock<std::mutex> lock{one_at_a_time()};
+  WithoutGil<std::mutex> lock{one_at_a_time()};
   explicit SwappedGenerator(at::Generator g) : device(std::move(g)) {
     TORCH_CHECK(device.device().type() == TYPE, "Expected a 'simgpu' device type for generator but found '", device.device().type(), "'");
     saved = cpu.get_state();
