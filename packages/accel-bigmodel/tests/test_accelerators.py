@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bigmodel_nets import Net, blocks_on, net, save, words
+from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel import (
@@ -34,6 +35,59 @@ pytestmark = [
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     return torch.device(devices.detect().name, 0)
+
+
+class Unsplit(nn.Sequential):
+    _no_split_modules = ("Unsplit",)
+
+
+@pytest.mark.parametrize("first", ["block", "layer"])
+def test_devices_are_used_although_the_first_block_fits_on_none(
+    first: str, device: torch.device, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        large = Unsplit(*(nn.Linear(32, 32) for _ in range(4))) if first == "block" else nn.Embedding(1000, 32)
+        return nn.Sequential(large, nn.Linear(32, 32), nn.Linear(32, 8), nn.Linear(8, 4))
+
+    layer = 32 * 33 * 4  # bytes
+    x = torch.randn(3, 32) if first == "block" else torch.tensor([1, 7, 999])
+    ran: dict[str, str] = {}
+    with torch.no_grad():
+        expected = build()(x)
+        save_file(build().state_dict(), tmp_path / "model.safetensors")
+        model = load_checkpoint_and_dispatch(
+            build(),
+            tmp_path / "model.safetensors",
+            device_map="auto",
+            max_memory={0: 3 * layer, "cpu": 0},
+            no_split_module_classes=["Unsplit"],
+        )
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.register_forward_hook(lambda _, __, out, name=name: ran.update({name: out.device.type}))
+        for _ in range(2):
+            torch.testing.assert_close(model(x).cpu(), expected)
+    assert {"disk", 0} == set(model.hf_device_map.values()), model.hf_device_map
+    # Layers of a block visit the device one after the other; one that is too large for it runs on the CPU.
+    alone = {"0"} if first == "layer" else set()
+    assert {name for name, where in ran.items() if where == "cpu"} == alone
+
+
+def test_a_model_of_which_nothing_stays_on_a_device_is_computed_there(device: torch.device, tmp_path: Path) -> None:
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        expected = model(x)
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        memory = {0: 32 * 33 * 4 + 100, "cpu": 0}  # one layer, which another one may have to visit
+        model = load_checkpoint_and_dispatch(
+            model, tmp_path / "model.safetensors", device_map="auto", max_memory=memory
+        )
+        devices_used = set()
+        model[1].register_forward_hook(lambda _, __, out: devices_used.add(out.device.type))
+        torch.testing.assert_close(model(x).cpu(), expected)
+    assert model.hf_device_map == {"": "disk"} and devices_used == {device.type}
 
 
 @pytest.mark.parametrize("kind", ["all", "memory", "disk", "mixed"])

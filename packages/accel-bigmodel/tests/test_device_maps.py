@@ -42,6 +42,9 @@ class Leaf(nn.Module):
         if buffer:
             self.register_buffer("table", torch.empty(buffer, device="meta"), persistent=buffer % 2 == 0)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
 
 class Block(nn.Module):
     """A block that may have to stay whole, with tensors of its own."""
@@ -244,6 +247,36 @@ def test_splitting_and_options() -> None:
     assert infer_auto_device_map(model, {0: 100, "cpu": 50000}) == {"": "cpu"}
     found = infer_auto_device_map(model, {0: 100, "cpu": 50000}, fallback_allocation=True)
     assert found == {"0": "cpu", "1": 0, "2": "cpu"}
+
+
+def test_a_layer_that_is_too_large_does_not_send_the_others_to_the_host() -> None:
+    model = nn.ModuleList(Block([sizes] * 4, 0) for sizes in (30, 9, 9, 6))  # of four layers each
+    model[0] = Whole([30] * 4, 0)
+    limits = {0: 256, 1: 256, "cpu": 10**6}
+    whole = {"no_split_module_classes": ["Whole"]}
+    assert set(infer_auto_device_map(model, limits, **whole).values()) == {"cpu"}
+    found = infer_auto_device_map(model, limits, **whole, skip_too_large=True)
+    assert found["0"] == "cpu" and {0, 1} <= set(found.values())
+    # The largest layer of the block visits device 0, which keeps 120 bytes free for it.
+    assert bytes_on(model, found)[0] <= 256 - 120 < 256 - 48 <= bytes_on(model, found)[1]
+    assert named_device_map(model, "auto", {**limits}, ["Whole"]) == found
+    # A device that is filled already is not left because of the layer; memory of the host is limited too.
+    model = nn.ModuleList([Leaf(9), Leaf(100), Leaf(9), Leaf(9)])
+    assert named_device_map(model, "auto", {0: 108, "cpu": 399}) == {"0": 0, "1": "disk", "2": 0, "3": 0}
+    assert named_device_map(model, "auto", {"cpu": 399}) == {"0": "cpu", **dict.fromkeys("123", "disk")}
+
+
+@given(model=MODELS, limits=LIMITS, offload_buffers=st.booleans())
+def test_what_is_skipped_fits_on_no_accelerator(model: Model, limits: dict, offload_buffers: bool) -> None:
+    options = {"no_split_module_classes": ["Whole"], "offload_buffers": offload_buffers}
+    found = infer_auto_device_map(model, limits, **options, skip_too_large=True)
+    for name in tensors_of(model):
+        assert len(entries_for(name, found)) == 1, (name, found)
+    resident, without = bytes_on(model, found), bytes_on(model, infer_auto_device_map(model, limits, **options))
+    assert all(device == "disk" or size <= limits[device] for device, size in resident.items())
+    accelerators = [device for device in limits if device != "cpu"]
+    if not find_tied_parameters(model):
+        assert sum(resident.get(one, 0) for one in accelerators) >= sum(without.get(one, 0) for one in accelerators)
 
 
 def test_a_map_that_is_not_cleaned_names_the_members_of_the_model() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from .hooks.attach import (
     return_outputs_to_inputs,
 )
 from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
+from .hooks.experts import largest_visit
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
 from .offload.parent_read_params import is_param_container, reading_module, reads_child_params
 from .offload.store import (
@@ -36,7 +37,7 @@ from .offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from .sizes import direct_members, named_tensors
+from .sizes import compute_module_sizes, direct_members, named_tensors
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
 from .tied_params import (
     check_tied_parameters_on_same_device,
@@ -150,7 +151,8 @@ def dispatch_model(
 
     Args:
         device_map: devices of modules by name: a number, a torch device, "cpu" or "disk".
-        main_device: where offloaded modules run. None: the first accelerator of the map, else the CPU.
+        main_device: where offloaded modules run. None: the first accelerator of the map, else the CPU. Modules with a
+            layer that is larger than this device run on the CPU.
         state_dict: weights of the modules on the CPU. None: those of the model.
         offload_dir: the directory of weights on the disk; missing ones are written.
         offload_index: index of the weights on the disk, as for :class:`OffloadedWeightsLoader`.
@@ -177,6 +179,7 @@ def dispatch_model(
     whole_classes = tuple(preload_module_classes or ())
     flat_map = disjoint_device_map(model, with_shared_modules(model, device_map), whole_classes)
     dispatcher = _Dispatcher(model, flat_map, main_device, offload_buffers)
+    dispatcher.keep_too_large_on_host(max_memory, whole_classes)
     if dispatcher.needs_hooks or force_hooks:
         dispatcher.find_offloaded_weights(state_dict, offload_dir, offload_index)
         dispatcher.attach_hooks(skip_keys, whole_classes, dispatcher.room(max_memory))
@@ -218,6 +221,26 @@ class _Dispatcher:
             name: main if str(location) in HOST_AND_DISK else location for name, location in device_map.items()
         }
         self.weights: OffloadedWeightsLoader | None = None
+
+    def keep_too_large_on_host(self, max_memory: MaxMemory | None, whole_classes: Collection[str]) -> None:
+        """Let the CPU run offloaded modules with a layer that is larger than the main device."""
+        main = as_device(self.main)
+        if main.type == "cpu" or not any(self.offload.values()):
+            return
+        limit = devices.get(main.type).memory_total(main.index or 0)
+        if max_memory is not None:
+            limit = min(limit, get_max_memory(dict(max_memory)).get(main.index or 0, limit))
+        sizes = compute_module_sizes(self.model)
+        large = [name for name, offloads in self.offload.items() if offloads and sizes.get(name, 0) > limit]
+        for name in large:
+            inside = {
+                tensor: value.nbytes
+                for tensor, value in named_tensors(self.model)
+                if name in ("", tensor) or tensor.startswith(f"{name}.")
+            }
+            if largest_visit(self.model, inside, whole_classes) > limit:
+                self.execution[name] = "cpu"
+                self.offload[name] = str(self.device_map[name]) == "disk"
 
     @property
     def needs_hooks(self) -> bool:
@@ -457,8 +480,12 @@ def load_checkpoint_and_dispatch(
             :func:`dispatch_model`.
     """
     check_type(model, nn.Module, "load_checkpoint_and_dispatch", "Pass a model: a torch.nn.Module.")
+    main_device: Location | None = None
     if isinstance(device_map, str):
         device_map = named_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        # Also when no module stays on an accelerator: each of them fits on one for its forward.
+        limits = get_max_memory(max_memory)
+        main_device = next((place for place, limit in limits.items() if limit > 0 and place not in HOST_AND_DISK), None)
     _undo_dispatch(model)
     load_checkpoint_in_model(
         model,
@@ -478,6 +505,7 @@ def load_checkpoint_and_dispatch(
     return dispatch_model(
         model,
         device_map,
+        main_device=main_device,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -528,4 +556,5 @@ def named_device_map(
         dtype=dtype,
         special_dtypes=special_dtypes,
         offload_buffers=offload_buffers,
+        skip_too_large=True,
     )

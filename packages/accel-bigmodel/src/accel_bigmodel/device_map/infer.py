@@ -13,6 +13,7 @@ from accel_state import convert_bytes, convert_file_size_to_int
 from accel_state.errors import check_type
 
 from .._torch_compat import children_of
+from ..hooks.experts import largest_visit
 from ..offload.parent_read_params import reads_child_params
 from ..sizes import Dtype, as_names, direct_members, tensor_bytes
 from ..tensors import Location
@@ -89,6 +90,17 @@ class PlacementTree:
             holders.setdefault(id(tensor), []).append(unit)
             self.tied_sizes[id(tensor)] = size
 
+    def largest_visit(self, unit: PlacementUnit) -> int:
+        """Bytes of the largest layer of a unit: its layers are on the main device one after the other."""
+        if not isinstance(unit.member, nn.Module):
+            return unit.size
+        prefix = f"{unit.name}." if unit.name else ""
+        sizes = {
+            name.removeprefix(prefix): tensor_bytes(tensor, self._dtype, self._special.get(name))
+            for name, tensor in _tensors(unit)
+        }
+        return largest_visit(unit.member, sizes)
+
 
 def _tensors(unit: PlacementUnit) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a unit, under each of their names."""
@@ -117,6 +129,7 @@ def infer_auto_device_map(
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
+    skip_too_large: bool = False,
 ) -> dict[str, Location]:
     """A device map that fills the accelerators in their order, then the CPU, then the disk.
 
@@ -135,6 +148,8 @@ def infer_auto_device_map(
             it a model that fits on one device has an entry for each of its direct members instead of "".
         offload_buffers: offload buffers together with the weights. Otherwise the main device reserves room for them.
         fallback_allocation: if the next layer does not fit on an empty device, place a later one that does.
+        skip_too_large: offload a layer that is too large for every accelerator, and fill the accelerators with those
+            after it, as the named maps ("auto", ...) do. Otherwise everything after it is offloaded too.
 
     Returns:
         Names of modules (or of tensors that a split module holds directly) and their devices.
@@ -148,7 +163,7 @@ def infer_auto_device_map(
     main = next((device for device, limit in limits.items() if limit > 0 and device != "disk"), "disk")
     reserved = 0
     for _ in range(_MAX_ATTEMPTS):
-        attempt = _Allocation(tree, limits, main, reserved, fallback_allocation, verbose)
+        attempt = _Allocation(tree, limits, main, reserved, fallback_allocation, skip_too_large, verbose)
         attempt.run()
         needed = attempt.room_needed(offload_buffers)
         if needed <= reserved:
@@ -175,6 +190,7 @@ class _Allocation:
     main: int | str
     reserved: int
     fallback: bool
+    skip_too_large: bool
     verbose: bool
     device_map: dict[str, Location] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -192,11 +208,15 @@ class _Allocation:
     def device(self) -> int | str:
         return self.devices[self.position]
 
-    def room(self) -> float:
-        """Bytes left on the current device."""
-        if self.device == "disk":
+    def room(self, device: int | str) -> float:
+        """Bytes left on a device."""
+        return self._capacity(device) - self.used[device]
+
+    def _capacity(self, device: int | str) -> float:
+        """Bytes that a device may hold."""
+        if device == "disk":
             return float("inf")
-        return self.limits[self.device] - self.used[self.device] - (self.reserved if self.device == self.main else 0)
+        return self.limits[device] - (self.reserved if device == self.main else 0)
 
     def run(self) -> None:
         pending = [self.tree.root]
@@ -205,17 +225,28 @@ class _Allocation:
             if unit.name in self.placed:
                 continue
             group = self._tied_group(unit)
-            if group is not None and self._cost(group) <= self.room():
-                self._place(group)
+            if group is not None and self._cost(group, self.device) <= self.room(self.device):
+                self._place(group, self.device)
                 continue
             if unit.children:
                 pending.extend(reversed(unit.children))
                 continue
             is_empty = self.used[self.device] == 0
-            if not (group is not None and self.fallback and is_empty and self._place_later_unit(pending)):
+            if group is not None and self.fallback and is_empty and self._place_later_unit(pending):
+                pending.append(unit)
+            elif group is not None and self.skip_too_large and self._is_too_large(group):
+                self.log.append(f"{unit.name}: {convert_bytes(unit.size)} do not fit on any of the accelerators left")
+                host = (device for device in HOST_AND_DISK if device in self.used)
+                self._place(group, next(one for one in host if self._cost(group, one) <= self.room(one)))
+            else:
                 self.log.append(f"{unit.name}: {convert_bytes(unit.size)} do not fit into the rest of {self.device}")
                 self.position += 1
-            pending.append(unit)
+                pending.append(unit)
+
+    def _is_too_large(self, group: list[PlacementUnit]) -> bool:
+        """Whether no accelerator from the current one on could hold units if it were empty; False on the host."""
+        accelerators = [device for device in self.devices[self.position :] if device not in HOST_AND_DISK]
+        return bool(accelerators) and all(self._cost(group, one) > self._capacity(one) for one in accelerators)
 
     def _tied_group(self, unit: PlacementUnit) -> list[PlacementUnit] | None:
         """The unit and all that are tied to it, directly or not; None if a part of it is placed already."""
@@ -233,34 +264,34 @@ class _Allocation:
                         group.append(owner)
         return [unit, *sorted(group[1:], key=lambda owner: owner.name)]
 
-    def _cost(self, group: list[PlacementUnit]) -> int:
-        """Bytes of several units, tied weights counted once."""
+    def _cost(self, group: list[PlacementUnit], device: int | str) -> int:
+        """Bytes of several units on a device, tied weights counted once."""
         if len(group) == 1 and not group[0].tied:
             return group[0].size
-        counted = {weight for weight, device in self.tied_devices.items() if device == self.device}
+        counted = {weight for weight, holder in self.tied_devices.items() if holder == device}
         total = 0
         for unit in group:
             total += unit.size - sum(self.tree.tied_sizes[weight] for weight in unit.tied & counted)
             counted |= unit.tied
         return total
 
-    def _place(self, group: list[PlacementUnit]) -> None:
-        cost = self._cost(group)
-        self.used[self.device] += cost
+    def _place(self, group: list[PlacementUnit], device: int | str) -> None:
+        cost = self._cost(group, device)
+        self.used[device] += cost
         for unit in group:
-            self.device_map[unit.name] = self.device
+            self.device_map[unit.name] = device
             self.placed.add(unit.name)
-            self.tied_devices.update(dict.fromkeys(unit.tied, self.device))
+            self.tied_devices.update(dict.fromkeys(unit.tied, device))
             parent = unit.parent
             while parent is not None and parent.name not in self.partly_placed:
                 self.partly_placed.add(parent.name)
                 parent = parent.parent
-            if self.device in HOST_AND_DISK and self.device != self.main:
+            if device in HOST_AND_DISK and device != self.main:
                 self.offloaded.append(unit)
         if self.verbose:
             names = " with ".join(unit.name or "the whole model" for unit in group)
-            left = "no limit" if self.device == "disk" else f"{convert_bytes(self.room())} left"
-            self.log.append(f"{names}: {convert_bytes(cost)} on {self.device} ({left})")
+            left = "no limit" if device == "disk" else f"{convert_bytes(self.room(device))} left"
+            self.log.append(f"{names}: {convert_bytes(cost)} on {device} ({left})")
 
     def _place_later_unit(self, pending: list[PlacementUnit]) -> bool:
         """Place the first pending unit that fits on the current device, breadth first."""
@@ -268,8 +299,8 @@ class _Allocation:
         while level:
             for unit in level:
                 group = self._tied_group(unit)
-                if group is not None and 0 < self._cost(group) <= self.room():
-                    self._place(group)
+                if group is not None and 0 < self._cost(group, self.device) <= self.room(self.device):
+                    self._place(group, self.device)
                     return True
             level = [child for unit in level for child in unit.children if child.name not in self.placed]
         return False
@@ -305,6 +336,8 @@ class _Allocation:
             unit = pending.pop()
             pending.extend(unit.children)
             size = unit.size if offload_buffers else unit.size - unit.buffers
+            if not unit.children and size > limit:
+                size = self.tree.largest_visit(unit)
             if not unit.children and size <= limit:
                 largest = max(largest, size)
         return largest, buffers

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..offload.experts import ExpertPool, ExpertWeights
+from ..offload.parent_read_params import reading_module
 from ..offload.store import Origin, are_same, origins
 from .align import AlignDevicesHook
 
@@ -30,6 +32,23 @@ def is_routed_experts(module: nn.Module) -> bool:
     if not all(parameter.ndim >= 2 and parameter.shape[0] == experts for parameter in parameters):
         return False
     return _position(type(module).forward) is not None
+
+
+def largest_visit(module: nn.Module, sizes: Mapping[str, int], classes: Collection[str] | None = None) -> int:
+    """The most bytes that an offloaded module needs on its device at once: those of its largest layer or expert.
+
+    Args:
+        sizes: bytes of its tensors by their names in ``module``.
+        classes: classes of modules that are loaded as a whole.
+    """
+    read_by: Counter[str] = Counter()
+    for tensor, size in sizes.items():
+        read_by[reading_module(module, tensor, classes)] += size
+    largest = 0
+    for reader, size in read_by.items():
+        layer: Any = module.get_submodule(reader)
+        largest = max(largest, size // layer.num_experts if is_routed_experts(layer) else size)
+    return largest
 
 
 class RoutedExpertsHook(AlignDevicesHook):
