@@ -391,7 +391,7 @@ def train(draw: Draw, setup: Setup, first: int, last: int, folder: str | None) -
     if folder and first:
         accelerator.load_state(folder)
     if setup.sizes.get("sp"):
-        loader = accelerator.strategy.sequence_parallel_loader(loader, models[0])
+        loader = accelerator.strategy.sequences.split_loader(loader, models[0])
     found = Found()
     with ExitStack() as blocks:
         local = LocalSGD(accelerator, models[0], 2) if draw.has("local sgd") else None

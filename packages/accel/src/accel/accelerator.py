@@ -167,7 +167,8 @@ class Accelerator(AcceleratorProperties):
         )
         self._accumulation.follow_elastic_loaders(self.dataloader_config, deterministic_reduction)
         self.prepared.shard_listener = self._accumulation.elastic
-        self._tracking = setup.strategy.tracking(self._tracking)
+        if setup.strategy.replicas is not None:
+            self._tracking = setup.strategy.replicas.share_tracking(self._tracking)
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
         self._checkpointer.loaders_from_start = reference_scripts.are_written_in(
             sys._getframe(1).f_globals.get("__name__", "")
@@ -177,7 +178,8 @@ class Accelerator(AcceleratorProperties):
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
         self._startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
-        setup.strategy.start(self)
+        if setup.strategy.replicas is not None:
+            setup.strategy.replicas.follow(self)
         self._monitor = monitoring.start(monitor, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,7 +261,7 @@ class Accelerator(AcceleratorProperties):
             dl: a prepared loader.
             model: the prepared model.
         """
-        return self.strategy.sequence_parallel_loader(dl, model)
+        return self.strategy.sequences.split_loader(dl, model)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -361,7 +363,7 @@ class Accelerator(AcceleratorProperties):
             buffer_seq_dims: that dimension of each of them.
             no_restore_buffers: those of them that need not be complete again after the block.
         """
-        return self.strategy.context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.strategy.sequences.block(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes do not synchronise the model's gradients."""
@@ -624,14 +626,16 @@ class Accelerator(AcceleratorProperties):
         """
         output_dir = None if self.preemption is None else self.preemption.settings.output_dir
         newest = None
-        if not self.strategy.joins_runs or output_dir is not None or self.project_dir is not None:
+        replicas = self.strategy.replicas
+        if replicas is None or output_dir is not None or self.project_dir is not None:
             newest = self._checkpointer.newest(output_dir)
         if newest is not None:
             self.load_state(newest, strict=True)
             for loader in self.prepared.dataloaders:
                 if isinstance(loader, PreparedLoader):
                     loader.pass_over_finished_epoch(False)
-        return self.strategy.join_run() or newest is not None
+        joined = replicas is not None and replicas.join_run()
+        return joined or newest is not None
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.

@@ -17,7 +17,7 @@ from torch import nn
 from accel_checkpoint.names import CheckpointError, require_number
 from accel_state import get_logger
 
-from ..contract.strategy import Strategy
+from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..training.gradient_accumulation import Accumulation, Window
 
@@ -37,7 +37,7 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
     if not used:
         return None
     strategy, local, averaged = accumulation.strategy, {}, {}
-    supported = strategy.saves_gradients and (
+    supported = strategy.gradients.can_be_saved and (
         strategy.shards_parameters or all(_is_whole(item) for index in used for item in models[index].parameters())
     )
     if not supported:
@@ -49,7 +49,7 @@ def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence
         return None
     for index in used:
         if strategy.shards_parameters:
-            averaged[index] = strategy.gather_gradients(models[index])
+            averaged[index] = strategy.gradients.gather(models[index])
         else:
             named = extract_model_from_parallel(models[index], keep_torch_compile=False).named_parameters()
             local[index] = {clean_name(name): item.grad for name, item in named if item.grad is not None}
@@ -104,7 +104,11 @@ def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, An
 
 
 def check(
-    saved: Any, source: str, loaders: Sequence[Any], models: Sequence[nn.Module], strategy: Strategy | None = None
+    saved: Any,
+    source: str,
+    loaders: Sequence[Any],
+    models: Sequence[nn.Module],
+    accumulated: AccumulatedGradients,
 ) -> None:
     """Raise CheckpointError if windows do not fit the prepared objects."""
     try:
@@ -118,7 +122,7 @@ def check(
             if not fits or not 0 < window["position"] < window["divisor"]:
                 raise CheckpointError(f"{source} holds a window of a loader or a model that was not prepared.")
         for index, gradients in [*saved["gradients"].items(), *saved.get("averaged", {}).items()]:
-            known = (Strategy() if strategy is None else strategy).gradient_shapes(models[index])
+            known = accumulated.shapes(models[index])
             wrong = [name for name, gradient in gradients.items() if name not in known or known[name] != gradient.shape]
             if wrong:
                 raise CheckpointError(
@@ -135,7 +139,7 @@ def restore(
     strategy = accumulation.strategy
     stale = {id(model): model for _, window in _open_windows(accumulation, loaders) for model in window.models}
     for model in stale.values():
-        strategy.drop_gradients(model)
+        strategy.gradients.drop(model)
     accumulation.forget()
     accumulation.gradient_state.sync_gradients = saved is None
     if saved is None:
@@ -146,4 +150,4 @@ def restore(
         accumulation.add_window(None if window["loader"] < 0 else loaders[window["loader"]], Window(owners, **fields))
     for kind in ("gradients", "averaged"):
         for index, gradients in saved.get(kind, {}).items():
-            strategy.put_gradients(models[index], gradients)
+            strategy.gradients.put(models[index], gradients)

@@ -377,7 +377,7 @@ class StateReader:
     def _read_windows(self, names: list[str], loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the open accumulation windows of this rank, or a share of all on another number of ranks."""
         assert self.manifest is not None
-        if not strategy.saves_gradients:
+        if not strategy.gradients.can_be_saved:
             self._read_names.update(names)
             logger.warning(
                 "%s holds the gradients of an open accumulation window, which %s cannot restore: a new window starts.",
@@ -394,7 +394,7 @@ class StateReader:
         used = [own_name] if own_only else names
         saved = [self._read_window(name) for name in used]
         for name, window in [*zip(used, saved, strict=True), (names[0], first)]:
-            accumulation_state.check(window, str(self.folder / name), loaders, models, strategy)
+            accumulation_state.check(window, str(self.folder / name), loaders, models, strategy.gradients)
         if own_only:
             self.windows = {**saved[0], "averaged": first.get("averaged", {})}
         else:

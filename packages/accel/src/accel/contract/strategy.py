@@ -13,15 +13,17 @@ from torch.optim import Optimizer
 from accel_state import DistributedType, GradientAccumulationPlugin, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
-from accel_track.tracking import TrackerRun
 
 from .._torch_compat import foreach_mul_
 from ..core.placing import move
 from ..core.types import Gathered, Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
+from ..core.unwrap import extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
+from .accumulated_gradients import AccumulatedGradients
+from .replicas import Replicas
+from .sequences import Sequences
 
 
 class Strategy:
@@ -43,9 +45,9 @@ class Strategy:
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
-        saves_gradients: whether the gradients of an open accumulation window can be saved and restored.
-        step_gate: asked by a prepared optimizer before each step, which it skips if the answer is False; None for
-            strategies that apply every step.
+        sequences: splits sequences over ranks.
+        gradients: discards, saves and restores accumulated gradients.
+        replicas: what strategies decide whose replicas join and leave a run; None for all others.
         data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
     """
 
@@ -55,9 +57,10 @@ class Strategy:
     supports_elastic: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     supports_compilation: ClassVar[bool] = True
-    saves_gradients: bool = True
-    step_gate: Callable[[], bool] | None = None
     data_mesh: Any = None
+    sequences: Sequences = Sequences()
+    gradients: AccumulatedGradients = AccumulatedGradients()
+    replicas: Replicas | None = None
 
     state: PartialState
     handlers: Handlers
@@ -83,20 +86,6 @@ class Strategy:
         """
         self.state = state
         self.handlers = handlers
-
-    def start(self, accelerator: Any) -> None:
-        """Called once, when the Accelerator is complete; for strategies that follow the whole run."""
-
-    joins_runs: ClassVar[bool] = False
-    """Whether :meth:`join_run` can do more than return False."""
-
-    def tracking(self, run: TrackerRun) -> TrackerRun:
-        """The trackers to log to, given those of this process."""
-        return run
-
-    def join_run(self) -> bool:
-        """Join a run that others have begun, with their state; whether there was one. See ``Accelerator.resume``."""
-        return False
 
     # -- topology ----------------------------------------------------------------------------------------------------
 
@@ -126,11 +115,6 @@ class Strategy:
     def batches_per_process(self) -> int:
         """How many batches of a loader this process computes at once, one for each part of its devices."""
         return 1
-
-    @property
-    def updates_per_step(self) -> int:
-        """How many batches of a loader's own size a global step has, by which schedules advance."""
-        return self.data_collectives.world_size * self.batches_per_process
 
     @property
     def averaging_collectives(self) -> Collectives:
@@ -213,29 +197,6 @@ class Strategy:
     def close(self) -> None:
         """Release what must be released before the process group is destroyed."""
 
-    def adapt_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
-        """The loader to return from ``prepare``, given the one for this process."""
-        return loader
-
-    # -- sequences ---------------------------------------------------------------------------------------------------
-
-    def context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None,
-        buffer_seq_dims: list[int] | None,
-        no_restore_buffers: set[torch.Tensor] | None,
-    ) -> AbstractContextManager[None]:
-        """A block in which sequences are split over ranks; see :meth:`accel.Accelerator.maybe_context_parallel`."""
-        return nullcontext()
-
-    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        """Gather what was computed from this rank's part of the sequences, such as logits, without a gradient."""
-        return tensor
-
-    def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
-        """A loader whose sequences are split over ranks."""
-        return loader
-
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
@@ -280,28 +241,6 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full accumulated gradients of a sharded model by name, averaged over the ranks; empty except on rank 0.
-
-        Every rank must call it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} shards parameters and must implement gather_gradients")
-
-    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
-        """The full shapes of a model's gradients by name."""
-        named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
-        return {clean_name(name): parameter.shape for name, parameter in named}
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        """Discard the accumulated gradients of a model."""
-        extract_model_from_parallel(model).zero_grad(set_to_none=True)
-
-    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Set the accumulated gradients of a model from full ones by name; a parameter without one gets None."""
-        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
-            gradient = gradients.get(clean_name(name))
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from accel_state.collectives.single import Collectives
 
 from .._torch_compat import shard_replicated
+from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes
 from ..core.unwrap import clean_name
 
@@ -33,53 +34,70 @@ def average(tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
     return collectives.all_reduce(total).div_(collectives.world_size)
 
 
-def gather_parameters(
-    model: nn.Module,
-    pending: Callable[[nn.Parameter], list[torch.Tensor]],
-    averaging: Collectives,
-    everyone: Collectives,
-) -> Gradients:
-    """The full gradients of a model by name on rank 0, nothing on the other ranks. Every rank must call it."""
-    shapes, named = packed_shapes(model), named_once(model)
-    unreduced = {name: gradients for name, parameter in named.items() if (gradients := pending(parameter))}
-    reduced = [name for name, parameter in named.items() if parameter.grad is not None]
-    # A gradient that any rank has takes part of all ranks.
-    announced = everyone.all_gather_object((sorted(unreduced), reduced))
-    any_unreduced = {name for names, _ in announced for name in names}
-    any_reduced = {name for _, names in announced for name in names}
-    gathered: Gradients = {}
-    for name, parameter in named.items():
-        shape = shapes.get(name)
-        parts = []
-        if name in any_reduced:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            is_sharded = isinstance(gradient, DTensor)
-            parts.append(full_tensor(pack(gradient, shape)) if is_sharded else average(gradient, averaging))
-        if name in any_unreduced:
-            total = torch.zeros(parameter.shape, device=parameter.device)
-            for gradient in unreduced.get(name, ()):
-                total = total + full_tensor(gradient)
-            parts.append(average(total, averaging))
-        if parts and everyone.rank == 0:
-            total = torch.stack([part.reshape(shape or parameter.shape) for part in parts]).sum(0)
-            gathered[name] = total.detach()
-    return gathered
+class ShardedGradients(AccumulatedGradients):
+    """Gradients of models sharded by ``fully_shard``.
 
+    Args:
+        averaging: collectives over the ranks whose gradients are averaged.
+        everyone: collectives over all ranks.
+        pending: the gradients of a parameter that are not reduced yet.
+        drop_pending: discards them.
+    """
 
-def put_parameters(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Give the parameters of a model their parts of full gradients; those without one get None."""
-    for name, parameter in named_once(model).items():
-        gradient = gradients.get(name)
-        if gradient is None:
-            parameter.grad = None
-            continue
-        value = gradient.to(parameter.device, parameter.dtype, copy=True)
-        if isinstance(parameter, DTensor):
-            value = shard_replicated(value.reshape(parameter.shape), parameter.device_mesh, parameter.placements)
-        parameter.grad = value
+    def __init__(
+        self,
+        averaging: Collectives,
+        everyone: Collectives,
+        pending: Callable[[nn.Parameter], list[torch.Tensor]],
+        drop_pending: Callable[[nn.Parameter], None],
+    ) -> None:
+        super().__init__()
+        self.averaging, self.everyone = averaging, everyone
+        self.pending, self.drop_pending = pending, drop_pending
 
+    def drop(self, model: nn.Module) -> None:
+        super().drop(model)
+        for parameter in model.parameters():
+            self.drop_pending(parameter)
 
-def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of a model's parameters, as they are saved."""
-    packed = packed_shapes(model)
-    return {name: packed.get(name, parameter.shape) for name, parameter in named_once(model).items()}
+    def shapes(self, model: nn.Module) -> dict[str, torch.Size]:
+        packed = packed_shapes(model)
+        return {name: packed.get(name, parameter.shape) for name, parameter in named_once(model).items()}
+
+    def gather(self, model: nn.Module) -> Gradients:
+        shapes, named = packed_shapes(model), named_once(model)
+        unreduced = {name: gradients for name, parameter in named.items() if (gradients := self.pending(parameter))}
+        reduced = [name for name, parameter in named.items() if parameter.grad is not None]
+        # A gradient that any rank has takes part of all ranks.
+        announced = self.everyone.all_gather_object((sorted(unreduced), reduced))
+        any_unreduced = {name for names, _ in announced for name in names}
+        any_reduced = {name for _, names in announced for name in names}
+        gathered: Gradients = {}
+        for name, parameter in named.items():
+            shape = shapes.get(name)
+            parts = []
+            if name in any_reduced:
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                is_sharded = isinstance(gradient, DTensor)
+                parts.append(full_tensor(pack(gradient, shape)) if is_sharded else average(gradient, self.averaging))
+            if name in any_unreduced:
+                total = torch.zeros(parameter.shape, device=parameter.device)
+                for gradient in unreduced.get(name, ()):
+                    total = total + full_tensor(gradient)
+                parts.append(average(total, self.averaging))
+            if parts and self.everyone.rank == 0:
+                total = torch.stack([part.reshape(shape or parameter.shape) for part in parts]).sum(0)
+                gathered[name] = total.detach()
+        return gathered
+
+    def put(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.drop(model)
+        for name, parameter in named_once(model).items():
+            gradient = gradients.get(name)
+            if gradient is None:
+                parameter.grad = None
+                continue
+            value = gradient.to(parameter.device, parameter.dtype, copy=True)
+            if isinstance(parameter, DTensor):
+                value = shard_replicated(value.reshape(parameter.shape), parameter.device_mesh, parameter.placements)
+            parameter.grad = value

@@ -114,7 +114,7 @@ class ElasticSteps:
         if self.reduction is not None:
             self.reduction.forget()
         for model in self.models:
-            self.strategy.drop_gradients(model)
+            self.strategy.gradients.drop(model)
 
     def backward(
         self, loss: torch.Tensor, num_items: Any, reduction: str, scale: Callable[[Any], Any] | None, **kwargs: Any

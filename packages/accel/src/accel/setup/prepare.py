@@ -134,7 +134,8 @@ class Preparation:
         place = self.device_placement if device_placement is None else device_placement
         self.setup.strategy.remap_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
-        prepared.step_gate = self.setup.strategy.step_gate
+        if self.setup.strategy.replicas is not None:
+            prepared.step_gate = self.setup.strategy.replicas.applies_step
         self.setup.precision.watch(optimizer)
         return _add(self.optimizers, _mark(prepared))
 
@@ -153,9 +154,16 @@ class Preparation:
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.loader_settings.split_batches or self.loader_settings.elastic,
-            num_processes=self.setup.strategy.updates_per_step,
+            num_processes=self._updates_per_step(),
         )
         return _add(self.schedulers, _mark(prepared))
+
+    def _updates_per_step(self) -> int:
+        """How many batches of a loader's own size a global step has."""
+        strategy = self.setup.strategy
+        if strategy.replicas is not None:
+            return strategy.replicas.updates_per_step
+        return strategy.data_collectives.world_size * strategy.batches_per_process
 
     def data_loader(
         self,
@@ -179,9 +187,9 @@ class Preparation:
             batches_per_step=self.setup.strategy.batches_per_process,
             **asdict(self.loader_settings),
         )
-        prepared = self.setup.strategy.adapt_loader(
-            prepared, self.loader_settings.split_batches, self.loader_settings.even_batches
-        )
+        replicas, settings = self.setup.strategy.replicas, self.loader_settings
+        if replicas is not None:
+            prepared = replicas.share_loader(prepared, settings.split_batches, settings.even_batches)
         if isinstance(prepared, ElasticLoader):
             prepared.listener = self.shard_listener
         sampler = get_sampler(prepared)

@@ -15,6 +15,7 @@ from accel_checkpoint.names import engine_folders
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.errors import ConfigurationError
 
+from ..contract.accumulated_gradients import AccumulatedGradients
 from ..contract.strategy import Strategy
 from ..core.types import Gathered
 from ..deepspeed import gradients, runtime
@@ -35,7 +36,7 @@ class DeepSpeedStrategy(Strategy):
 
     distributed_type = DistributedType.DEEPSPEED
     uses_engine = True
-    saves_gradients = False
+    gradients = AccumulatedGradients(can_be_saved=False)
     skips_gradient_sync = True
 
     def default_settings(self) -> DeepSpeedPlugin:

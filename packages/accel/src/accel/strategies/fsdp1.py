@@ -21,6 +21,7 @@ from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import drop_flat_gradients, flat_gradients, flat_parameters, hybrid_shard_zero2, set_sync_gradients
+from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
@@ -34,12 +35,21 @@ _NEED_SHAPES = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", 
 logger = get_logger(__name__)
 
 
+class FlatGradients(AccumulatedGradients):
+    """Gradients of flat parameters."""
+
+    def drop(self, model: nn.Module) -> None:
+        super().drop(model)
+        for unit in flat_parameters(model):
+            drop_flat_gradients(unit.flat)
+
+
 class FSDP1Strategy(ShardedStrategy):
     """One flat parameter per unit, gathered before the unit computes and resharded after it."""
 
     fsdp_version = 1
     supports_elastic = True
-    saves_gradients = False
+    gradients = FlatGradients(can_be_saved=False)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
@@ -203,11 +213,6 @@ class FSDP1Strategy(ShardedStrategy):
         references = [self._merged_into[parameter] for parameter in parameters if parameter in self._merged_into]
         flats = {id(flat): flat for reference in references if (flat := reference()) is not None}
         return [gradient for flat in flats.values() for gradient in flat_gradients(flat)]
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        super().drop_gradients(model)
-        for unit in flat_parameters(model):
-            drop_flat_gradients(unit.flat)
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return self._groups.get(parameter, ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
 from ..core.unwrap import tied_names
-from ..fsdp.accumulated_grads import gather_parameters, put_parameters, shapes_of
+from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
@@ -59,6 +59,11 @@ class FSDP2Strategy(ShardedStrategy):
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
+
+    @property
+    def gradients(self) -> ShardedGradients:  # type: ignore[override]
+        everyone = self.state.collectives
+        return ShardedGradients(self.averaging_collectives, everyone, self._unreduced, self._drop_unreduced)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -222,23 +227,11 @@ class FSDP2Strategy(ShardedStrategy):
                 gradients += unreduced_gradients(holder)
         return [local(gradient) for gradient in gradients]
 
-    def gather_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        def pending(parameter: nn.Parameter) -> list[torch.Tensor]:
-            reference = self._holders.get(parameter)
-            return [] if reference is None else unreduced_gradients(reference())
+    def _unreduced(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        reference = self._holders.get(parameter)
+        return [] if reference is None else unreduced_gradients(reference())
 
-        return gather_parameters(model, pending, self.averaging_collectives, self.state.collectives)
-
-    def gradient_shapes(self, model: nn.Module) -> dict[str, torch.Size]:
-        return shapes_of(model)
-
-    def drop_gradients(self, model: nn.Module) -> None:
-        super().drop_gradients(model)
-        for parameter in model.parameters():
-            reference = self._holders.get(parameter)
-            if reference is not None:
-                drop_unreduced_gradients(reference())
-
-    def put_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        self.drop_gradients(model)
-        put_parameters(model, gradients)
+    def _drop_unreduced(self, parameter: nn.Parameter) -> None:
+        reference = self._holders.get(parameter)
+        if reference is not None:
+            drop_unreduced_gradients(reference())

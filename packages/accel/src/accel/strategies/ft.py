@@ -19,6 +19,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
 from accel_track.tracking import TrackerRun
 
+from ..contract.replicas import Replicas
 from ..contract.strategy import Strategy
 from ..fault_tolerance.replica_collectives import ReplicaCollectives
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
@@ -31,7 +32,7 @@ from ..reduction.shard_reduction import ShardReduction
 logger = get_logger(__name__)
 
 
-class FaultTolerantStrategy(Strategy):
+class FaultTolerantStrategy(Strategy, Replicas):
     """A full model on every replica; each step is divided among the replicas that are alive.
 
     This is elastic training whose set of ranks may change between steps: the loaders, the random numbers and the sum of
@@ -40,7 +41,6 @@ class FaultTolerantStrategy(Strategy):
     returns gets the state of another one.
     """
 
-    joins_runs = True
     supports_elastic = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -51,7 +51,6 @@ class FaultTolerantStrategy(Strategy):
         # Each process of a replica gets samples of its own.
         self.num_shards = self.options.num_replicas * state.num_processes
         self.seed = torch.initial_seed() % 2**63
-        self.step_gate = self._vote
         self._replica_reduction = ShardReduction(ReplicaCollectives.alone(), averaging=state.collectives)
         self._group: ReplicaGroup | None = None
         self._run: Callable[[], Any] = lambda: None
@@ -72,7 +71,11 @@ class FaultTolerantStrategy(Strategy):
                 "processes need --use_fsdp --fsdp_version 2 --processes_per_replica N."
             )
 
-    def start(self, accelerator: Any) -> None:
+    @property
+    def replicas(self) -> Replicas:  # type: ignore[override]
+        return self
+
+    def follow(self, accelerator: Any) -> None:
         self._run = weakref.ref(accelerator)
         if accelerator.preemption is not None:
             raise ConfigurationError(
@@ -84,7 +87,7 @@ class FaultTolerantStrategy(Strategy):
         prepared = accelerator.prepared
         prepared.loader_settings = replace(prepared.loader_settings, use_seedable_sampler=True)
 
-    def tracking(self, run: TrackerRun) -> TrackerRun:
+    def share_tracking(self, run: TrackerRun) -> TrackerRun:
         if self.state.process_index:
             return run  # which logs nothing here
         self._tracking = ReplicaTracking(run, self)
@@ -129,7 +132,7 @@ class FaultTolerantStrategy(Strategy):
         self._optimizer = optimizer
         super().remap_optimizer(optimizer)
 
-    def adapt_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
+    def share_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
         return share_among_replicas(loader, self, split_batches, even_batches)
 
     def reduce_in_order(self) -> ShardReduction:
@@ -213,8 +216,7 @@ class FaultTolerantStrategy(Strategy):
                 "replicas."
             )
 
-    def _vote(self) -> bool:
-        """Whether the step is applied; asked by the optimizer."""
+    def applies_step(self) -> bool:
         loader, group = self._loader, self._group
         if loader is None or group is None or not self.is_open:
             raise ConfigurationError(

@@ -15,7 +15,6 @@ Where each axis is applied:
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -41,9 +40,10 @@ from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
+from ..parallel.split_sequences import SplitSequences
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
-from ..parallel.ulysses import SequenceParallel, SplitLoader
+from ..parallel.ulysses import SequenceParallel
 from .fsdp2 import FSDP2Strategy
 
 
@@ -87,6 +87,8 @@ class MeshStrategy(FSDP2Strategy):
             self.context = ContextParallel(mesh["cp"], settings.cp_handler.cp_comm_strategy or "allgather")
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
+        if self.context is not None or self.ulysses is not None:
+            self.sequences = SplitSequences(self.context, self.ulysses)
         self._sharder: ParameterSharder | None = None
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None
@@ -113,23 +115,6 @@ class MeshStrategy(FSDP2Strategy):
     def share_generators(self) -> None:
         if self._mesh is not None:
             share_generators(self._mesh, self.state)
-
-    def context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None,
-        buffer_seq_dims: list[int] | None,
-        no_restore_buffers: set[torch.Tensor] | None,
-    ) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self.context is None else self.context.block(buffers, buffer_seq_dims, no_restore_buffers)
-        )
-
-    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
-        axis = self.context or self.ulysses
-        return tensor if axis is None else axis.unshard(tensor, seq_dim)
-
-    def sequence_parallel_loader(self, loader: Any, model: nn.Module) -> Any:
-        return loader if self.ulysses is None else SplitLoader(self.ulysses, loader)
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule) or model in self._wrapped

@@ -25,6 +25,7 @@ from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, is_compiled_module
+from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
@@ -126,8 +127,10 @@ class PipelineStrategy(MeshStrategy):
         return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
 
     @property
-    def saves_gradients(self) -> bool:  # type: ignore[override]
-        return not self._pipelines
+    def gradients(self) -> ShardedGradients:  # type: ignore[override]
+        gradients = super().gradients
+        gradients.can_be_saved = not self._pipelines
+        return gradients
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         super().remap_optimizer(optimizer)

@@ -129,12 +129,12 @@ class Accumulation:
                 f"DataLoaderConfiguration(elastic=True) makes one step of several micro batches, and "
                 f"{type(strategy).__name__} has steps of its own. Use one process, DDP, FSDP 1 or FSDP 2."
             )
-        if not (loaders.elastic or strategy.joins_runs):
+        if not (loaders.elastic or strategy.replicas):
             return
         if deterministic and self.state.device.type == "cpu":
             # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
             torch.set_num_threads(1)
-        reduction = strategy.reduce_in_order() if deterministic or strategy.joins_runs else None
+        reduction = strategy.reduce_in_order() if deterministic or strategy.replicas else None
         self.elastic = ElasticSteps(strategy, self.gradient_state, self._prepared_models, self, reduction)
 
     def forget(self) -> None:
