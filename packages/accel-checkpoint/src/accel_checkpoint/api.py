@@ -166,7 +166,7 @@ def load(
     what = f"loading {path}"
     with on_all_ranks(process.collectives, what):
         loading_state.read()
-    apply_changes(loading_state.changes, loading_state.calls, partial(on_all_ranks, process.collectives, what))
+    apply_changes(loading_state.changes, [], loading_state.calls, partial(on_all_ranks, process.collectives, what))
     return loading_state.values
 
 

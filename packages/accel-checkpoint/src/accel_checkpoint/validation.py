@@ -71,6 +71,7 @@ class Change:
 
 def apply_changes(
     reversible: list[Change],
+    collective: list[Change],
     others: list[Callable[[], Any]],
     on_all_ranks: Callable[[], AbstractContextManager[Any]],
 ) -> None:
@@ -78,12 +79,17 @@ def apply_changes(
 
     Args:
         reversible: what is loaded first.
+        collective: what is loaded next, by calls in which ranks communicate: every rank makes them in this order.
         others: calls that load checked contents, such as weights; every rank makes them in this order.
         on_all_ranks: makes a block that fails on every rank if it fails on one.
     """
     with ExitStack() as undo:
         with on_all_ranks():
             for change in reversible:
+                change.make(undo)
+        with on_all_ranks():
+            # Those that communicate come after all that may fail on one rank alone.
+            for change in collective:
                 change.make(undo)
         with on_all_ranks():
             for call in others:
@@ -100,7 +106,7 @@ def loading_optimizer(optimizer: Any, state: Any, path: Path) -> Change:
     """The load of an optimizer; torch replaces its state instead of changing it, so no tensor is copied."""
     check_optimizer(optimizer, state, path)
     if isinstance(optimizer, Optimizer):
-        return Change(path, partial(optimizer.load_state_dict, state), partial(_remember_optimizer, optimizer))
+        return Change(path, partial(optimizer.load_state_dict, state), partial(remember_optimizer, optimizer))
     return loading(optimizer, state, path)
 
 
@@ -124,8 +130,10 @@ def _remember_state(obj: Any) -> Callable[[], Any]:
     return partial(obj.load_state_dict, state)
 
 
-def _remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
-    state, groups = optimizer.state, optimizer.param_groups
+def remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
+    """Returns a function that restores an optimizer as it is now; torch replaces its state, so no tensor is copied."""
+    # torch may fill the state of an optimizer that has none before it loads another one.
+    state, groups = copy.copy(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
     def restore() -> None:
         optimizer.state, optimizer.param_groups = state, groups
@@ -200,7 +208,44 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
     for key, entries in state["state"].items():
         if key in parameters:
             _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
-            _check_moments(key, entries, parameters[key].shape, path)
+            _check_moments(key, entries, (parameters[key].shape,), path)
+
+
+def check_named_optimizer(
+    optimizer: Any, state: Any, shapes_of: Callable[[str], tuple[torch.Size, ...]], path: Path
+) -> None:
+    """Raise CheckpointError if the state of an optimizer by parameter names is not one, or has other shapes.
+
+    Args:
+        optimizer: the optimizer.
+        state: its state, with names in place of numbers.
+        shapes_of: the shapes that a parameter, and what is kept for each of its values, may have; empty if unknown.
+        path: the file or directory, for messages.
+    """
+    check_named_structure(state, path)
+    for group in state["param_groups"]:
+        if "lr" in group and any("lr" in own for own in optimizer.param_groups):
+            _check_learning_rate(group["lr"], path)
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return  # what other optimizers keep for a parameter may have any shape
+    for name, entries in state["state"].items():
+        shapes = shapes_of(name)
+        if shapes:
+            _check_moments(name, entries, shapes, path)
+
+
+def check_named_structure(state: Any, path: Path) -> None:
+    """Raise CheckpointError if something is not the state of an optimizer: groups, and a dictionary a parameter."""
+    _require(isinstance(state, dict), path, "is not a dictionary")
+    groups, entries = state.get("param_groups"), state.get("state")
+    _require(isinstance(groups, list) and isinstance(entries, dict), path, "lacks state or param_groups")
+    for group in groups:
+        known = isinstance(group, dict) and isinstance(group.get("params"), list)
+        _require(known, path, "has parameter groups without parameters")
+        names = group["params"]
+        _require(all(isinstance(name, (str, int)) for name in names), path, f"has parameters named {names[:3]!r}")
+    for key, values in entries.items():
+        _require(isinstance(values, dict), path, f"has state of parameter {key!r} that is not a dictionary")
 
 
 def _check_learning_rate(rate: Any, path: Path) -> None:
@@ -209,16 +254,16 @@ def _check_learning_rate(rate: Any, path: Path) -> None:
     _require(known, path, f"has the learning rate {rate!r}")
 
 
-def _check_moments(key: Any, entries: Mapping[str, Any], shape: torch.Size, path: Path) -> None:
+def _check_moments(key: Any, entries: Mapping[str, Any], shapes: tuple[torch.Size, ...], path: Path) -> None:
     for name, value in entries.items():
         if name == "step":
             step = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             known = isinstance(step, (int, float)) and 0 <= step <= 2**63
             _require(known, path, f"has {value!r} steps of parameter {key!r}")
         elif name in _MOMENTS and value is not None:
-            fits = isinstance(value, torch.Tensor) and value.shape == shape
+            fits = isinstance(value, torch.Tensor) and value.shape in shapes
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            _require(fits, path, f"has {name} of {found} for parameter {key!r}, whose shape is {tuple(shape)}")
+            _require(fits, path, f"has {name} of {found} for parameter {key!r} of shape {tuple(shapes[0])}")
 
 
 def check_scheduler(scheduler: Any, state: Any, path: Path) -> None:

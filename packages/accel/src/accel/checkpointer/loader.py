@@ -81,7 +81,8 @@ class StateReader:
         manifest: the manifest; None for a checkpoint of another library.
         names: the files of the checkpoint.
         reversible: what is loaded first, on all ranks or on none.
-        changes: the calls that load what was checked before: weights, and the state of engines and sharded optimizers.
+        collective: what is loaded next: sharded optimizers.
+        changes: the calls that load what was checked before: weights, and the state of engines.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
         strict: whether a checkpoint with more objects than there are to load is refused.
@@ -109,6 +110,7 @@ class StateReader:
                 raise CheckpointError(reason)
             self.names = files_without_manifest(folder)
         self.reversible: list[Change] = []
+        self.collective: list[Change] = []
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
@@ -232,7 +234,7 @@ class StateReader:
 
     def apply(self, on_all_ranks: Callable[[], AbstractContextManager[Any]]) -> None:
         """Load what was read. Every rank must call it; if it fails on one, nothing is loaded that can be undone."""
-        apply_changes(self.reversible, self.changes, on_all_ranks)
+        apply_changes(self.reversible, self.collective, self.changes, on_all_ranks)
 
     def _check_rng(self) -> None:
         path = self.folder / self._own_file
@@ -318,7 +320,8 @@ class StateReader:
             self._refuse_engines()
         self.check_count("model", saved, len(models))
         self.check_count("optimizer", reader.count_optimizers(), len(owned))
-        self.changes += plan(reader, [layouts[id(model)] for model in models], owned, strict)
+        changes, self.collective = plan(reader, [layouts[id(model)] for model in models], owned, strict)
+        self.changes += changes
         self._read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> list[tuple[Any, Any, Path]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from accel_checkpoint.atomic_dir import sync
 from accel_checkpoint.consensus import on_all_ranks
 from accel_checkpoint.names import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, files_without_manifest
 from accel_checkpoint.safe_load import read, read_safetensors
+from accel_checkpoint.validation import apply_changes
 from accel_checkpoint.writer import sync_directories, write_parts
 from accel_state.errors import ConfigurationError, require
 from accel_state.paths import as_path, make_directory, refuse_link
@@ -116,7 +118,11 @@ def load_fsdp_model(
         weights = {full: state[name] for name, full in names.items()}
         return state_dicts.plan_model(layout, weights, False, reader.directory)
 
-    _plan_and_apply(accelerator, f"loading model {model_index} from {input_dir}", plan)
+    collectives, action = accelerator.process_state.collectives, f"loading model {model_index} from {input_dir}"
+    with on_all_ranks(collectives, action):
+        change = plan()
+    with on_all_ranks(collectives, action):
+        change()
 
 
 def save_fsdp_optimizer(
@@ -181,7 +187,10 @@ def load_fsdp_optimizer(
     layout, names = accelerator.strategy.layout(model), accelerator.strategy.parameter_names(model, inner)
     reader = _reader(accelerator, as_path("input_dir", input_dir), use_dcp)
     action = f"loading optimizer {optimizer_index} from {input_dir}"
-    _plan_and_apply(accelerator, action, lambda: plan_optimizer(reader, optimizer_index, layout, inner, names))
+    collectives = accelerator.process_state.collectives
+    with on_all_ranks(collectives, action):
+        change = plan_optimizer(reader, optimizer_index, layout, inner, names)
+    apply_changes([], [change], [], partial(on_all_ranks, collectives, action))
 
 
 def _require_sharded(accelerator: Accelerator, model: nn.Module, function: str) -> None:
@@ -226,15 +235,6 @@ def _reader(accelerator: Accelerator, directory: Path, use_dcp: bool) -> Sharded
         read_safetensors=lambda name: read_safetensors(directory / name, "cpu"),
         prefers_ranks=not use_dcp,
     )
-
-
-def _plan_and_apply(accelerator: Accelerator, action: str, plan: Callable[[], Callable[[], Any]]) -> None:
-    """Read on every rank, and apply only if every rank could read."""
-    collectives = accelerator.process_state.collectives
-    with on_all_ranks(collectives, action):
-        apply = plan()
-    with on_all_ranks(collectives, action):
-        apply()
 
 
 def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -116,6 +117,30 @@ def _check(metadata: Any, directory: Path) -> None:
         names.add(name)
         if info.offset < 0 or info.length < 0:
             raise ValueError(f"a part of {name} is at {info.offset} and has {info.length} bytes")
+    for name, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            _check_chunks(name, saved)
+
+
+def _check_chunks(name: str, saved: TensorStorageMetadata) -> None:
+    """Raise ValueError if the parts of a tensor are not all of it: what no part covers would be read as garbage."""
+    parts = [chunk for chunk in saved.chunks if chunk.sizes.numel()]
+    begins = np.array([chunk.offsets for chunk in parts], dtype=np.int64).reshape(len(parts), len(saved.size))
+    ends = begins + np.array([chunk.sizes for chunk in parts], dtype=np.int64).reshape(begins.shape)
+    if (begins < 0).any() or (ends > np.array(saved.size, dtype=np.int64)).any():
+        raise ValueError(f"{name} of {tuple(saved.size)} has a part outside of it")
+    if sum(chunk.sizes.numel() for chunk in parts) != saved.size.numel():
+        raise ValueError(f"the parts of {name} are not {saved.size.numel()} values together")
+    if not saved.size:
+        return  # a scalar, with its one part
+    order = np.lexsort(begins.T[::-1])
+    begins, ends = begins[order], ends[order]
+    for index in range(len(parts) - 1):
+        # Later parts that begin after the end of this one, in the first dimension, are apart from it.
+        last = np.searchsorted(begins[:, 0], ends[index, 0])
+        after, until = begins[index + 1 : last], ends[index + 1 : last]
+        if ((after < ends[index]) & (until > begins[index])).all(axis=1).any():
+            raise ValueError(f"two parts of {name} overlap")
 
 
 class _Reader(FileSystemReader):
@@ -124,6 +149,10 @@ class _Reader(FileSystemReader):
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
         self._safe_metadata = metadata
+        self._sizes: dict[tuple[str, Any], torch.Size] = {}
+        for name, saved in metadata.state_dict_metadata.items():
+            if isinstance(saved, TensorStorageMetadata):
+                self._sizes.update({(name, chunk.offsets): chunk.sizes for chunk in saved.chunks})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._safe_metadata
@@ -161,6 +190,9 @@ class _Reader(FileSystemReader):
         full = _map_tensor(content, known)
         if full is None:
             return False
+        index = item.storage_index
+        if full.shape != self._sizes[index.fqn, index.offset]:
+            raise ValueError(f"the part of {index.fqn} has shape {tuple(full.shape)}, other than in {SHARD_TABLE_NAME}")
         target = planner.resolve_tensor(item).detach()
         for dim, (begin, size) in enumerate(zip(item.storage_offsets, target.shape, strict=True)):
             full = full.narrow(dim, begin, size)
@@ -214,19 +246,20 @@ class _Planner(DefaultLoadPlanner):
 def read_shards(directory: Path, like: Like, root: str) -> dict[str, Any]:
     """Read the parts of a sharded state that this rank needs."""
     metadata = read_metadata(directory)
-    state = _allocate(directory, metadata, like, root)
     try:
+        state = _allocate(directory, metadata, like, root)
         with warnings.catch_warnings():
             # Each rank knows what it needs, so the lack of communication is intended.
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
             planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
             load_alone(state, _Reader(directory, metadata), planner)
+        return dict(_nested({_path(metadata, name)[1:]: value for name, value in state.items()}))
+    except CheckpointError:
+        raise
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(
             f"{directory} cannot be read: {_reason(error)}. Copy the checkpoint again, or load another one."
         ) from error
-    nested: dict[str, Any] = _nested({_path(metadata, name)[1:]: value for name, value in state.items()})
-    return nested
 
 
 def tensors_in(directory: Path, root: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.optim import Optimizer
 from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from accel_checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from accel_checkpoint.parts import Part
+from accel_checkpoint.validation import Change, check_named_structure, loading_optimizer
 from accel_state.collectives.single import Collectives
 
 from ...core.local_part import local
@@ -151,6 +151,8 @@ class ShardedReader:
             if name in self.names:
                 self.used.add(name)
                 weights = self.read_safetensors(name) if suffix == "safetensors" else self.read(name)
+                if not isinstance(weights, dict):
+                    raise CheckpointError(f"{self.directory / name} does not hold weights. Choose another one.")
                 return state_dicts.model_from_full(weights, layout, self.directory / name)
         raise CheckpointError(f"{self.directory} has no weights of model {index}. Choose another checkpoint.")
 
@@ -159,6 +161,7 @@ class ShardedReader:
             return state_dicts.read_optimizer(self._shards(OPTIMIZER_NAME, index), layout)
         local_state = self._rank_state(OPTIMIZER_NAME, index)
         if local_state is not None:
+            check_named_structure(local_state, self.directory)
             parts = {}
             for name, entries in local_state["state"].items():
                 parts[name] = {key: _as_part(layout, name, value) for key, value in entries.items()}
@@ -200,7 +203,7 @@ class ShardedReader:
             return None
         name = namer(stem, index, self.rank)
         content = self.read(name) if name in self.names else {}
-        saved = content.get("world_size", "other")
+        saved = content.get("world_size", "other") if isinstance(content, dict) else "other"
         if saved != self.world_size:
             raise CheckpointError(
                 f"{self.directory} was saved with LOCAL_STATE_DICT on {saved} processes and can only be loaded on as "
@@ -208,7 +211,10 @@ class ShardedReader:
             )
         pattern = re.compile(rf"{re.escape(name.rsplit('_rank', 1)[0])}_rank\d+\.bin")
         self.used.update(other for other in self.names if pattern.fullmatch(other))
-        return content["state"]
+        state = content.get("state")
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.directory / name} does not hold the state of a rank. Choose another one.")
+        return state
 
 
 def _as_part(layout: Layout, name: str, value: Any) -> Any:
@@ -228,22 +234,26 @@ def plan(
     layouts: Sequence[Layout],
     optimizers: Sequence[tuple[Layout, Optimizer, Sequence[str]]],
     strict: bool,
-) -> list[Callable[[], Any]]:
-    """Read models and optimizers; returns the calls that load them, which every rank must make in this order."""
-    changes: list[Callable[[], Any]] = []
+) -> tuple[list[Callable[[], Any]], list[Change]]:
+    """Read models and optimizers; returns the calls that load models, and the loads of optimizers.
+
+    Every rank must make them in this order.
+    """
+    models = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
-        changes.append(state_dicts.plan_model(layout, state, strict, reader.directory))
+        models.append(state_dicts.plan_model(layout, state, strict, reader.directory))
+    changes = []
     for index, (layout, optimizer, names) in enumerate(optimizers):
         changes.append(plan_optimizer(reader, index, layout, optimizer, names))
-    return changes
+    return models, changes
 
 
 def plan_optimizer(
     reader: ShardedReader, index: int, layout: Layout, optimizer: Optimizer, names: Sequence[str]
-) -> partial[Any]:
-    """Read one optimizer; returns the call that loads it, which every rank must make."""
+) -> Change:
+    """Read one optimizer; returns its load, which every rank must make."""
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
         return state_dicts.plan_optimizer(layout, optimizer, state, reader.directory)
-    return partial(optimizer.load_state_dict, state_dicts.numbered(state, names, reader.directory))
+    return loading_optimizer(optimizer, state_dicts.numbered(state, names, reader.directory), reader.directory)

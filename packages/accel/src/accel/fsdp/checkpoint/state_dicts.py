@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.validation import Change, check_named_optimizer, check_named_structure, remember_optimizer
 from accel_state.errors import ConfigurationError
 
 from ..._torch_compat import shard_replicated
@@ -152,7 +153,8 @@ def read_optimizer(directory: Path, layout: Layout) -> State:
         return empty_part(layout, name, dtype) if is_sharded_alike else torch.empty(size, dtype=dtype)
 
     state = read_shards(directory, like, "optimizer")
-    return {"state": state.get("state", {}), "param_groups": state["param_groups"]}
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return {"state": state.get("state", {}), "param_groups": groups} if groups is not None else {}
 
 
 def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequence[str], path: Path) -> State:
@@ -171,6 +173,7 @@ def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequenc
 
 def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
     """An optimizer's state by parameter names instead of numbers."""
+    check_named_structure(state, path)
     groups, entries = state["param_groups"], state["state"]
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
@@ -212,14 +215,24 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
             f"{path} does not fit {type(layout.model).__name__}: missing {_summary(missing)}; unexpected "
             f"{_summary(unexpected)}. Load it into the model that was saved, or pass strict=False."
         )
+    for name in layout.tensors.keys() & state.keys():
+        value = state[name]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor. Choose another one.")
+        if value.shape != layout.tensors[name].shape:  # full tensors are held in another shape where they are packed
+            _check_shape(path, name, value.shape, layout)
     known = {name: unpack(value) for name, value in state.items() if name in layout.tensors}
     return partial(set_model_state_dict, layout.model, known, options=StateDictOptions(strict=False))
 
 
-def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> partial[Any]:
-    """The call that loads an optimizer's state, which every rank must make."""
+def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> Change:
+    """The load of an optimizer's state, which every rank must make."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
+    def shapes_of(name: str) -> tuple[torch.Size, ...]:
+        return (layout.shape(name), layout.tensors[name].shape) if name in layout.tensors else ()
+
+    check_named_optimizer(optimizer, state, shapes_of, path)
     if layout.elsewhere:
         state = local_optimizer_state(state, layout.local_names)
     unpacked = {}
@@ -228,8 +241,10 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Pat
     state = {**state, "state": unpacked}
     _check_parameters(layout.model, optimizer, state, path)
     # Parameters that never had a gradient have no state, so loading is not strict.
-    change = partial(set_optimizer_state_dict, layout.model, optimizer, state, options=StateDictOptions(strict=False))
-    return partial(keep_empty_groups, optimizer, change) if layout.elsewhere else change
+    load = partial(set_optimizer_state_dict, layout.model, optimizer, state, options=StateDictOptions(strict=False))
+    if layout.elsewhere:
+        load = partial(keep_empty_groups, optimizer, load)
+    return Change(path, load, partial(remember_optimizer, optimizer))
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer, state: State, path: Path) -> None:
