@@ -212,3 +212,36 @@ def count_messages() -> tuple[int, int]:
 
 def test_many_small_tensors_travel_in_one_message() -> None:
     assert run_world(count_messages, 2) == [(1, 2), (1, 2)]
+
+
+class Marked(torch.Tensor):
+    """A subclass with an attribute, which its operations hand on."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Marked) and isinstance(args[0], Marked):
+            result.mark = getattr(args[0], "mark", None)
+        return result
+
+
+def types_of_results() -> dict[str, list[Any]]:
+    marked = torch.arange(3.0).as_subclass(Marked)
+    marked.mark = "here"
+    scalar, parameter = torch.tensor(1.0).as_subclass(Marked), torch.nn.Parameter(torch.ones(2))
+    results = {name: getattr(ops, name)([marked, scalar, parameter]) for name in ("gather", "reduce", "broadcast")}
+    assert results["gather"][0].tolist() == [0.0, 1.0, 2.0] * 2
+    assert results["gather"][1].tolist() == [1.0, 1.0]
+    return {
+        name: [type(tensor).__name__ for tensor in result] + [result[0].mark, bool(result[2].requires_grad)]
+        for name, result in results.items()
+    }
+
+
+def test_subclasses_of_tensors_are_kept_by_every_operation() -> None:
+    for found in run_world(types_of_results, 2):
+        assert found == {
+            "gather": ["Marked", "Marked", "Tensor", "here", False],
+            "reduce": ["Marked", "Marked", "Tensor", "here", False],
+            "broadcast": ["Marked", "Marked", "Parameter", "here", True],  # in place
+        }

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -211,3 +212,69 @@ def test_leaves_are_freed_without_the_garbage_collector() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+class Readable(Mapping):
+    """A mapping that is made from something else than a dictionary, and does not change."""
+
+    def __init__(self, names: list[str], *values: Any) -> None:
+        self._items = dict(zip(names, values, strict=True))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Pair(tuple):
+    def __new__(cls, left: Any, right: Any) -> Pair:
+        return super().__new__(cls, (left, right))
+
+
+class Rows(list):
+    def __init__(self, name: str, *rows: Any) -> None:
+        super().__init__(rows)
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and self.name == other.name and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Ordered(namedtuple("Ordered", "low high")):
+    def __new__(cls, **ends: Any) -> Ordered:
+        return super().__new__(cls, *sorted(ends.values()))
+
+
+def move(data: Any) -> Any:
+    return ops.send_to_device(data, "cpu")
+
+
+@pytest.mark.parametrize(
+    "data", [Readable(["a"], torch.ones(1)), Pair(torch.ones(1), torch.ones(1))], ids=["mapping", "tuple"]
+)
+@pytest.mark.parametrize("operation", [move, ops.reduce, lambda data: ops.concatenate([data, data])])
+def test_a_container_that_cannot_be_made_again_is_named(data: Any, operation: Any) -> None:
+    with pytest.raises(TypeError, match=f"{type(data).__name__}.* constructor"):
+        operation(data)
+
+
+def test_containers_with_constructors_of_their_own() -> None:
+    rows = Rows("name", torch.ones(1), 2)
+    moved = move(rows)
+    assert moved == rows and moved is not rows
+    moved = move(Ordered(a=torch.ones(1), b=torch.zeros(1)))
+    assert type(moved) is Ordered and moved.low == 0 and moved.high == 1
+
+
+def test_a_type_error_of_a_leaf_is_not_put_down_to_its_container() -> None:
+    def fail(_: Any) -> Any:
+        raise TypeError("of the leaf")
+
+    with pytest.raises(TypeError, match="^of the leaf$"):
+        nested.recursively_apply(fail, [torch.ones(1)])

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accel_state import environments
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.paths import refuse_link
+from accel_state.state import current_rank
 
 from ._torch_compat import watch_compilation
 from .hooks import ModelHooks, OptimizerHooks, watch_loader
@@ -249,12 +249,12 @@ def attach(
         raise ConfigurationError(
             f"loader={type(loader).__name__} object cannot be iterated over. Pass the DataLoader of the training loop."
         )
-    environment = environments.detect()
+    rank, world_size = current_rank()
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     monitor = Monitor(
         project_dir,
-        rank=environment.rank,
-        world_size=environment.world_size,
+        rank=rank,
+        world_size=world_size,
         device=parameters[0].device,
         step=step,
         interval=interval,

@@ -25,21 +25,56 @@ def is_container(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Build an object of the type of ``obj`` (a list, tuple or named tuple) from the values of ``generator``."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+    """Build an object of the type of ``obj`` (a list, tuple or named tuple) from the values of ``generator``.
+
+    Raises:
+        TypeError: the type is a tuple whose constructor does not take an iterable of its members.
+    """
+    if is_namedtuple(obj):
+        return obj._make(generator)  # also if the class has a constructor of its own
+    values = list(generator)
+    if type(obj) is list:
+        return values
+    if isinstance(obj, list):
+        new = copy.copy(obj)  # keeps the other attributes of a subclass, whatever its constructor takes
+        new[:] = values
+        return new
+    return _construct(obj, values, "a tuple")
 
 
 def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``data`` with the same keys and new values."""
+    """A mapping of the type of ``data`` with the same keys and new values.
+
+    Raises:
+        TypeError: the type has no ``__setitem__``, and its constructor does not take a dictionary of its items.
+    """
     if type(data) is dict:
         return items
     if not hasattr(data, "__setitem__"):
-        return type(data)(items)  # type: ignore[call-arg]
+        return _construct(data, items, "a dict")
     # A copy keeps the other attributes of a subclass (a default factory, a tokenizer's encodings, ...).
     new = copy.copy(data)
     for key, value in items.items():
         new[key] = value
     return new
+
+
+def _construct(obj: Any, members: Any, plain: str) -> Any:
+    try:
+        new = type(obj)(members)
+    except Exception as error:
+        raise _cannot_rebuild(obj, plain) from error
+    # A constructor that takes something else may accept anything, and would lose the members.
+    if len(new) != len(members) or (isinstance(obj, Mapping) and set(new) != set(members)):
+        raise _cannot_rebuild(obj, plain)
+    return new
+
+
+def _cannot_rebuild(data: Any, plain: str) -> TypeError:
+    return TypeError(
+        f"cannot make another {type(data).__name__} with new values: its constructor does not take {plain} of its "
+        f"members. Give it such a constructor, or pass {plain} instead."
+    )
 
 
 def rebuild_dataclass(data: Any, values: dict[str, Any]) -> Any:

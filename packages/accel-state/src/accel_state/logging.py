@@ -8,7 +8,7 @@ from typing import Any
 
 from . import env
 from .errors import AccelError, ConfigurationError, require
-from .state import PartialState
+from .state import PartialState, current_rank
 
 _already_warned: set[tuple[str, str]] = set()
 
@@ -77,10 +77,7 @@ def warn_once(name: str, message: str) -> None:
         name: the logger's name.
         message: the text, without arguments.
     """
-    from .environments import detect
-
-    rank = PartialState().process_index if PartialState._shared_state else detect().rank
-    if rank == 0 and (name, message) not in _already_warned:
+    if current_rank()[0] == 0 and (name, message) not in _already_warned:
         _already_warned.add((name, message))
         logging.getLogger(name).warning(message, stacklevel=3)
 

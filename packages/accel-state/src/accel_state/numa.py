@@ -47,12 +47,16 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 @functools.cache
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+def set_numa_affinity(
+    local_process_index: int, verbose: bool | None = None, local_world_size: int | None = None
+) -> None:
     """Call :func:`override_numa_affinity` once per process and local rank."""
-    override_numa_affinity(local_process_index, verbose)
+    override_numa_affinity(local_process_index, verbose, local_world_size)
 
 
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+def override_numa_affinity(
+    local_process_index: int, verbose: bool | None = None, local_world_size: int | None = None
+) -> None:
     """Bind this process to the cores near its device, or to an even share of the cores if those are unknown.
 
     Only uses cores that the process was allowed before the first call (by a container or a batch system).
@@ -60,11 +64,12 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     Args:
         local_process_index: this process's rank on its node.
         verbose: log the cores at level INFO. None: if ACCELERATE_DEBUG_MODE is set.
+        local_world_size: number of processes on its node. None: as the launcher's variables say.
 
     Raises:
         ConfigurationError: the operating system cannot bind a process, or the local rank does not exist.
     """
-    ranks = get_cpu_distributed_information().local_world_size
+    ranks = local_world_size or get_cpu_distributed_information().local_world_size
     if not 0 <= local_process_index < max(ranks, 1):
         raise ConfigurationError(
             f"local_process_index={local_process_index} is not between 0 and the number of local processes {ranks}"

@@ -6,21 +6,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from accel_state import environments
-from accel_state.state import PartialState, is_initialized
+from accel_state.state import PartialState, current_rank, is_initialized
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rank() -> int:
     """The rank according to the PartialState, torch's process group, or the launcher's environment."""
-    if is_initialized():
-        return int(PartialState().process_index)
-    if dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
-    return int(environments.detect().rank)
+    return current_rank()[0]
 
 
 def is_main_process() -> bool:

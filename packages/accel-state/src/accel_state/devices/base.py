@@ -130,6 +130,14 @@ class Device:
         """The current device of this process."""
         return torch.device(self.name, int(self.module.current_device()))
 
+    def chosen(self) -> torch.device | None:
+        """The device that the script has made current; None if that is the first one, which is so by default."""
+        initialized = getattr(self.module, "is_initialized", None)
+        if initialized is None or not initialized():
+            return None
+        current = self.current()
+        return current if current.index else None
+
     def process_group_options(self, device: torch.device) -> dict[str, Any]:
         """Additional arguments of ``torch.distributed.init_process_group`` for this device."""
         return {}

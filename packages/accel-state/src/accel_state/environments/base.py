@@ -16,9 +16,9 @@ _DERIVED_PORTS = range(15000, 25000)
 
 
 class Variables:
-    """Environment variables, read from a mapping with type checks."""
+    """Environment variables, read with type checks from a mapping, by default from those of this process."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environ = environ
 
     def __contains__(self, name: str) -> bool:

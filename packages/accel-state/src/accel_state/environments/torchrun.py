@@ -46,5 +46,6 @@ def _refuse_lone_local_rank(variables: Variables) -> None:
     if local_rank is not None and local_rank > 0:
         raise ConfigurationError(
             f"LOCAL_RANK={local_rank} is set but RANK is not. Set RANK, WORLD_SIZE and LOCAL_RANK, as launchers do, or "
-            "unset LOCAL_RANK."
+            "unset LOCAL_RANK. Under Lightning's launcher, wait until it has created the process group: after "
+            "fabric.launch(), or in the hooks of a module."
         )

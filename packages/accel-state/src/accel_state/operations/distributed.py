@@ -24,10 +24,11 @@ def gather(tensor: T, *, collectives: Collectives | None = None) -> T:
 
     Returns:
         Data of the same structure on every rank. A tensor of shape ``(n, ...)`` becomes ``(world_size * n, ...)`` in
-        rank order, a 0-dimensional one becomes ``(world_size,)``. A single process returns the data unchanged.
+        rank order, a 0-dimensional one becomes ``(world_size,)``. Subclasses of tensors are kept, as operations on
+        them keep them. A single process returns the data unchanged.
 
     Raises:
-        TypeError: the data contains leaves other than tensors.
+        TypeError: the data contains leaves other than tensors, or a container that cannot be built with new values.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     state = PartialState()
@@ -36,8 +37,18 @@ def gather(tensor: T, *, collectives: Collectives | None = None) -> T:
     check_only_tensors(tensor, "gather")
     collectives = collectives or state.collectives
     check_inputs("accel_state.operations.gather", tensor, collectives)
-    gathered = collectives.all_gather_many(leaves(tensor))
-    return replace_leaves(tensor, (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered))
+    own = leaves(tensor)
+    gathered = collectives.all_gather_many(own)
+    joined = (value if value.ndim == 1 else value.flatten(0, 1) for value in gathered)
+    return replace_leaves(tensor, (_like(leaf, value) for leaf, value in zip(own, joined, strict=True)))
+
+
+def _like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` with the type that operations on ``original`` return."""
+    original = original.detach()  # a Parameter becomes a tensor
+    if type(original) is torch.Tensor or type(value) is type(original):
+        return value
+    return original.new_empty(value.shape).copy_(value)
 
 
 def gather_object(object: Any, *, collectives: Collectives | None = None) -> list[Any]:

@@ -21,6 +21,7 @@ from ..options.core import CoreOptions
 from ..options.launch import HardwareOptions
 from ..ports import is_loopback
 from ..tcp_store import serve_store
+from .joined_group import environment_of_group, is_joined, local_rank_is_known
 from .process_control import ProcessControl
 from .shared import SharedState
 
@@ -33,11 +34,29 @@ def is_initialized() -> bool:
     return bool(PartialState._shared_state)
 
 
+def current_rank() -> tuple[int, int]:
+    """Rank and world size, without creating anything: of the state, the process group, or the launcher's variables.
+
+    Raises:
+        ConfigurationError: there is neither a state nor a group, and the variables contradict each other.
+    """
+    if is_initialized():
+        state = PartialState()
+        return state.process_index, state.num_processes
+    if is_joined():
+        return dist.get_rank(), dist.get_world_size()
+    environment = environments.detect()
+    return environment.rank, environment.world_size
+
+
 class PartialState(ProcessControl, SharedState):
     """Rank, world size, device and collectives of this process.
 
     All instances share their attributes, which the first instance sets. In a distributed run the first instance also
-    initializes torch's process group, unless that is done already.
+    initializes torch's process group. If there is one already, rank, world size and backend are those of the group,
+    whatever started the processes; without a launcher's LOCAL_RANK, the ranks then exchange their host names.
+
+    A device that the script has made current before is kept, as is one that its process group is bound to.
 
     Args:
         cpu: use the CPU even if an accelerator is available.
@@ -58,7 +77,12 @@ class PartialState(ProcessControl, SharedState):
         stands_by: whether another replica of a fault-tolerant run logs and saves, so that this is not the main process.
 
     Raises:
-        ConfigurationError: the environment contradicts itself, or torch is built without torch.distributed.
+        ConfigurationError: the environment contradicts itself, torch is built without torch.distributed, or a process
+            group was created after the first instance, which has no part in it.
+        CollectiveTimeoutError: the ranks had to exchange their host names, and one of them created no PartialState.
+
+    Warns:
+        RuntimeWarning: the launcher's variables contradict the process group.
     """
 
     _slot: ClassVar[str] = "process"
@@ -84,6 +108,7 @@ class PartialState(ProcessControl, SharedState):
                     f"cpu=True, but this process already uses {self.device}. Pass it to the first PartialState or "
                     "Accelerator, or set ACCELERATE_USE_CPU=true (accel launch --cpu)."
                 )
+            self._refuse_a_later_group()
             return
         try:
             self._start(cpu, kwargs)
@@ -92,24 +117,45 @@ class PartialState(ProcessControl, SharedState):
             raise
 
     def _start(self, cpu: bool, kwargs: dict[str, Any]) -> None:
-        environment = environments.detect()
-        forced = env.read_str("ACCELERATE_TORCH_DEVICE")
         backend = devices.detect(cpu=cpu or CoreOptions.read("cpu"))
+        environment = self._locate(backend, kwargs)
         self.environment = environment
         self.device_backend = backend
         self.debug = CoreOptions.read("debug")
         self.fork_launched = env.parse_flag_from_env("FORK_LAUNCHED")
         self.local_process_index = environment.local_rank
-        self.device = torch.device(forced) if forced else backend.device(environment.local_rank)
+        self.device = _device(backend, environment.local_rank)
         self.set_device()
         if HardwareOptions.read("enable_cpu_affinity"):
             from ..numa import set_numa_affinity
 
-            set_numa_affinity(self.local_process_index)
+            set_numa_affinity(self.local_process_index, local_world_size=environment.local_world_size)
         self._connect(environment, kwargs)
         self.num_processes = self.collectives.world_size
         self.process_index = self.collectives.rank
         self.distributed_type = backend.distributed_type if self.num_processes > 1 else backend.single_type
+
+    def _locate(self, backend: Device, kwargs: dict[str, Any]) -> Environment:
+        """The ranks of this process; before its device is chosen, which depends on the local rank."""
+        if backend.collectives != "torch":
+            return environments.detect()
+        if not is_joined():
+            environment = environments.detect()
+            if environment.world_size == 1 or local_rank_is_known(environment):
+                return environment
+            _init_process_group(environment, kwargs, backend, device=None)
+        return environment_of_group()
+
+    def _refuse_a_later_group(self) -> None:
+        if type(self.collectives) is not Collectives or not is_joined() or dist.get_world_size() == 1:
+            return
+        if dist.get_backend() == "fake":
+            return
+        raise ConfigurationError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that was created "
+            "after its PartialState, which is that of a single process. Create the group first (with Lightning: use "
+            "PartialState after fabric.launch(), or in the hooks of a module)."
+        )
 
     def _connect(self, environment: Environment, kwargs: dict[str, Any]) -> None:
         name = self.device_backend.collectives
@@ -125,37 +171,15 @@ class PartialState(ProcessControl, SharedState):
                     )
                 self.collectives = Collectives()
             return
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_joined():
             if environment.world_size == 1:
                 self.backend, self.collectives = None, Collectives()
                 return
-            self._init_process_group(environment, dict(kwargs))
-        self.backend = dist.get_backend()
-        # gloo and mpi communicate through host memory, whatever the compute device.
-        through = torch.device("cpu") if self.backend in ("gloo", "mpi") else self.device
+            _init_process_group(environment, kwargs, self.device_backend, self.device)
+        self.backend, through = _backend_of_group(self.device)
         self.collectives = COLLECTIVES.load(name)(through)  # type: ignore[call-arg]
         atexit.unregister(_destroy_at_exit)
         atexit.register(_destroy_at_exit)
-
-    def _init_process_group(self, environment: Environment, kwargs: dict[str, Any]) -> None:
-        if not dist.is_available():
-            raise ConfigurationError(
-                f"this process is rank {environment.rank} of {environment.world_size}, but this build of torch has no "
-                "torch.distributed. Install one that has, or start a single process."
-            )
-        kwargs.setdefault("backend", self.device_backend.collective_backend)
-        if isinstance(kwargs.get("timeout"), (int, float)):
-            kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
-        # torch's env:// needs the variables of torchrun.
-        has_variables = environment.name == "torchrun" and environment.main_address and environment.main_port
-        if "init_method" not in kwargs and not has_variables:
-            kwargs["init_method"] = _init_method(environment)
-        if has_variables and not kwargs.keys() & {"init_method", "store"} and _serves_loopback(environment):
-            kwargs["store"] = _loopback_store(environment, kwargs.get("timeout"))
-        if kwargs.get("init_method") or "store" in kwargs:
-            kwargs.update(rank=environment.rank, world_size=environment.world_size)
-        kwargs.update(self.device_backend.process_group_options(self.device))
-        dist.init_process_group(**kwargs)
 
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
@@ -211,6 +235,61 @@ class PartialState(ProcessControl, SharedState):
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+
+def _device(backend: Device, local_rank: int) -> torch.device:
+    """ACCELERATE_TORCH_DEVICE, the device of the process group, the one that the script chose, or by local rank."""
+    forced = env.read_str("ACCELERATE_TORCH_DEVICE")
+    if forced:
+        return torch.device(forced)
+    bound = _bound_device() if is_joined() else None
+    if bound is not None and bound.type == backend.name and bound.index is not None:
+        return bound
+    return backend.chosen() or backend.device(local_rank)
+
+
+def _bound_device() -> torch.device | None:
+    group = dist.group.WORLD
+    device: torch.device | None = None if group is None else group.bound_device_id
+    return device
+
+
+def _backend_of_group(device: torch.device) -> tuple[str, torch.device]:
+    """The name of the group's backend, and the device whose tensors it moves."""
+    name = dist.get_backend()
+    if name == "undefined":
+        # A group made without a backend has one for each type of device.
+        pairs = (entry.split(":") for entry in dist.get_backend_config().split(","))
+        by_device = dict(pairs)
+        name = by_device.get(device.type) or by_device["cpu"]
+    # gloo and mpi communicate through host memory, whatever the compute device.
+    return name, torch.device("cpu") if name in ("gloo", "mpi") else device
+
+
+def _init_process_group(
+    environment: Environment, kwargs: dict[str, Any], backend: Device, device: torch.device | None
+) -> None:
+    """Create torch's group. ``device`` is what to bind it to; None if that is not known yet."""
+    kwargs = dict(kwargs)
+    if not dist.is_available():
+        raise ConfigurationError(
+            f"this process is rank {environment.rank} of {environment.world_size}, but this build of torch has no "
+            "torch.distributed. Install one that has, or start a single process."
+        )
+    kwargs.setdefault("backend", backend.collective_backend)
+    if isinstance(kwargs.get("timeout"), (int, float)):
+        kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
+    # torch's env:// needs the variables of torchrun.
+    has_variables = environment.name == "torchrun" and environment.main_address and environment.main_port
+    if "init_method" not in kwargs and not has_variables:
+        kwargs["init_method"] = _init_method(environment)
+    if has_variables and not kwargs.keys() & {"init_method", "store"} and _serves_loopback(environment):
+        kwargs["store"] = _loopback_store(environment, kwargs.get("timeout"))
+    if kwargs.get("init_method") or "store" in kwargs:
+        kwargs.update(rank=environment.rank, world_size=environment.world_size)
+    if device is not None:
+        kwargs.update(backend.process_group_options(device))
+    dist.init_process_group(**kwargs)
 
 
 def _init_method(environment: Environment) -> str:
