@@ -289,3 +289,7 @@ def test_torch_compat() -> None:
     from accel_checkpoint import _torch_compat
 
     assert _torch_compat.neg_view(torch.ones(1)).is_neg()
+    entry = _torch_compat.storage_info("__0_0.distcp", 3, 7)
+    assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 7)
+    placements = torch.distributed.tensor.Shard(0), torch.distributed.tensor.Replicate()
+    assert _torch_compat.local_shape_and_offset((5, 4), (2, 2), (1, 0), placements) == ((2, 4), (3, 0))

@@ -13,13 +13,13 @@ from checkpoint_runs import Run, as_of_another_library, checkpoints, project, sa
 from torch import nn
 
 from accel import Accelerator
-from accel.fsdp.checkpoint.dcp_reader import read_metadata
-from accel.fsdp.checkpoint.dcp_writer import TensorWriter
 from accel.fsdp.merge import merge_fsdp_weights
 from accel.utils import load_fsdp_model, save_fsdp_model
 from accel_checkpoint.atomic_dir import DELETED, PARTIAL, REPLACED, aside, recover, recover_all, remove_leftovers
 from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.sharded.metadata import read_metadata
+from accel_checkpoint.sharded.writer import TensorWriter
 from accel_state.paths import LinkError
 from accel_state.testing import run_world
 

@@ -411,7 +411,7 @@ def adapters(folder: str) -> dict[str, Any]:
 
 def test_an_adapter_is_saved_on_its_own(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from accel.fsdp.checkpoint.dcp_reader import tensors_in
+    from accel_checkpoint.sharded.reader import tensors_in
 
     found = run_world(adapters, 2, str(tmp_path), timeout=250)[0]
     for version, (saved, loaded) in found.items():

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional
 
 from accel import Accelerator, ProjectConfiguration
-from accel.fsdp.checkpoint.dcp_reader import read_metadata
 from accel.fsdp.merge import merge_fsdp_weights
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_checkpoint import writer
 from accel_checkpoint.manifest import record_file
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.sharded.metadata import read_metadata
 from accel_launch.cli import main
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
-from accel.fsdp.checkpoint.dcp_reader import read_metadata
 from accel_checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.sharded.metadata import read_metadata
 from accel_checkpoint.writer import write_manifest
 from accel_state.testing import run_world
 

@@ -112,7 +112,6 @@ def fsdp2() -> None:
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (2,)))
     ((parameter, holder),) = compat.fsdp2_parameters(model)
     assert parameter is model.weight
-    assert compat.local_shape_and_offset(parameter) == ((2, 4), (2 * dist.get_rank(), 0))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     assert [gradient.shape for gradient in compat.unreduced_gradients(holder)] == [(4, 4)]
@@ -132,11 +131,6 @@ NO_FSDP2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), rea
 @pytest.mark.parametrize("check", [fsdp1, pytest.param(fsdp2, marks=NO_FSDP2), groups])
 def test_names_that_need_a_process_group(check) -> None:
     run_world(check, 2)
-
-
-def test_storage_info() -> None:
-    entry = compat.storage_info("__0_0.distcp", 3, 7)
-    assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 7)
 
 
 def test_replaced_optimizers(recwarn: pytest.WarningsRecorder) -> None:

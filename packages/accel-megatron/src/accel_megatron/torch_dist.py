@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from accel.fsdp.checkpoint.dcp_reader import SavedTensors
-from accel.fsdp.checkpoint.dcp_writer import TensorWriter
 from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.sharded.reader import SavedTensors
+from accel_checkpoint.sharded.writer import TensorWriter
 from accel_state.errors import ConfigurationError
 
 from .architectures.base import Architecture

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,21 +256,7 @@ def drop_unreduced_gradients(holder: Any) -> None:
         holder.unsharded_accumulated_grad = None
 
 
-# -- DTensor and distributed checkpoints -----------------------------------------------------------------------------
-
-
-def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a DTensor's local part and where it begins in the full tensor; no public function."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-
-
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """An entry of a distributed checkpoint's metadata: where an item is. Only ``FileSystemWriter`` makes them."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(file, offset, length)
+# -- DTensor ---------------------------------------------------------------------------------------------------------
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
@@ -292,17 +277,6 @@ def shard_replicated(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def keeps_local(function: Callable[..., Any]) -> dict[str, Any]:
     """The argument with which ``distribute_tensor`` and ``parallelize_module`` send nothing."""
     return {"src_data_rank": None} if "src_data_rank" in inspect.signature(function).parameters else {}
-
-
-def load_alone(state: dict[str, Any], reader: Any, planner: Any) -> None:
-    """``torch.distributed.checkpoint.load`` on this rank alone."""
-    import torch.distributed.checkpoint as dcp
-
-    load: Callable[..., Any] = dcp.load
-    if "no_dist" not in inspect.signature(load).parameters:
-        load = dcp.load_state_dict  # its deprecated form
-        warnings.filterwarnings("ignore", message=".*load_state_dict.* is deprecated", category=FutureWarning)
-    load(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
 # -- context parallelism ---------------------------------------------------------------------------------------------

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch_compat import local_shape_and_offset, make_wrapper_subclass
-from .local_part import local
+from .._torch_compat import make_wrapper_subclass
 from .unwrap import clean_name
 
 _SHAPES = "_accel_packed_shapes"
@@ -39,7 +36,7 @@ def packed_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 class Packed(torch.Tensor):
-    """A DTensor that is saved in another shape, for ``torch.distributed.checkpoint``, which only takes tensors."""
+    """A DTensor that is saved in another shape; ``accel_checkpoint.sharded`` finds its parts in ``tensor``."""
 
     # of a shape in which one dimension of ``shape`` is split in two; the first counts the fused matrices
     tensor: DTensor
@@ -62,41 +59,6 @@ class Packed(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         gathered: torch.Tensor = full_tensor(self.tensor).reshape(self.shape)
         return gathered
-
-    def _parts(self) -> list[tuple[torch.Size, torch.Tensor]]:
-        """This rank's part of each fused matrix, and its offset in the full tensor."""
-        held = self.tensor.shape
-        # The dimension that counts the matrices, in the shape in which the parameter is held.
-        dim = next(dim for dim in range(self.ndim) if held[: dim + 2].numel() == self.shape[: dim + 1].numel())
-        local_part = local(self.tensor.detach())
-        _, begin = local_shape_and_offset(self.tensor)
-        parts = []
-        for index in range(local_part.shape[dim]):
-            row = (begin[dim] + index) * held[dim + 1] + begin[dim + 1]
-            part = local_part.select(dim, index)
-            if part.numel():
-                parts.append((torch.Size((*begin[:dim], row, *begin[dim + 2 :])), part))
-        return parts
-
-    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offset, part.shape),
-                    properties=TensorProperties.create_from_tensor(part),
-                    size=self.shape,
-                ),
-            )
-            for offset, part in self._parts()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offset, part.shape) for offset, part in self._parts()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(part for offset, part in self._parts() if offset == index.offset)
 
 
 def pack(value: Any, shape: torch.Size | None) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from accel_checkpoint.names import FSDP_MODEL_NAME, SHARD_TABLE_NAME
+from accel_checkpoint.sharded.reader import read_shards, tensors_in
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_path, refuse_link
 
 from ..core.unwrap import clean_name
 from ..core.weights_io import check_shard_size, save_model_weights
-from .checkpoint.dcp_reader import read_shards, tensors_in
 
 
 def merge_fsdp_weights(

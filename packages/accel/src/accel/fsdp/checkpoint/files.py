@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from accel_checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from accel_checkpoint.parts import Part
+from accel_checkpoint.sharded.writer import shard_state
 from accel_checkpoint.validation import Change, check_named_structure, loading_optimizer
 from accel_state.collectives.single import Collectives
 
@@ -38,7 +39,6 @@ from ...core.local_part import local
 from ...core.types import Gathered, Layout
 from ...core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from . import state_dicts
-from .dcp_writer import shard_state
 from .state_dicts import State
 
 

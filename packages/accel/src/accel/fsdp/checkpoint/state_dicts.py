@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.sharded.reader import read_shards
 from accel_checkpoint.validation import Change, check_named_optimizer, check_named_structure, remember_optimizer
 from accel_state.errors import ConfigurationError
 
@@ -25,7 +26,6 @@ from ..._torch_compat import shard_replicated
 from ...core.fused_dtensor import full_tensor, pack, pack_state, packed_shapes, unpack
 from ...core.types import Layout
 from ...core.unwrap import clean_name, names_in_order
-from .dcp_reader import read_shards
 from .pipeline_state import keep_empty_groups, local_optimizer_state
 
 State = dict[str, Any]

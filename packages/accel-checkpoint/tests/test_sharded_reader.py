@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from accel.fsdp.checkpoint import dcp_reader
 from accel_checkpoint.names import CheckpointError
+from accel_checkpoint.sharded import metadata as sharded_metadata
+from accel_checkpoint.sharded import reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 
@@ -40,7 +41,7 @@ def save(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_every_kind_of_tensor(tmp_path: Path) -> None:
     content = save(tmp_path)
-    read = dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    read = reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
     assert set(read) == set(content)
     for name, tensor in content.items():
         assert read[name].dtype == tensor.dtype and torch.equal(
@@ -62,7 +63,7 @@ def test_metadata_written_by_python_3_11_2(tmp_path: Path) -> None:
     with file.open("wb") as opened:
         Python3112(opened).dump(metadata)
     assert b"getattr" in file.read_bytes()
-    read = dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    read = reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
     assert torch.equal(read["large"], content["large"])
 
 
@@ -73,12 +74,12 @@ def test_getattr_gives_nothing_but_members_of_enumerations(tmp_path: Path) -> No
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(CheckpointError, match="__init__.*Metadata.*not"):
-        dcp_reader.read_metadata(tmp_path)
+        sharded_metadata.read_metadata(tmp_path)
 
 
 def test_into_another_dtype(tmp_path: Path) -> None:
     content = save(tmp_path)
-    read = dcp_reader.read_shards(
+    read = reader.read_shards(
         tmp_path, lambda path, size, dtype: torch.empty(size).double() if path == ("large",) else None, "model"
     )
     assert torch.equal(read["large"], content["large"].double())
@@ -90,7 +91,7 @@ def test_a_description_is_unpickled_once(tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[int] = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: calls.append(1) or load(*args, **kwargs))
-    dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+    reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
     assert len(calls) == 1
 
 
@@ -99,4 +100,4 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.distcp")
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(CheckpointError, match=path.name):
-        dcp_reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+        reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")

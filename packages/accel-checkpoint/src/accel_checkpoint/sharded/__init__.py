@@ -1,0 +1,1 @@
+"""Sharded states, in the format of ``torch.distributed.checkpoint``."""
