@@ -109,13 +109,13 @@ def test_types(tmp_path: Path) -> None:
     file = save(model, tmp_path / "model.safetensors")
     half = load_checkpoint_and_dispatch(empty(), file, device_map={"": "cpu"}, dtype="bfloat16")
     assert {value.dtype for value in half.state_dict().values()} == {torch.bfloat16}
-    half.mask = half.mask.bfloat16()  # a buffer in no checkpoint stays as it is
+    assert half.mask.dtype == torch.bfloat16, "a buffer in no checkpoint too, as in model.to(dtype)"
     expected = half(words())["logits"]
+    torch.testing.assert_close(net().to(torch.bfloat16)(words())["logits"], expected, rtol=0, atol=0)
     for folder in (None, tmp_path / "offload"):
         loaded = load_checkpoint_and_dispatch(
             empty(), file, device_map={"": "disk"}, dtype=torch.bfloat16, offload_folder=folder
         )
-        loaded.shift, loaded.mask = loaded.shift.bfloat16(), half.mask
         torch.testing.assert_close(loaded(words())["logits"], expected)
     assert (tmp_path / "offload" / "blocks.0.up.weight.dat").stat().st_size == 2 * model.blocks[0].up.weight.numel()
     kept = empty()
@@ -247,6 +247,84 @@ def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=name):
             load_state_dict(tmp_path / name)
     assert not Path("harmed").exists()
+
+
+class Embedded(nn.Module):
+    """What is not in a checkpoint: a table of frequencies, a shared buffer, a late parameter, complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.linspace(0, 1, 8), persistent=False)
+        self.register_buffer("turns", torch.exp(1j * torch.arange(8.0)), persistent=False)
+        self.register_buffer("counts", torch.arange(8), persistent=False)
+        self.norm = nn.LayerNorm(8)
+        self.norm.register_buffer("shared", self.frequencies, persistent=False)
+        self.out = nn.Linear(8, 2)
+        self.late = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(steps * self.frequencies * self.late))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", None])
+def test_a_dtype_holds_for_what_no_checkpoint_has(tmp_path: Path, place: str | None) -> None:
+    torch.manual_seed(0)
+    model = Embedded()
+    state = model.state_dict()
+    del state["late"]
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = Embedded()
+    place_map = None if place is None else {"": place}
+    with pytest.warns(UserWarning, match="late"):
+        load_checkpoint_in_model(
+            loaded, tmp_path / "model.safetensors", place_map, dtype="bfloat16", keep_in_fp32_modules=["norm"]
+        )
+    assert (loaded.frequencies.dtype, loaded.late.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (loaded.turns.dtype, loaded.counts.dtype) == (torch.complex64, torch.int64)
+    assert loaded.norm.shared is loaded.frequencies and not loaded.late.requires_grad
+    if place == "cpu":
+        model.to(torch.bfloat16).norm.float()
+        expected = model.out(model.norm((torch.ones(3, 8).bfloat16() * model.frequencies).float()).bfloat16())
+        found = loaded.out(loaded.norm((torch.ones(3, 8).bfloat16() * loaded.frequencies).float()).bfloat16())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_models_of_transformers_keep_their_rotary_frequencies(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=20, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with init_empty_weights(include_buffers=False):
+        model = transformers.LlamaForCausalLM(config)
+    load_checkpoint_in_model(model, tmp_path, dtype=torch.bfloat16)
+    buffers = dict(expected.named_buffers())
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {n: b.dtype for n, b in buffers.items()}
+    tokens = torch.arange(6).view(1, 6)
+    torch.testing.assert_close(model(tokens).logits, expected(tokens).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
+def test_weights_inside_a_checkpoint_of_training(tmp_path: Path, key: str) -> None:
+    model = net()
+    torch.save({key: model.state_dict(), "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, tmp_path / "train.bin")
+    loaded = load_checkpoint_and_dispatch(empty(), tmp_path / "train.bin", device_map={"": "cpu"})
+    torch.testing.assert_close(loaded(words())["logits"], model(words())["logits"], rtol=0, atol=0)
+
+
+def test_weights_that_could_be_either_are_named(tmp_path: Path) -> None:
+    state = net().state_dict()
+    cases = {
+        "two.bin": ({"model": state, "state_dict": state}, ["'model'", "'state_dict'"]),
+        "other.bin": ({"generator": state, "step": 1}, ["'generator'"]),
+        "none.bin": ({"model": {}, "step": 1}, ["int"]),
+        "names.bin": ({"model": {0: torch.ones(1)}}, ["dict"]),
+    }
+    for name, (content, words_found) in cases.items():
+        torch.save(content, tmp_path / name)
+        with pytest.raises(ConfigurationError) as error:
+            load_checkpoint_in_model(empty(), tmp_path / name)
+        assert all(word in str(error.value) for word in [name, *words_found]), error.value
 
 
 def test_indexes_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:

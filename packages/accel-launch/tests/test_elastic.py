@@ -278,6 +278,23 @@ def test_the_launcher_says_what_ranks_cannot_know(shell) -> None:
     assert sizes.returncode and "pad_across_processes" in sizes.stderr.splitlines()[-1], sizes.stderr
 
 
+def test_a_death_after_the_end_of_the_script_is_not_put_down_to_its_loop(shell) -> None:
+    shell.write(
+        "s.py",
+        """
+        import atexit, os, time
+        if os.environ["RANK"] == "1":
+            atexit.register(os.abort)
+        else:
+            time.sleep(0.1)
+    """,
+    )
+    result = shell.launch("--num_processes", "2", "s.py")
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 134 and last.startswith("accel launch: rank 1 of 2 was ended by SIGABRT"), result.stderr
+    assert "the script of rank 1 had already ended" in last and "loop" not in last
+
+
 def test_debug_shows_the_agents_log(shell) -> None:
     shell.write("s.py", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
     result = shell.launch("--num_processes", "2", "--debug", "s.py")

@@ -277,6 +277,8 @@ def test_what_the_launcher_knows_of_a_failure() -> None:
     assert early in describe(with_hint(lost, [0], 2), 2).splitlines()[-1]
     assert early in describe(with_hint(aborted, [0], 2), 2)
     assert "ranks 0, 2, 3, 4, 5, 6, 7, 8, ... had" in describe(with_hint(lost, [0, *range(2, 16)], 16), 16)
+    late = describe(with_hint(aborted, [0, 1], 2), 2)
+    assert "script of rank 1 had already ended" in late and "loop" not in late and "collective" not in late
     mismatch = describe(with_hint(aborted, [], 2), 2)
     assert "--debug" in mismatch and "pad_across_processes" in mismatch and "PYTHONFAULTHANDLER" in mismatch
     assert "pad_across_processes" not in describe(with_hint(aborted, [], 1), 1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from accel_state import ConfigurationError
+from accel_state.errors import ArgumentTypeError
 from accel_state.paths import LinkError
 from accel_track import JSONLinesTracker, TrackerRun, find_runs, read_run
 from accel_track.images import as_images, write_png
@@ -79,6 +80,14 @@ def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path: Path) -
         second.log({"loss": 100 + step}, step=step)
     second.finish()
     (run,) = find_runs(tmp_path)
+    assert [found.folder for found in find_runs(str(tmp_path))] == [run.folder]
+    assert [found.folder for found in find_runs([str(tmp_path), tmp_path], run.name)] == [run.folder]
+    assert read_run(str(run.folder)).rows == run.rows
+    with pytest.raises(ConfigurationError, match="missing"):
+        find_runs("missing")
+    for wrong in (3, None, [3]):
+        with pytest.raises(ArgumentTypeError, match="3|None"):
+            find_runs(wrong)
     assert run.series()["loss"] == [*((s, s) for s in range(6)), (6, 106), (7, 107)]
     assert run.facts["config"] == {"lr": 2}
     with (run.folder / "metrics.csv").open() as file:

@@ -22,7 +22,7 @@ from .checkpoint.checkpoint_mapping import ModelTensor, check_match, match_check
 from .checkpoint.files import checkpoint_files
 from .checkpoint.safetensors_file import SafetensorsFile
 from .checkpoint.tensor_files import CheckpointFile, open_file
-from .checkpoint.transformers_conversion import ConvertedFile, conversion_of
+from .checkpoint.transformers_conversion import ConvertedFile, conversion_of, is_transformers_model
 from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
@@ -86,16 +86,18 @@ def load_checkpoint_in_model(
 
     Weights for the CPU are mapped from safetensors files and used where they are in the mapping; while the model lives
     such a file must not be overwritten in place (renaming another file over it is safe). Weights for the disk stay in
-    their safetensors files; they are written to ``offload_folder`` only if the file has another format or, given a
-    directory, another dtype. Names, shapes and the device map are checked before anything is changed. To run a model
-    with weights on the disk call :func:`dispatch_model` next.
+    their safetensors files; they are written to ``offload_folder`` only if the file has another format (all of the
+    weights of a .bin file that are mapped to the disk) or, given a directory, another dtype. Names, shapes and the
+    device map are checked before anything is changed. To run a model with weights on the disk call
+    :func:`dispatch_model` next.
 
     Args:
         model: the model; on the meta device, or with values, which are replaced.
         checkpoint: a file, an index of shards, a directory with one of them, or a Hub repository.
         device_map: devices of modules by name. None: weights stay on their devices, meta tensors go to the CPU.
         offload_folder: the directory for weights that cannot be read in place.
-        dtype: the dtype of all floating point weights. None: those of the model.
+        dtype: the dtype of all floating point parameters and buffers, as in ``model.to(dtype)``; models of
+            Transformers keep the dtypes of those that are not in the checkpoint. None: those of the model.
         offload_state_dict: ignored; accepted for compatibility. No full state dict is held in memory.
         offload_buffers: leave buffers of modules on the disk there too.
         keep_in_fp32_modules: parts of names; weights of such modules get float32 instead of ``dtype``.
@@ -221,7 +223,7 @@ class _CheckpointLoader:
             return present
         if any(f"{part}." in tensor.name or tensor.name.endswith(part) for part in self.keep_in_fp32):
             return torch.float32
-        return as_dtype(self.dtype)
+        return present if present.is_complex else as_dtype(self.dtype)
 
     def load(self) -> None:
         """Load everything, file by file."""
@@ -232,6 +234,8 @@ class _CheckpointLoader:
         with progress_bar("Loading weights", total=total, unit="B", unit_scale=True) as bar:
             for file in self.files:
                 self._load_file(file, tensors_of.get(id(file), []), bar)
+        if self.dtype is not None and not is_transformers_model(self.model):
+            self._convert_the_rest()
         if self.record.index:
             in_place = {"safetensors_file", "stack"}
             written = {name: entry for name, entry in self.record.index.items() if not in_place & entry.keys()}
@@ -240,6 +244,21 @@ class _CheckpointLoader:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 save_offload_index(written, self.directory)
             self.model.__dict__[_RECORD] = self.record
+
+    def _convert_the_rest(self) -> None:
+        """Give ``dtype`` to parameters and buffers that are not in the checkpoint, as ``model.to(dtype)`` would.
+
+        Models of Transformers decide that themselves: rotary frequencies, for example, must stay in float32.
+        """
+        loaded = {name for tensor, _ in self.sources for name in tensor.names}
+        for tensor in model_tensors(self.model, with_unsaved=True)[0]:
+            dtype = self._dtype_for(tensor, tensor.tensor.dtype)
+            plain = type(tensor.tensor) in {nn.Parameter, torch.Tensor}
+            if loaded.intersection(tensor.names) or dtype == tensor.tensor.dtype or not plain:
+                continue
+            value = tensor.tensor.detach().to(dtype)
+            requires_grad = tensor.tensor.requires_grad
+            tensor.replace(value if tensor.is_buffer else nn.Parameter(value, requires_grad=requires_grad))
 
     def _load_file(
         self, file: CheckpointFile | ConvertedFile, tensors: Sequence[tuple[ModelTensor, str]], bar: Any

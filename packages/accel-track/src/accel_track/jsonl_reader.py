@@ -6,13 +6,14 @@ import csv
 import fnmatch
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_state.errors import ConfigurationError
-from accel_state.paths import open_for_writing
+from accel_state.errors import ConfigurationError, check_type
+from accel_state.paths import as_path, open_for_writing
 
 RUN_NAME = "run.json"
 METRICS_NAME = "metrics.jsonl"
@@ -97,7 +98,7 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: str | os.PathLike[str]) -> Run:
     """Read a run, which may still be in progress.
 
     Args:
@@ -106,6 +107,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         ConfigurationError: there is no metrics.jsonl, or run.json is damaged.
     """
+    folder = as_path("folder", folder)
     metrics, facts = folder / METRICS_NAME, folder / RUN_NAME
     if not metrics.is_file():
         raise ConfigurationError(f"{folder} has no {METRICS_NAME}. Pass a directory written with log_with='jsonl'.")
@@ -146,17 +148,22 @@ def _rows_up_to(rows: list[dict[str, Any]], last_step: float | None) -> list[dic
     return [row for row, step in zip(rows, steps, strict=True) if step is None or step <= last_step]
 
 
-def find_runs(folder: Path | Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+def find_runs(
+    folder: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], names: str | Sequence[str] = ()
+) -> list[Run]:
     """All runs in directories and their subdirectories, oldest first.
 
     Args:
         folder: the directory of a run, or one that contains runs; or several of these.
-        names: keep only runs whose project/run_id contains one of these.
+        names: keep only runs whose project/run_id contains one of these; or one such text.
 
     Raises:
-        ConfigurationError: there is no such directory, or no run in it.
+        ConfigurationError: a folder is not a path, there is no such directory, or no run in it.
     """
-    folders = [folder] if isinstance(folder, Path) else list(folder)
+    names = [names] if isinstance(names, str) else names
+    given = [folder] if isinstance(folder, (str, os.PathLike)) else folder
+    check_type(given, Iterable, "folder", "Give the directory of a run, one that contains runs, or a list of these.")
+    folders = [as_path("folder", entry) for entry in given]
     for path in folders:
         if not path.is_dir():
             raise ConfigurationError(

@@ -37,8 +37,13 @@ class ModelTensor:
             (buffers_of(owner) if self.is_buffer else parameters_of(owner))[key] = tensor
 
 
-def model_tensors(model: nn.Module) -> tuple[list[ModelTensor], list[str]]:
-    """The tensors that a checkpoint of the model holds, and the names of meta-device buffers that it does not hold."""
+def model_tensors(model: nn.Module, with_unsaved: bool = False) -> tuple[list[ModelTensor], list[str]]:
+    """The tensors that a checkpoint of the model holds, and the names of meta-device buffers that it does not hold.
+
+    Args:
+        model: the model.
+        with_unsaved: include buffers that checkpoints do not hold.
+    """
     tensors: dict[int, ModelTensor] = {}
     unsaved: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -47,7 +52,7 @@ def model_tensors(model: nn.Module) -> tuple[list[ModelTensor], list[str]]:
         unsaved += [prefix + key for key, buffer in buffers_of(module).items() if key in not_saved and _is_meta(buffer)]
         for is_buffer, table in ((False, parameters_of(module)), (True, buffers_of(module))):
             for key, tensor in table.items():
-                if tensor is not None and not (is_buffer and key in not_saved):
+                if tensor is not None and (with_unsaved or not (is_buffer and key in not_saved)):
                     entry = tensors.setdefault(id(tensor), ModelTensor(prefix + key, tensor, is_buffer))
                     entry.names.append(prefix + key)
                     entry.slots.append((module, key))

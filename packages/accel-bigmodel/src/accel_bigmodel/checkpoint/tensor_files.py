@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +17,10 @@ from .safetensors_file import SafetensorsFile
 
 
 class TorchFile:
-    """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run."""
+    """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run.
+
+    They may be under the key "state_dict", "model_state_dict", "model" or "module" of a checkpoint of training.
+    """
 
     in_place = False
 
@@ -31,11 +35,7 @@ class TorchFile:
                 f"{self.path} cannot be read as weights: {error}. Only tensors are loaded, never code; save it as "
                 "safetensors."
             ) from error
-        if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-            raise ConfigurationError(
-                f"{self.path} holds {_describe(content)} instead of a dictionary of tensors. Save model.state_dict()."
-            )
-        self._tensors: dict[str, torch.Tensor] = dict(content)
+        self._tensors: dict[str, torch.Tensor] = dict(_weights_in(content, self.path))
 
     def names(self) -> list[str]:
         """Names of the tensors."""
@@ -52,6 +52,34 @@ class TorchFile:
     def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Several tensors."""
         return {name: self._tensors[name] for name in names}
+
+
+# Under which training loops save a model's state dict, next to optimizers and counters: Lightning and many others;
+# torch's tutorials; timm and detectron2; DeepSpeed.
+_NESTINGS = ("state_dict", "model_state_dict", "model", "module")
+
+
+def _weights_in(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a file by name: all of its content, or what is under the one key that holds a model's weights."""
+    if _is_weights(content):
+        return cast("Mapping[str, torch.Tensor]", content)
+    found = [key for key, value in content.items() if _is_weights(value)] if isinstance(content, Mapping) else []
+    usual = [key for key in found if key in _NESTINGS and content[key]]
+    if len(usual) == 1:
+        return cast("Mapping[str, torch.Tensor]", content[usual[0]])
+    advice = "Save model.state_dict()."
+    if candidates := usual or [key for key in found if content[key]]:
+        advice = (
+            f"Which of {', '.join(map(repr, candidates))} has the weights is not clear: save that alone, for example "
+            f"torch.save(torch.load(path, weights_only=True)[{candidates[0]!r}], 'weights.bin')."
+        )
+    raise ConfigurationError(f"{path} holds {_describe(content)} instead of a dictionary of tensors. {advice}")
+
+
+def _is_weights(content: object) -> bool:
+    return isinstance(content, Mapping) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    )
 
 
 def _describe(content: object) -> str:

@@ -168,6 +168,12 @@ class ExpertStack:
         return stacked
 
 
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is one of Transformers; without importing it."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
 def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conversion | None:
     """How Transformers converts a checkpoint for a model.
 
@@ -178,8 +184,7 @@ def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conv
     Returns:
         None if the model is not one of Transformers, or of a version before 5, which has no weight mapping.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not is_transformers_model(model):
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -116,11 +116,18 @@ def with_hint(failure: RankFailure, succeeded: Sequence[int], world_size: int) -
 
     Args:
         failure: the first failure.
-        succeeded: ranks that had ended without an error before.
+        succeeded: ranks whose scripts had ended without an error before; the failed one is among them if its process
+            died afterwards.
         world_size: ranks over all machines.
     """
     aborted, message = failure.signal == "SIGABRT", _message(failure.traceback) if failure.traceback else ""
-    if succeeded and (aborted or _LOST_CONNECTION.search(message)):
+    if failure.rank in succeeded:
+        hint = (
+            f"the script of rank {failure.rank} had already ended, without an error: the process died while Python "
+            "shut down, usually in a thread or a library that is still in use then. Close what the script leaves open: "
+            "torch.distributed.destroy_process_group(), the workers of data loaders, connections."
+        )
+    elif succeeded and (aborted or _LOST_CONNECTION.search(message)):
         several = len(succeeded) > 1
         ranks = ", ".join(map(str, succeeded[:_SHOWN_RANKS])) + (", ..." if len(succeeded) > _SHOWN_RANKS else "")
         hint = (
