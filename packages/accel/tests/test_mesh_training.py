@@ -98,7 +98,7 @@ def all_reduces() -> dict[str, int]:
     """How often ranks that share layers add something up in a forward and a backward pass of two blocks."""
     found = {}
     for kind in ("llama", "gpt2", "own", "qwen"):
-        model = accelerator_for({"tp_size": 2}, None).prepare(build(kind))
+        model = accelerator_for({"tp_size": 2, "tp_sequence_parallel": False}, None).prepare(build(kind))
         with pytest.MonkeyPatch.context() as patch:
             calls: list[Any] = []
             original = tp_collectives._all_reduced

@@ -112,6 +112,27 @@ def phi() -> nn.Module:
     return Phi3ForCausalLM(config)
 
 
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, head_dim=4, sliding_window=None))
+
+
+def qwen2() -> nn.Module:
+    """With biases of queries, keys and values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**SMALL, num_key_value_heads=2))
+
+
+def gemma2() -> nn.Module:
+    """With norms before and after attention, and softly capped logits."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=4, pad_token_id=None, sliding_window=4)
+    return Gemma2ForCausalLM(config)
+
+
 class FusedAttention(nn.Module):
     """Queries, keys and values of one linear layer, as GPT-2's are, but with torch's own layer."""
 
@@ -177,6 +198,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "qwen": qwen,
     "gemma": gemma,
+    "gemma2": gemma2,
+    "mistral": mistral,
+    "qwen2": qwen2,
     "phi": phi,
     "own": Own,
 }

@@ -39,6 +39,12 @@ class ParallelismOptions(OptionGroup):
         help="Number of processes that each layer is split over (tensor parallelism).",
         question="Over how many processes should each layer be split (tensor parallelism)?",
     )
+    tp_sequence_parallel: bool | None = _axis(
+        help="Shard hidden states between tensor-parallel layers along the sequence (default: where models support it).",
+        question="Should hidden states between tensor-parallel layers be sharded along the sequence?",
+        asked_when={"parallelism_config_tp_size": (MORE_THAN_ONE,)},
+        suggested=True,
+    )
     cp_size: int = _size(
         help="Number of processes that each sequence is split over (context parallelism).",
         question="Over how many processes should each sequence be split (context parallelism)?",

@@ -201,6 +201,8 @@ class ParallelismConfig:
         sp_handler: further settings of sequence parallelism.
         pp_size: ranks that a model is split over in stages, as a pipeline.
         pp_handler: further settings of the pipeline.
+        tp_sequence_parallel: shard hidden states between the layers that tp shards along the sequence. None does so for
+            the models that support it; True raises an error for others.
 
     Raises:
         ConfigurationError: a size below 1, axes that exclude each other, or settings of another class.
@@ -218,6 +220,7 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
     pp_handler: PipelineParallelConfig | None = None
+    tp_sequence_parallel: bool | None = None
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -229,6 +232,15 @@ class ParallelismConfig:
         for axis in ("cp", "sp"):
             name = f"{axis}_backend"
             setattr(self, name, _one_of(name, getattr(self, name) or getattr(launched, name), _choices(name)))
+        if self.tp_sequence_parallel is None:
+            self.tp_sequence_parallel = launched.tp_sequence_parallel
+        elif not isinstance(self.tp_sequence_parallel, bool):
+            raise ArgumentTypeError(f"tp_sequence_parallel={self.tp_sequence_parallel!r} must be True, False or None.")
+        if self.tp_sequence_parallel and self.size("tp") == 1:
+            raise ConfigurationError(
+                "tp_sequence_parallel=True shards hidden states between tensor-parallel layers, and tp_size=1. Set "
+                "tp_size, or leave it out."
+            )
         if self.size("cp") > 1 and self.size("sp") > 1:
             raise ConfigurationError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} exclude each other: both split the sequences. Set "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 class SharedInput:
     """A common input of several layers of a module: its gradients are added and then all-reduced once."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, mark: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        self._mark = mark or partial(shared, mesh=mesh)
         self._known: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
         self._open = False
         # Every rank must reuse the same inputs, so they are forgotten after the forward, not when memory is freed.
@@ -39,12 +43,12 @@ class SharedInput:
         module.register_forward_hook(self._end, always_call=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of :func:`shared`, computed once for the same tensor within one forward of the module."""
+        """The result of ``mark`` (by default :func:`shared`), computed once for the same tensor within one forward."""
         if not self._open or x.is_inference():
-            return shared(x, self._mesh)
+            return self._mark(x)
         known, key = self._known, (x._version, torch.is_grad_enabled())
         if known is None or known[0] is not x or known[1:3] != key:
-            known = self._known = (x, *key, shared(x, self._mesh))
+            known = self._known = (x, *key, self._mark(x))
         return known[3]
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -70,21 +70,57 @@ class Style:
         return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
 
 
+class Region(Protocol):
+    """How the products of a row-wise layer are added up, and what its bias is."""
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
+
+
+class WholeSequences:
+    """Each rank has the full output."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return summed(x, self.mesh)
+
+    def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
+
 class ParameterSharder:
     """Shards parameters along the axis, tied ones once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._made: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
-        self._inputs: dict[nn.Module, SharedInput] = {}
+        self._inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._regions: dict[nn.Module, Region] = {}
 
     def share_inputs(self, parent: nn.Module, layers: Iterable[nn.Module]) -> None:
         """All-reduce the gradient of a common input of these layers of ``parent`` once."""
         self._inputs.update(dict.fromkeys(layers, SharedInput(parent, self.mesh)))
 
+    def shard_sequences(
+        self,
+        region: Region,
+        rows: Iterable[nn.Module],
+        inputs_of: Callable[[dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], dict[nn.Module, Any]],
+    ) -> None:
+        """Let layers work on hidden states that are sharded along the sequence between them."""
+        self._regions.update(dict.fromkeys(rows, region))
+        self._inputs.update(inputs_of(self._inputs))
+
     def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function that marks a layer's input as replicated."""
         return self._inputs.get(module) or partial(shared, mesh=self.mesh)
+
+    def region_of(self, module: nn.Module) -> Region:
+        """What happens to the outputs and the bias of a row-wise layer."""
+        return self._regions.get(module) or WholeSequences(self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Replace a module's parameter by its shard along a dimension."""
@@ -156,7 +192,7 @@ class Columns(Style):
 
 
 class Rows(Style):
-    """Row-wise: each rank multiplies a part of the inputs, and the products are all-reduced."""
+    """Row-wise: each rank multiplies a part of the inputs, and the products are added up over the ranks."""
 
     supported = "torch.nn.Linear and Conv1D themselves"
 
@@ -165,12 +201,12 @@ class Rows(Style):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
         sharder(module, "weight", 0 if is_conv1d(module) else 1)
-        splits = self.splits
+        splits, region = self.splits, sharder.region_of(module)
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            out = summed(_product(layer, part(x, mesh) if splits else x, None), mesh)
+            out = region.reduce(_product(layer, part(x, mesh) if splits else x, None))
             bias: Any = layer.bias
-            return out if bias is None else out + bias.to(out.dtype)
+            return out if bias is None else out + region.parameter(bias).to(out.dtype)
 
         _replace_forward(module, forward)
 

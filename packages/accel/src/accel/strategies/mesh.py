@@ -2,7 +2,8 @@
 
 Where each axis is applied:
 
-- tp: `_shard_layers`, before a unit is sharded: parameters become DTensors over "tp".
+- tp: `_shard_layers`, before a unit is sharded: parameters become DTensors over "tp". `_shard_sequences` before that:
+  hidden states between the layers are sharded along the sequence.
 - dp_shard: ``fully_shard`` over :func:`accel.parallel.mesh.fsdp_mesh`, after that: DTensors over two axes.
 - dp_replicate: the same call; the outer axis of that mesh, along which gradients are averaged.
 - cp, sp: their ranks are part of the axis that ``fully_shard`` shards over ("dp_shard_cp"), so gradients are averaged
@@ -15,6 +16,7 @@ Where each axis is applied:
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,12 +27,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_state import DistributedType, PartialState
+from accel_state import AcceleratorState, DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import shard_replicated
 from ..core.fused_dtensor import full_tensor
+from ..core.unwrap import is_compiled_module
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -40,9 +43,11 @@ from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
+from ..parallel.sequence_structure import UnsupportedModelError, find_structure
 from ..parallel.split_sequences import SplitSequences
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
+from ..parallel.tp_sequence import SequenceRegion, region_inputs
 from ..parallel.ulysses import SequenceParallel
 from .fsdp2 import FSDP2Strategy
 
@@ -134,6 +139,7 @@ class MeshStrategy(FSDP2Strategy):
         self._styles = {modules[name]: style for name, style in plan.items()}
         self._sharder = ParameterSharder(self._tp) if self._tp is not None else None
         self._share_inputs(modules)
+        self._shard_sequences(model, plan)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
         for axis in (self.context, self.ulysses):
@@ -157,6 +163,31 @@ class MeshStrategy(FSDP2Strategy):
         for name, layers in callers.items():
             if self._sharder is not None and len(layers) > 1:
                 self._sharder.share_inputs(modules[name], layers)
+
+    def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        """Shard hidden states between the layers that tp shards along the sequence, where the model allows it."""
+        asked = self.parallelism.tp_sequence_parallel
+        if self._sharder is None or self._tp is None or asked is False:
+            return
+        try:
+            if self._compiles(model):
+                raise UnsupportedModelError("it is compiled")
+            blocks = find_structure(model, plan)
+        except UnsupportedModelError as reason:
+            if asked:
+                raise ConfigurationError(
+                    f"tp_sequence_parallel=True does not support {type(model).__name__}: {reason}. Leave it "
+                    "out, or set tp_sequence_parallel=False."
+                ) from None
+            return
+        region = SequenceRegion(self._tp, blocks, required=bool(asked))
+        region.attach(model, blocks)
+        for item in blocks:
+            self._sharder.shard_sequences(region, item.rows, partial(region_inputs, region, item))
+
+    def _compiles(self, model: nn.Module) -> bool:
+        dynamo = AcceleratorState().dynamo_plugin
+        return (dynamo is not None and dynamo.compiles) or any(is_compiled_module(module) for module in model.modules())
 
     def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
         """The plan, and whether it was derived from the shape of the blocks."""
