@@ -40,7 +40,7 @@ class ParallelismOptions(OptionGroup):
         question="Over how many processes should each layer be split (tensor parallelism)?",
     )
     tp_sequence_parallel: bool | None = _axis(
-        help="Shard hidden states between tensor-parallel layers along the sequence (default: where models support it).",
+        help="Shard hidden states between tensor-parallel layers along the sequence (default: if the model allows).",
         question="Should hidden states between tensor-parallel layers be sharded along the sequence?",
         asked_when={"parallelism_config_tp_size": (MORE_THAN_ONE,)},
         suggested=True,
