@@ -146,6 +146,11 @@ def checkpointed_module(module: nn.Module) -> nn.Module | None:
     return getattr(module, "_checkpoint_wrapped_module", None)
 
 
+def is_in_backward() -> bool:
+    """Whether a backward pass runs in this thread, as when checkpointing computes activations again; not public."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 # -- FSDP 1, which torch has deprecated: fully_shard (FSDP 2) needs none of these ------------------------------------
 
 

@@ -186,6 +186,29 @@ def _check_mesh(settings: Resolution) -> None:
         )
 
 
+def _check_experts(settings: Resolution) -> None:
+    """Reject expert parallelism that the mesh cannot hold, or of an engine with its own."""
+    experts = settings["parallelism_config_ep_size"]
+    if experts == 1:
+        return
+    where = settings.where("parallelism_config_ep_size")
+    if settings["use_megatron_lm"]:
+        raise ConfigurationError(
+            f"{where} has no effect on Megatron-core, which distributes experts itself. Leave it out, and give "
+            f"--megatron_lm_expert_model_parallel_size {experts}."
+        )
+    if not settings["use_parallelism_config"]:
+        return
+    sizes = {axis: settings[f"parallelism_config_{axis}_size"] for axis in ("dp_shard", "cp", "tp")}
+    ranks = math.prod(sizes.values())
+    if ranks % experts:
+        factors = " x ".join(f"{axis}_size={size}" for axis, size in sizes.items())
+        raise ConfigurationError(
+            f"{where} does not divide {factors} = {ranks}, the processes that experts are distributed over. Choose a "
+            "size that does."
+        )
+
+
 def _check_megatron(settings: Resolution) -> None:
     processes = settings["num_processes"]
     if not settings["use_megatron_lm"] or processes is None:
@@ -262,6 +285,7 @@ RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_fsdp,
     _check_deepspeed,
     _check_mesh,
+    _check_experts,
     _check_megatron,
     _check_replicas,
     _check_machines,

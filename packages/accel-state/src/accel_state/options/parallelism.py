@@ -20,10 +20,10 @@ _size = functools.partial(_axis, 1, minimum=1)
 
 @dataclass(frozen=True)
 class ParallelismOptions(OptionGroup):
-    """Sizes of the mesh axes; their product is the number of processes."""
+    """Sizes of the mesh axes; the product of all but ep_size is the number of processes."""
 
     title = "mesh"
-    description = "Used with --use_parallelism_config. The product of the sizes must be the number of processes."
+    description = "Used with --use_parallelism_config. The product of the sizes, without ep_size, must be the number of processes."
     enabled_by = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _size(
@@ -65,6 +65,11 @@ class ParallelismOptions(OptionGroup):
     sp_seq_length_is_variable: bool = _axis(True, help="Whether the sequence length differs between batches.")
     sp_attn_implementation: str = _axis("sdpa", metavar="NAME", help="Attention implementation with sp_size > 1.")
     pp_size: int = _axis(1, minimum=1, help="Number of pipeline stages that the model is split into.")
+    ep_size: int = _size(
+        help="Number of processes that experts are distributed over (expert parallelism). It divides dp_shard_size x "
+        "cp_size x tp_size, and adds no processes.",
+        question="Over how many processes should the experts of a mixture be distributed (expert parallelism)?",
+    )
 
 
 _megatron = functools.partial(

@@ -17,3 +17,6 @@ AVERAGING_AXES = ("dp_replicate", "dp_shard", "cp", "sp")
 
 SHARDING_AXES = ("dp_shard", "cp", "sp")
 """Ranks that parameters may be sharded over."""
+
+EXPERT_AXES = ("dp_shard", "cp", "tp")
+"""Ranks that experts may be distributed over: ep_size divides the product of these sizes."""

@@ -15,7 +15,7 @@ from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options import ParallelismOptions
 
-from .axes import AXES, DATA_AXES
+from .axes import AXES, DATA_AXES, EXPERT_AXES
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -182,8 +182,32 @@ class PipelineParallelConfig:
 
 
 @dataclass
+class ExpertParallelConfig:
+    """How the experts of a mixture are distributed and kept busy.
+
+    Args:
+        balance_rate: after each optimizer step, the bias with which a router chooses experts changes by this much: up
+            for experts with fewer tokens than the mean, down for those with more (the auxiliary-loss-free balancing of
+            DeepSeek-V3, arXiv:2408.15664, which uses 1e-3). It needs routers with such a bias
+            (``e_score_correction_bias``). 0 leaves the bias as it is.
+
+    Raises:
+        ConfigurationError: a negative rate, or one that is not finite.
+    """
+
+    balance_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        rate = self.balance_rate
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            raise ArgumentTypeError(f"balance_rate={rate!r} must be a number.")
+        if not math.isfinite(rate) or rate < 0:
+            raise ConfigurationError(f"balance_rate={rate!r} must be 0 or a positive number, such as 1e-3.")
+
+
+@dataclass
 class ParallelismConfig:
-    """The sizes of the axes of a mesh; their product is the number of processes.
+    """The sizes of the axes of a mesh; their product, without ``ep_size``, is the number of processes.
 
     A size that is left out takes the launcher's (``--parallelism_config_...``), and is 1 without one.
 
@@ -203,9 +227,14 @@ class ParallelismConfig:
         pp_handler: further settings of the pipeline.
         tp_sequence_parallel: shard hidden states between the layers that tp shards along the sequence. None does so for
             the models that support it; True raises an error for others.
+        ep_size: ranks that the experts of a mixture are distributed over. It divides ``dp_shard_size * cp_size *
+            tp_size`` and adds no processes: samples stay distributed over dp_shard, and what is left of the three axes
+            shards each expert.
+        ep_handler: further settings of expert parallelism.
 
     Raises:
-        ConfigurationError: a size below 1, axes that exclude each other, or settings of another class.
+        ConfigurationError: a size below 1, axes that exclude each other, an ``ep_size`` that does not divide, or
+            settings of another class.
     """
 
     dp_replicate_size: int | None = None
@@ -221,11 +250,13 @@ class ParallelismConfig:
     pp_size: int | None = None
     pp_handler: PipelineParallelConfig | None = None
     tp_sequence_parallel: bool | None = None
+    ep_size: int | None = None
+    ep_handler: ExpertParallelConfig | None = None
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         launched = ParallelismOptions.from_environment()
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             name = f"{axis}_size"
             value = getattr(self, name)
             setattr(self, name, _positive(name, getattr(launched, name) if value is None else value))
@@ -246,6 +277,7 @@ class ParallelismConfig:
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} exclude each other: both split the sequences. Set "
                 "one of them to 1."
             )
+        self._check_experts()
         for axis, kind in _HANDLERS.items():
             name = f"{axis}_handler"
             handler = getattr(self, name)
@@ -254,8 +286,26 @@ class ParallelismConfig:
             elif not isinstance(handler, kind):
                 raise ArgumentTypeError(f"{name}={handler!r} must be a {kind.__name__}. Pass one, or leave it out.")
 
+    def _check_experts(self) -> None:
+        experts = self.size("ep")
+        if experts == 1:
+            return
+        for axis in ("sp", "pp"):
+            if self.size(axis) > 1:
+                raise ConfigurationError(
+                    f"ep_size={experts} does not support {axis}_size={self.size(axis)}: the combination has not been "
+                    "compared with one process. Set one of them to 1."
+                )
+        ranks = math.prod(self.size(axis) for axis in EXPERT_AXES)
+        if ranks % experts:
+            factors = " x ".join(f"{axis}_size={self.size(axis)}" for axis in EXPERT_AXES)
+            raise ConfigurationError(
+                f"ep_size={experts} does not divide {factors} = {ranks}, the processes that experts are distributed "
+                "over. Choose a size that does."
+            )
+
     def size(self, axis: str) -> int:
-        """The size of an axis of :data:`accel.parallel.axes.AXES`."""
+        """The size of an axis of :data:`accel.parallel.axes.AXES`, or of "ep"."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
@@ -354,6 +404,11 @@ class ParallelismConfig:
         return self.size("sp") > 1
 
     @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are distributed."""
+        return self.size("ep") > 1
+
+    @property
     def pp_enabled(self) -> bool:
         """Whether the model is a pipeline."""
         return self.size("pp") > 1
@@ -393,7 +448,7 @@ class ParallelismConfig:
     def to_json(self) -> str:
         """Sizes and backends as JSON, for logs and trackers."""
         return json.dumps(
-            {f"{axis}_size": self.size(axis) for axis in AXES}
+            {f"{axis}_size": self.size(axis) for axis in (*AXES, "ep")}
             | {"cp_backend": self.cp_backend, "sp_backend": self.sp_backend}
         )
 
@@ -403,6 +458,7 @@ _HANDLERS: Mapping[str, type] = {
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
     "pp": PipelineParallelConfig,
+    "ep": ExpertParallelConfig,
 }
 
 
@@ -451,7 +507,7 @@ class TorchTensorParallelPlugin:
 
 def _sizes(given: Mapping[str, int]) -> dict[str, Any]:
     """A size for every axis, so that none comes from the launcher."""
-    return {f"{axis}_size": given.get(axis, 1) for axis in AXES}
+    return {f"{axis}_size": given.get(axis, 1) for axis in (*AXES, "ep")}
 
 
 def _positive(name: str, value: Any) -> int:

@@ -17,13 +17,16 @@ from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import flatten_mesh
-from .axes import AVERAGING_AXES, AXES, DATA_AXES, SHARDING_AXES
+from .axes import AVERAGING_AXES, AXES, DATA_AXES, EXPERT_AXES, SHARDING_AXES
 
 _GROUPED = {"dp": DATA_AXES, "dp_cp": AVERAGING_AXES, "dp_shard_cp": SHARDING_AXES}
 """Groups of axes that are flattened into one under these names."""
 
 _FLATTENED: Any = WeakIdKeyDictionary()
 """The flattened meshes, by mesh and name. Slicing a mesh by a flattened name is deprecated in torch."""
+
+_EXPERTS: Any = WeakIdKeyDictionary()
+"""The meshes of experts, by mesh and size."""
 
 _WORLDS: Any = WeakIdKeyDictionary()
 """A weak reference to the process group that each mesh was created from."""
@@ -123,3 +126,20 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
         # Torch has no other way yet to get two axes of which one is flattened.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh["dp_replicate", last]
+
+
+def expert_mesh(mesh: DeviceMesh, ep_size: int) -> DeviceMesh:
+    """The same ranks in the same order, with dp_shard, cp and tp divided into "efsdp" and "ep" instead.
+
+    Ranks of "ep" are consecutive, since they exchange tokens in every layer; each expert is sharded over "efsdp". A
+    collective call, once for each mesh.
+    """
+    known = _EXPERTS.setdefault(mesh, {})
+    if ep_size not in known:
+        names = mesh.mesh_dim_names or ()
+        outer = {axis: mesh[axis].size() for axis in names if axis not in EXPERT_AXES}
+        inner = math.prod(mesh[axis].size() for axis in names if axis in EXPERT_AXES)
+        sizes = {**outer, "efsdp": inner // ep_size, "ep": ep_size}
+        known[ep_size] = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    found: DeviceMesh = known[ep_size]
+    return found

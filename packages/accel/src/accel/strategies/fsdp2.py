@@ -86,20 +86,21 @@ class FSDP2Strategy(ShardedStrategy):
         settings = self.settings
         ignored = settings.ignored_in(model)
         self.warn_of_ignored(ignored)
-        units = find_units(model, settings.policy_for(model), ignored)
+        blocks = find_units(model, settings.policy_for(model), ignored)
+        units = self._units(model, blocks)
         owned = owned_by(model, units)
         self.ties[model] = tied_names(model)
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
         # A checkpoint is inside its unit, so that the unit is gathered once for recomputation and the backward pass.
         if settings.activation_checkpointing:
-            checkpoint_units(model, units, settings.activation_checkpointing_offload)
+            checkpoint_units(model, blocks, settings.activation_checkpointing_offload)
         checkpoints = checkpoints_in(model)
         outer = [checkpoints.get(id(unit), unit) for unit in units]
         untouched = {parameter for module in ignored for parameter in module.parameters()}
         for unit, modules in zip([*outer, model], owned, strict=True):
             materialiser.run(modules)
             self._shard(unit, modules, untouched, materialiser)
-        if units and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
+        if blocks and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
             # Parameters in no unit (embeddings, the head) are needed first in the backward pass.
             model.set_reshard_after_forward(False, recurse=False)
         self._sync_unsharded(model, untouched)
@@ -111,6 +112,10 @@ class FSDP2Strategy(ShardedStrategy):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
         return model
+
+    def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+        """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""
+        return blocks
 
     def _check_batch_norms(self, model: nn.Module) -> None:
         dtype = getattr(self.precision, "param_dtype", None)

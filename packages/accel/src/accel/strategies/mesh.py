@@ -9,6 +9,8 @@ Where each axis is applied:
 - cp, sp: their ranks are part of the axis that ``fully_shard`` shards over ("dp_shard_cp"), so gradients are averaged
   over all tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` includes them.
   `context` and `ulysses` split the sequences.
+- ep: `experts` distributes experts over a part of the ranks of dp_shard, cp and tp, and each of them is sharded over the
+  other part by ``fully_shard``, as a unit of its own on a mesh of its own.
 - pp: a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` shards over the stage's part of the
   mesh: `model_collectives` are those of the stage, and `stages` lets clipping add the norms of all of them.
 """
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import AcceleratorState, DistributedType, PartialState
@@ -34,6 +37,7 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import shard_replicated
 from ..core.fused_dtensor import full_tensor
 from ..core.unwrap import is_compiled_module
+from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -41,6 +45,7 @@ from ..kwargs.base import Handlers
 from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
+from ..parallel.experts import ExpertParallel, experts_in
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
@@ -49,6 +54,7 @@ from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_s
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from ..parallel.tp_sequence import SequenceRegion, region_inputs
 from ..parallel.ulysses import SequenceParallel
+from ..reduction.shard_reduction import ShardReduction
 from .fsdp2 import FSDP2Strategy
 
 
@@ -94,9 +100,40 @@ class MeshStrategy(FSDP2Strategy):
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
         if self.context is not None or self.ulysses is not None:
             self.sequences = SplitSequences(self.context, self.ulysses)
+        self.experts: ExpertParallel | None = None
+        if mesh is not None and settings.ep_enabled:
+            self._check_experts()
+            self.experts = ExpertParallel(mesh, settings, self._averaging, state.collectives)
         self._sharder: ParameterSharder | None = None
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None
+
+    def _check_experts(self) -> None:
+        """Refuse what has not been compared with one process."""
+        mixed = str(AcceleratorState().mixed_precision)
+        if mixed in ("fp16", "fp8"):
+            raise ConfigurationError(
+                f"ep_size={self.parallelism.ep_size} does not support mixed_precision={mixed!r}. Use 'bf16' or 'no'."
+            )
+        if self.settings.cpu_offload is not None and type(self.settings.cpu_offload).__name__ == "CPUOffloadPolicy":
+            raise ConfigurationError(
+                f"ep_size={self.parallelism.ep_size} does not support cpu_offload. Turn it off (--fsdp_offload_params "
+                "false), or use a larger dp_shard_size."
+            )
+
+    def reduce_in_order(self) -> ShardReduction:
+        if self.experts is not None:
+            raise ConfigurationError(
+                f"ep_size={self.parallelism.ep_size} does not support deterministic_reduction=True: the sums over "
+                "tokens depend on the ranks of their experts. Leave one of them out."
+            )
+        return super().reduce_in_order()
+
+    @property
+    def gradients(self) -> ShardedGradients:  # type: ignore[override]
+        gradients = super().gradients
+        gradients.can_be_saved = self.experts is None
+        return gradients
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -121,6 +158,11 @@ class MeshStrategy(FSDP2Strategy):
         if self._mesh is not None:
             share_generators(self._mesh, self.state)
 
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        super().remap_optimizer(optimizer)
+        if self.experts is not None:
+            self.experts.watch(optimizer)
+
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule) or model in self._wrapped
 
@@ -130,6 +172,15 @@ class MeshStrategy(FSDP2Strategy):
                 f"the parameters of {type(model).__name__} are already sharded (they are DTensors). Load the model "
                 "without tp_plan, and without fully_shard."
             )
+        if self.experts is not None and not self.is_wrapped(model):
+            self.experts.check(model)
+
+    def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+        if self.experts is None:
+            return blocks
+        order = {module: number for number, module in enumerate(model.modules())}
+        chosen = {*blocks, *experts_in(model).values()}
+        return sorted(chosen, key=lambda module: -order[module])
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
@@ -145,6 +196,8 @@ class MeshStrategy(FSDP2Strategy):
         for axis in (self.context, self.ulysses):
             if axis is not None:
                 axis.prepare_model(model)
+        if self.experts is not None:
+            self.experts.prepare(model)
         wrapped = super().wrap(model)
         self._styles, self._sharder = {}, None
         self._wrapped[wrapped] = True
@@ -209,13 +262,19 @@ class MeshStrategy(FSDP2Strategy):
             if item is not None and item not in untouched
         }
         self._start(list(before.values()))
-        self._shard_layers(own)
-        if self._sharding is not None:
+        sharding, dimension = self._sharding, self._dimension
+        stack = next((module for module in own if self.experts is not None and self.experts.holds(module)), None)
+        if self.experts is not None and stack is not None:
+            self.experts.shard(stack)
+            sharding, dimension = self.experts.sharding, self.experts.placement
+        else:
+            self._shard_layers(own)
+        if sharding is not None:
             fully_shard(
                 unit,
-                mesh=self._sharding,
+                mesh=sharding,
                 reshard_after_forward=self.settings.reshard_after_forward,
-                shard_placement_fn=self._dimension,
+                shard_placement_fn=dimension,
                 **self._policies(untouched),
             )
         for (module, name), old in before.items():

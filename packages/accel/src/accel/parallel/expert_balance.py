@@ -1,0 +1,194 @@
+"""How evenly tokens are spread over experts: counting them, the auxiliary loss, and a bias that evens them out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_state.collectives.single import Collectives
+
+from .._torch_compat import is_in_backward
+
+_AUXILIARY_LOSS = "load_balancing_loss_func"
+"""The function of each mixture of Transformers that its forward calls for the auxiliary loss."""
+
+_RANKS: ContextVar[Collectives | None] = ContextVar("accel_auxiliary_loss_ranks", default=None)
+"""The ranks with other tokens of the same batch, while a forward of a prepared model runs."""
+
+
+class LoadCounter:
+    """Counts the tokens that one layer sends to each expert, on this rank."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        self.counts: torch.Tensor | None = None  # (experts + 1,), the last one: routed to no expert
+        self.since_step: torch.Tensor | None = None
+
+    def add(self, counts: torch.Tensor, assignments: int) -> None:
+        """Add the counts of a forward pass in training; one that activation checkpointing repeats counts once."""
+        if is_in_backward():
+            return
+        counts = counts.detach()
+        full = torch.cat([counts, (assignments - counts.sum()).reshape(1)])
+        self.counts = full if self.counts is None else self.counts + full
+        self.since_step = counts if self.since_step is None else self.since_step + counts
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How many tokens went to each expert, summed over ranks.
+
+    Attributes:
+        tokens: for each layer's experts, by name: tokens an expert, (experts,), int64 on the CPU. A token that is
+            routed to k experts counts k times.
+        dropped: the number of tokens that were routed to no expert.
+    """
+
+    tokens: Mapping[str, torch.Tensor]
+    dropped: int
+
+    def values(self) -> dict[str, float]:
+        """What trackers can log.
+
+        Returns:
+            ``experts/tokens`` (all of them), ``experts/dropped_tokens``, ``experts/imbalance`` (tokens of the busiest
+            expert over the mean; the largest of all layers, 1 is even), ``experts/idle`` (experts without tokens), and
+            ``experts/imbalance/<layer>`` for each layer.
+        """
+        imbalance = {name: _imbalance(counts) for name, counts in self.tokens.items()}
+        return {
+            "experts/tokens": float(sum(int(counts.sum()) for counts in self.tokens.values())),
+            "experts/dropped_tokens": float(self.dropped),
+            "experts/imbalance": max(imbalance.values(), default=1.0),
+            "experts/idle": float(sum(int((counts == 0).sum()) for counts in self.tokens.values())),
+            **{f"experts/imbalance/{name}": value for name, value in imbalance.items()},
+        }
+
+
+def _imbalance(counts: torch.Tensor) -> float:
+    total = int(counts.sum())
+    return int(counts.max()) * len(counts) / total if total else 1.0
+
+
+class ExpertBalancer:
+    """The load of a model's experts, and the biases of its routers."""
+
+    def __init__(
+        self, counters: Mapping[str, LoadCounter], routers: Mapping[str, nn.Module], rate: float, everyone: Collectives
+    ) -> None:
+        self._counters, self._routers, self._rate, self._everyone = counters, routers, rate, everyone
+
+    def load(self, reset: bool = True) -> ExpertLoad:
+        """The load since the last call with ``reset``, of all ranks. Every rank must call it."""
+        tokens, dropped = {}, 0
+        for name, counter in self._counters.items():
+            counts = counter.counts
+            if counts is None:
+                counts = torch.zeros(counter.experts + 1, dtype=torch.int64, device=self._everyone.device)
+            total = self._everyone.all_reduce(counts.clone()).cpu()
+            tokens[name], dropped = total[:-1], dropped + int(total[-1])
+            if reset:
+                counter.counts = None
+        return ExpertLoad(tokens, dropped)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Change the biases of the routers that an optimizer updates. Every rank must call it."""
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        routers = {name: item for name, item in self._routers.items() if id(item.weight) in updated}
+        if not routers:
+            return
+        counts = []
+        for name in routers:
+            since_step = self._counters[name].since_step
+            if since_step is None:  # no forward pass on this rank
+                since_step = torch.zeros(self._counters[name].experts, dtype=torch.int64, device=self._everyone.device)
+            counts.append(since_step.clone())
+            self._counters[name].since_step = None
+        for router, total in zip(routers.values(), self._everyone.all_reduce_many(counts), strict=True):
+            bias: Any = router.e_score_correction_bias
+            load = total.to(torch.float64)
+            bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=self._rate)
+
+
+def reduce_auxiliary_loss(model: nn.Module, ranks: Collectives) -> None:
+    """Compute the model's auxiliary loss from the tokens of all ranks, as one process would from the whole batch.
+
+    The loss is not linear in the tokens, so the mean of the ranks' own losses would be another one.
+    """
+    found = False
+    for kind in {type(module) for module in model.modules()}:
+        source = sys.modules.get(kind.__module__)
+        function = getattr(source, _AUXILIARY_LOSS, None)
+        if function is None:
+            continue
+        found = True
+        if not isinstance(function, _AuxiliaryLoss):
+            setattr(source, _AUXILIARY_LOSS, _AuxiliaryLoss(function))
+    if not found:
+        return
+    tokens: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        tokens.append(_RANKS.set(ranks))
+
+    def leave(*_: Any) -> None:
+        _RANKS.reset(tokens.pop())
+
+    model.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_hook(leave, always_call=True)
+
+
+class _AuxiliaryLoss:
+    """Takes the place of a mixture's function; other models that use it get its own result."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(
+        self,
+        gate_logits: Any,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Any:
+        ranks = _RANKS.get()
+        if ranks is None or not isinstance(gate_logits, tuple) or num_experts is None:
+            return self._function(gate_logits, num_experts, top_k, attention_mask)
+        return _global_loss(gate_logits, num_experts, top_k, attention_mask, ranks)
+
+
+def _global_loss(
+    logits: tuple[torch.Tensor, ...],
+    experts: int,
+    top_k: int,
+    attention_mask: torch.Tensor | None,
+    ranks: Collectives,
+) -> torch.Tensor:
+    """The loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) over all layers and the tokens of all ranks.
+
+    Its value is the same on all ranks. Its gradient is scaled by their number, since gradients of ranks are averaged.
+    """
+    device = logits[0].device
+    probabilities = torch.zeros(experts, device=device)
+    counts, rows = torch.zeros(experts, device=device), torch.zeros(1, device=device)
+    for layer in logits:
+        chances = torch.softmax(layer.to(device), dim=-1)
+        chosen = torch.topk(chances, top_k, dim=-1).indices
+        mask = torch.ones(len(chances), device=device)
+        if attention_mask is not None:
+            mask = attention_mask.reshape(-1).to(device, torch.float32)
+        counts = counts.scatter_add(0, chosen.reshape(-1), mask.repeat_interleave(top_k))
+        probabilities = probabilities + (chances.float() * mask.unsqueeze(-1)).sum(0)
+        rows = rows + mask.sum()
+    total = ranks.all_reduce(torch.cat([counts, probabilities.detach(), rows]))
+    all_counts, all_probabilities, all_rows = total.split([experts, experts, 1])
+    weights = experts * all_counts / all_rows**2
+    own = (weights * probabilities).sum() * ranks.world_size
+    return own - own.detach() + (weights * all_probabilities).sum()
