@@ -92,8 +92,9 @@ def _rows_of_all(x: torch.Tensor, mesh: DeviceMesh, rows: int) -> torch.Tensor:
     padded = torch.cat([x, x.new_zeros((at_most - x.shape[0], *x.shape[1:]))])
     parts = [torch.empty_like(padded) for _ in range(mesh.size())]
     dist.all_gather(parts, padded, group=mesh.get_group())
-    # All ranks but the last ones have `at_most` rows, so what is padded lies at the end.
-    return torch.cat(parts)[:rows]
+    # Not a view of the rows: fully_shard sets hooks on what modules return, which views would lose.
+    begins = [min(rank * at_most, rows) for rank in range(mesh.size() + 1)]
+    return torch.cat([part[: end - begin] for part, begin, end in zip(parts, begins, begins[1:], strict=False)])
 
 
 class _Exchange(torch.autograd.Function):

@@ -49,6 +49,15 @@ def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _is_stack(module)}
 
 
+def parameters_of_experts(model: nn.Module) -> list[str]:
+    """The names of the modules of :func:`experts_in` and of their parameters."""
+    return [
+        name
+        for prefix, module in experts_in(model).items()
+        for name in (prefix, *(f"{prefix}.{key}" for key in module._parameters))
+    ]
+
+
 def _is_stack(module: nn.Module) -> bool:
     weight = module._parameters.get("down_proj")
     return isinstance(getattr(module, "num_experts", None), int) and weight is not None and weight.ndim == 3

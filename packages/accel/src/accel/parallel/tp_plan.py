@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,16 @@ _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_valu
 _PER_RANK = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_head_size")
 
 
-def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tuple[TensorParallelPlan, bool]:
-    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks."""
+def plan_of(
+    model: nn.Module, given: Mapping[str, Any] | None, size: int, distributed: Collection[str] = ()
+) -> tuple[TensorParallelPlan, bool]:
+    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks.
+
+    ``distributed`` names parameters that another axis shards (experts), and their modules: the model's own plan for
+    them is left out.
+    """
     model = extract_model_from_parallel(model)
-    own = getattr(model, "_tp_plan", None) or {}
+    own = _without(getattr(model, "_tp_plan", None) or {}, distributed)
     if given is not None:
         plan = _resolve(model, given, must_match=True)
     elif own:
@@ -78,6 +84,16 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> tup
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
         )
     return _with_ties(model, plan), given is None and not own
+
+
+def _without(plan: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The entries of a plan of Transformers that match none of the names; patterns may begin below the model."""
+    kept = {}
+    for pattern, style in plan.items():
+        anywhere = f"*.{pattern}"
+        if not any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, anywhere) for name in names):
+            kept[pattern] = style
+    return kept
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> TensorParallelPlan:

@@ -45,7 +45,7 @@ from ..kwargs.base import Handlers
 from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
-from ..parallel.experts import ExpertParallel, experts_in
+from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
@@ -247,7 +247,8 @@ class MeshStrategy(FSDP2Strategy):
         if self._tp is None:
             return {}, False
         given = self.parallelism.tp_handler.plan if self.parallelism.tp_handler is not None else None
-        plan, derived = plan_of(model, given, self._tp.size())
+        distributed = () if self.experts is None else parameters_of_experts(model)
+        plan, derived = plan_of(model, given, self._tp.size(), distributed)
         ignored = {inner for module in self.settings.ignored_in(model) for inner in module.modules()}
         names = {name for name, module in model.named_modules() if module in ignored}
         return {name: style for name, style in plan.items() if name not in names}, derived
