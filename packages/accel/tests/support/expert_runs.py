@@ -102,7 +102,7 @@ def build(kind: str, seed: int = 0, **changes: Any) -> nn.Module:
     name, settings = SETTINGS[kind]
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **settings, **changes})
     torch.manual_seed(seed)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:  # larger than by default, so that routing is uneven
             nn.init.normal_(parameter, std=0.15)
@@ -191,6 +191,24 @@ def accelerator_for(
     )
 
 
+def loss_on(accelerator: Accelerator, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the loss of a batch, whose mean over ranks is that of the batch; with its backward pass."""
+    ranks = accelerator.strategy.data_collectives
+    own = tokens.chunk(ranks.world_size)[ranks.rank].clone()
+    if accelerator.parallelism_config.cp_size == 1:
+        loss = loss_of(model, own)
+        accelerator.backward(loss)
+        return loss
+    # The parts of a sequence have unequally many labels, so their sum is divided by the mean number of them.
+    items = tokens[:, 1:].numel() / accelerator.strategy.averaging_collectives.world_size
+    labels = own.clone()
+    with accelerator.maybe_context_parallel(buffers=[own, labels], buffer_seq_dims=[1, 1]):
+        assert own.shape[1] * accelerator.parallelism_config.cp_size == tokens.shape[1]
+        loss = model(input_ids=own, labels=labels, use_cache=False, num_items_in_batch=items).loss
+        accelerator.backward(loss)
+    return loss
+
+
 def train(
     accelerator: Accelerator,
     kind: str,
@@ -205,12 +223,10 @@ def train(
     model = build(kind, seed=accelerator.process_index, **changes)
     skew(model, routing)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    ranks = accelerator.strategy.data_collectives
     losses, norms, gradients = [], [], {}
     for tokens in batches(steps, length):
         with accelerator.accumulate(model):
-            loss = loss_of(model, tokens.chunk(ranks.world_size)[ranks.rank])
-            accelerator.backward(loss)
+            loss = loss_on(accelerator, model, tokens)
             if accelerator.sync_gradients:
                 if not gradients:
                     gradients = full_gradients(model)

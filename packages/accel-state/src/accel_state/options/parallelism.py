@@ -23,7 +23,10 @@ class ParallelismOptions(OptionGroup):
     """Sizes of the mesh axes; the product of all but ep_size is the number of processes."""
 
     title = "mesh"
-    description = "Used with --use_parallelism_config. The product of the sizes, without ep_size, must be the number of processes."
+    description = (
+        "Used with --use_parallelism_config. The product of the sizes, without ep_size, must be the number of "
+        "processes."
+    )
     enabled_by = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _size(

@@ -1,8 +1,8 @@
 """Expert parallelism: the stacked weights of a mixture's experts are sharded over the ep axis, and tokens travel.
 
-The ranks of dp_shard, cp and tp are divided into "efsdp" and "ep" for experts. An expert's weights are DTensors on both:
-``Shard(0)`` over ep (whole experts), and another dimension over efsdp (by ``fully_shard``). Every rank routes its own
-tokens, sends each to the rank of its experts and gets the outputs back; no token is dropped.
+The ranks of dp_shard, cp and tp are divided into "efsdp" and "ep" for experts. An expert's weights are DTensors on
+both: ``Shard(0)`` over ep (whole experts), and another dimension over efsdp (by ``fully_shard``). Every rank routes its
+own tokens, sends each to the rank of its experts and gets the outputs back; no token is dropped.
 
 Gradients: a rank of ep sums those of all tokens that it received, so the mean over efsdp (and dp_replicate) that
 ``fully_shard`` takes has to be multiplied by tp_size / ep_size to be the mean over all ranks with tokens of their own.
@@ -72,7 +72,9 @@ class ExpertParallel:
         balancers: what counts the tokens of each prepared model's experts.
     """
 
-    def __init__(self, mesh: DeviceMesh, settings: ParallelismConfig, averaging: Collectives, everyone: Collectives):
+    def __init__(
+        self, mesh: DeviceMesh, settings: ParallelismConfig, averaging: Collectives, everyone: Collectives
+    ) -> None:
         sparse = expert_mesh(mesh, settings.size("ep"))
         self.size = settings.size("ep")
         self._mesh = sparse["ep"]
@@ -124,7 +126,8 @@ class ExpertParallel:
             if parameter is not None and self._dimension(parameter.shape) is None:
                 raise ConfigurationError(
                     f"{key} of {name} has the shape {tuple(parameter.shape)}, and each expert is sharded over "
-                    f"{self.sharding.size(-1)} ranks, which divide no dimension of it but the first. Choose a larger ep_size."
+                    f"{self.sharding.size(-1)} ranks, which divide no dimension of it but the first. Choose a larger "
+                    "ep_size."
                 )
 
     def _dimension(self, shape: torch.Size) -> int | None:

@@ -9,8 +9,8 @@ Where each axis is applied:
 - cp, sp: their ranks are part of the axis that ``fully_shard`` shards over ("dp_shard_cp"), so gradients are averaged
   over all tokens. `data_collectives` leaves them out (they get the same batch), `averaging_collectives` includes them.
   `context` and `ulysses` split the sequences.
-- ep: `experts` distributes experts over a part of the ranks of dp_shard, cp and tp, and each of them is sharded over the
-  other part by ``fully_shard``, as a unit of its own on a mesh of its own.
+- ep: `experts` distributes experts over a part of the ranks of dp_shard, cp and tp, and each of them is sharded over
+  the other part by ``fully_shard``, as a unit of its own on a mesh of its own.
 - pp: a stage is a model of its own (:mod:`accel.strategies.mesh_pp`), which `wrap` shards over the stage's part of the
   mesh: `model_collectives` are those of the stage, and `stages` lets clipping add the norms of all of them.
 """

@@ -1,0 +1,232 @@
+"""Mixtures whose experts are distributed train as in one process: losses, every gradient, norms and weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_runs import BLOCKS, EXPERTS, SETTINGS, accelerator_for, batches, build, compare, loss_of, plain, train
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from accel import ParallelismConfig
+from accel.parallel.config import ExpertParallelConfig
+from accel.parallel.experts import experts_in
+from accel_state.env import patch_environment
+from accel_state.errors import ArgumentTypeError, ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+TOLERANCE = 1e-5
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
+
+Case = tuple[str, dict[str, int], dict[str, Any] | None, str, int, int]
+"""Model, sizes of the mesh, settings of FSDP, routing, micro-batches a step, tokens a sample."""
+
+TWO: list[Case] = [
+    ("mixtral", {"dp_shard_size": 2, "ep_size": 2}, BLOCKS, "even", 2, 9),
+    ("mixtral", {"dp_shard_size": 2, "ep_size": 2}, None, "two", 1, 9),
+    ("qwen2", {"dp_shard_size": 2, "ep_size": 2}, BLOCKS, "idle", 1, 9),
+    ("deepseek", {"dp_shard_size": 2, "ep_size": 2}, BLOCKS, "even", 1, 7),
+    ("llama4", {"tp_size": 2, "ep_size": 2}, None, "even", 1, 9),
+]
+CHECKPOINTED = {**BLOCKS, "activation_checkpointing": True}
+FOUR: list[Case] = [
+    ("mixtral", {"dp_shard_size": 4, "ep_size": 2}, BLOCKS, "even", 2, 9),
+    ("mixtral", {"dp_shard_size": 4, "ep_size": 4}, None, "two", 1, 9),
+    ("mixtral", {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2}, BLOCKS, "idle", 2, 9),
+    ("mixtral", {"dp_shard_size": 2, "cp_size": 2, "ep_size": 4}, BLOCKS, "even", 1, 8),
+    ("mixtral", {"dp_replicate_size": 2, "tp_size": 2, "ep_size": 2}, None, "even", 1, 9),
+    ("qwen2", {"dp_shard_size": 4, "ep_size": 2}, CHECKPOINTED, "two", 2, 7),
+    ("qwen2", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}, BLOCKS, "even", 1, 7),
+    ("qwen3", {"dp_shard_size": 4, "ep_size": 2}, BLOCKS, "idle", 1, 9),
+    ("qwen3", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}, CHECKPOINTED, "two", 2, 7),
+    ("qwen3", {"cp_size": 4, "ep_size": 2}, BLOCKS, "even", 1, 16),
+    ("deepseek", {"dp_shard_size": 4, "ep_size": 2}, CHECKPOINTED, "even", 1, 7),
+    ("deepseek", {"tp_size": 4, "ep_size": 2}, None, "even", 1, 9),
+    ("deepseek", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}, BLOCKS, "two", 2, 9),
+    ("gpt oss", {"dp_shard_size": 4, "ep_size": 4}, BLOCKS, "idle", 1, 9),
+    ("gpt oss", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}, BLOCKS, "even", 1, 9),
+    ("llama4", {"dp_shard_size": 4, "ep_size": 2}, BLOCKS, "two", 2, 9),
+    ("llama4", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}, CHECKPOINTED, "even", 1, 7),
+    ("olmoe", {"dp_shard_size": 4, "ep_size": 2}, BLOCKS, "even", 1, 9),
+]
+
+
+def train_all(cases: list[Case], steps: int) -> list[dict[str, Any]]:
+    return [
+        train(accelerator_for(sizes, fsdp, gradient_accumulation_steps=window), kind, steps, window, routing, length)
+        for kind, sizes, fsdp, routing, window, length in cases
+    ]
+
+
+def row(case: Case, worst: dict[str, float]) -> str:
+    kind, sizes, fsdp, routing, window, length = case
+    mesh = ", ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items())
+    extras = [f"{routing} routing", f"{length} tokens"]
+    extras += ["checkpointing"] if fsdp is CHECKPOINTED else []
+    extras += ["accumulation"] if window > 1 else []
+    return f"| {SETTINGS[kind][0]} | {mesh} | {', '.join(extras)} | {max(worst.values()):.0e} |"
+
+
+def assert_all(ranks: list[list[dict[str, Any]]], cases: list[Case], steps: int) -> list[str]:
+    rows = []
+    for number, case in enumerate(cases):
+        kind, sizes, _, routing, window, length = case
+        expected = plain(kind, steps, window, routing, length)
+        worst = compare(ranks[0][number], expected)
+        assert max(worst.values()) < TOLERANCE, (case, worst)
+        assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks), case
+        whole = sum(
+            item.numel() for module in experts_in(build(kind)).values() for item in module.parameters(recurse=False)
+        )
+        copies = sizes.get("dp_replicate_size", 1)
+        assert [rank[number]["held"] * len(ranks) for rank in ranks] == [whole * copies] * len(ranks), case
+        rows.append(row(case, worst))
+    return rows
+
+
+def test_two_ranks_with_half_of_the_experts_each_train_as_one_process() -> None:
+    assert_all(run_world(train_all, 2, TWO, 4, timeout=250), TWO, 4)
+
+
+@pytest.mark.slow  # 18 trainings of 20 steps on 4 ranks
+def test_every_mesh_with_experts_trains_as_one_process() -> None:
+    ranks = run_world(train_all, 4, FOUR, 20, timeout=500)
+    rows = assert_all(ranks, FOUR, 20)
+    print("\n".join(rows))
+    guide = GUIDE.read_text()
+    for line in rows:
+        # The last digits are those of one machine.
+        assert line.rpartition("|")[0].rpartition("|")[0] in guide, line
+
+
+def half_precision() -> dict[str, dict[str, Any]]:
+    return {
+        str(sizes): train(accelerator_for(sizes, BLOCKS, mixed_precision="bf16"), "mixtral", 3)
+        for sizes in ({"dp_shard_size": 2}, {"dp_shard_size": 2, "ep_size": 2})
+    }
+
+
+def test_half_precision_is_no_further_off_than_without_distributed_experts() -> None:
+    expected = plain("mixtral", 3)
+    without, distributed = run_world(half_precision, 2, timeout=250)[0].values()
+    limits = compare(without, expected)
+    for name, value in compare(distributed, expected).items():
+        assert 0 < value < 2 * limits[name] < 0.3, (name, value, limits)
+
+
+def compiled() -> dict[str, Any]:
+    accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, dynamo_backend="eager")
+    return train(accelerator, "mixtral", 3)
+
+
+def test_compiled_blocks_train_as_one_process() -> None:
+    worst = compare(run_world(compiled, 2, timeout=250)[0], plain("mixtral", 3))
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+def unchanged_elsewhere() -> None:
+    """Another model of the same class has the auxiliary loss of its own tokens; and placements are as documented."""
+    accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS)
+    other, tokens = build("mixtral"), batches(1)[0]
+    own = tokens.chunk(2)[accelerator.process_index]
+    before = loss_of(other, own)
+    model = accelerator.prepare(build("mixtral"))
+    assert torch.equal(loss_of(other, own), before)
+    mean = accelerator.reduce(loss_of(model, own).detach(), "mean")
+    # The loss of the whole batch, which the mean of the losses of its halves is not.
+    torch.testing.assert_close(mean, loss_of(other, tokens).detach(), rtol=1e-6, atol=1e-6)
+    halves = accelerator.reduce(loss_of(other, own).detach(), "mean")
+    assert abs(float(halves - mean)) > 1e-4
+    stack = next(iter(experts_in(model).values()))
+    weight = stack.gate_up_proj
+    assert isinstance(weight, DTensor) and weight.placements == (Shard(1), Shard(0))
+    assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep") and stack.num_experts == EXPERTS // 2
+
+
+def test_only_prepared_models_have_the_auxiliary_loss_of_all_ranks() -> None:
+    run_world(unchanged_elsewhere, 2, timeout=250)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "found"),
+    [
+        (lambda: ParallelismConfig(dp_shard_size=4, ep_size=3), ConfigurationError, "ep_size=3"),
+        (lambda: ParallelismConfig(dp_replicate_size=4, ep_size=2), ConfigurationError, "tp_size=1 = 1"),
+        (lambda: ParallelismConfig(dp_shard_size=2, ep_size=0), ConfigurationError, "ep_size=0"),
+        (lambda: ParallelismConfig(dp_shard_size=2, pp_size=2, ep_size=2), ConfigurationError, "pp_size=2"),
+        (lambda: ParallelismConfig(dp_shard_size=2, sp_size=2, ep_size=2), ConfigurationError, "sp_size=2"),
+        (lambda: ParallelismConfig(dp_shard_size=2, ep_handler=object()), ArgumentTypeError, "ExpertParallelConfig"),  # type: ignore[arg-type]
+        (lambda: ExpertParallelConfig(-1.0), ConfigurationError, "-1.0"),
+        (lambda: ExpertParallelConfig(float("nan")), ConfigurationError, "nan"),
+        (lambda: ExpertParallelConfig("1e-3"), ArgumentTypeError, "'1e-3'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_mesh_cannot_hold_is_refused_before_processes_start(make: Any, error: Any, found: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert found in str(raised.value)
+
+
+def test_the_size_divides_the_mesh_and_adds_no_processes() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2, ep_size=8)
+    assert (config.total_size, config.data_parallel_size, config.ep_enabled) == (16, 8, True)
+    assert config.strategy == "mesh" and "ep" not in config.active_mesh_dims
+    with patch_environment(PARALLELISM_CONFIG_EP_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="4"):
+        assert ParallelismConfig().ep_size == 2 and ParallelismConfig(ep_size=4).ep_size == 4
+
+
+class OwnExperts(nn.Module):
+    """Stacked weights of a class that no test compares with one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.down_proj = nn.Parameter(torch.zeros(4, 2, 2))
+
+
+def refused() -> dict[str, str]:
+    found = {}
+    cases: dict[str, tuple[Any, float]] = {
+        "dense": (lambda: nn.Linear(2, 2), 0.0),
+        "own": (lambda: nn.ModuleDict({"experts": OwnExperts()}), 0.0),
+        "odd": (lambda: build("mixtral", num_local_experts=5), 0.0),
+        "bias": (lambda: build("mixtral"), 1e-3),
+    }
+    for name, (make, rate) in cases.items():
+        accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, balance_rate=rate)
+        with pytest.raises(ConfigurationError) as raised:
+            accelerator.prepare(make())
+        found[name] = str(raised.value)
+    for name, settings in {
+        "fp16": {"mixed_precision": "fp16"},
+        "order": {"deterministic_reduction": True},
+    }.items():
+        with pytest.raises(ConfigurationError) as raised:
+            accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, **settings)
+        found[name] = str(raised.value)
+    with pytest.raises(ConfigurationError) as raised:
+        accelerator_for({"dp_shard_size": 2, "ep_size": 2}, {**BLOCKS, "cpu_offload": True})
+    return {**found, "offload": str(raised.value)}
+
+
+def test_models_and_settings_that_were_not_compared_are_refused() -> None:
+    found = run_world(refused, 2, timeout=250)[0]
+    expected = {
+        "dense": "Linear",
+        "own": "OwnExperts",
+        "odd": "5 experts",
+        "bias": "balance_rate=0.001",
+        "fp16": "fp16",
+        "order": "deterministic_reduction",
+        "offload": "cpu_offload",
+    }
+    assert {name: part in found[name] for name, part in expected.items()} == dict.fromkeys(expected, True), found
