@@ -73,15 +73,14 @@ def test_every_machine_is_shown(dry) -> None:
     first, second = dry(*words)
     assert [start["machine"] for start in (first, second)] == ["machine 0 of 2", "machine 1 of 2, this one"]
     assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == ["0", "1", "2", "3"]
-    assert {(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for start in (first, second) for rank in start["ranks"]} == {
-        ("10.0.0.1", "29500")
-    }
+    assert {rank["MASTER_ADDR"] for start in (first, second) for rank in start["ranks"]} == {"10.0.0.1"}
+    assert any("10.0.0.1:29500" in note and "after 30 s (machine_timeout)" in note for note in first["notes"])
     assert "started there by: accel launch" in first["notes"][0] and "--machine_rank=0 s.py x" in first["notes"][0]
-    assert "up to 2 times" in second["notes"][-1]
+    assert any("up to 2 times" in note for note in second["notes"])
     _, other = dry(
         "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=h", "--rdzv_backend=c10d", "s.py"
     )
-    assert "the rendezvous at h:29500 assigns the ranks of the machines" in other["notes"]
+    assert any("meet at h:29500 and are given their ranks" in note for note in other["notes"])
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
 
 

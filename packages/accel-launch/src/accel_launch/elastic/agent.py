@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
@@ -20,10 +20,16 @@ from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 
-from ..supervisor import Child, SignalWatch, stop
-from .exit_barrier import ENDED, FAILED, SUCCEEDED, ExitBarrier, farewell_seconds
+from ..network.board import FAREWELL_SECONDS, Board
+from ..network.interfaces import interface_variables
+from ..network.peers import Peers
+from ..network.records import Cause, State
+from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
+from .causes import cause_of, interruption
+from .meeting import join_others
 from .output import LogDirectories, Tee, line_prefix, parse_tee
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
+from .report import RankFailure, read_failure
 from .static_rendezvous import StaticRendezvous
 from .tcp_store import StoreServer, serve
 from .worker import die_with_launcher
@@ -31,6 +37,8 @@ from .worker import die_with_launcher
 logger = logging.getLogger("accel_launch.agent")
 
 _RANKS_KEY = "accel/port_of_ranks"
+# After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
+_HUNG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class ElasticJob:
     line_prefix: str | None = None  # template of the prefix of each line of ``--tee``; None for role and local rank
     run_id: str | None = None  # id of the job, the same on all machines; None for the default
     owns_process: bool = True  # see :class:`SignalWatch`
+    facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
 
     @property
     def forks(self) -> bool:
@@ -68,7 +77,6 @@ class _Meeting:
 
     rank: int  # of this machine
     machines: int
-    store: Store
     address: str  # of the store of the ranks
     port: int
 
@@ -92,18 +100,21 @@ class Agent:
         logs: LogDirectories,
         watch: SignalWatch,
         may_shrink: bool,
-        on_restart: Callable[[int], None],
+        on_restart: Callable[[int, Cause | None], None],
     ) -> None:
         self._job, self.handler, self._logs, self._watch = job, handler, logs, watch
         self._may_shrink, self._on_restart = may_shrink, on_restart
         self._left = job.rendezvous.max_restarts
         self._meeting: _Meeting | None = None
+        self._board: Board | None = None
+        self._peers: Peers | None = None
         self._server: StoreServer | None = None
         self._tees: list[Tee] = []
+        self._codes: dict[int, int] = {}  # exit codes by local rank of the ranks that were seen to fail
         self.ranks: list[Child] = []
         """The processes of the latest start, by local rank."""
-        self.failed_machines: list[int] = []
-        """Ranks of machines that failed while the processes of this one did not."""
+        self.elsewhere: Cause | None = None
+        """Why another machine failed first, if one did."""
         self.succeeded: set[int] = set()
         """Local ranks that had ended without an error when the processes were last checked."""
         watch.supervised = self
@@ -120,7 +131,7 @@ class Agent:
 
     def farewell_seconds(self) -> float:
         """How long other machines may take to notice that this one has ended."""
-        return farewell_seconds(self._job.rendezvous.monitor_interval) if self._barrier() is not None else 0.0
+        return 0.0 if self._peers is None else self._job.rendezvous.monitor_interval + FAREWELL_SECONDS
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -141,6 +152,11 @@ class Agent:
         """
         try:
             return self._run()
+        except Interrupted as error:
+            if self._peers is not None and not notes(self._logs.by_rank):
+                # Before the ranks end: those of other machines fail when they do.
+                self._peers.post(State.FAILED, interruption(error.number, self._meeting_rank, self._round))
+            raise
         finally:
             if self._watch.received:
                 save_and_wait(self._logs.by_rank, self._watch.received)
@@ -181,30 +197,34 @@ class Agent:
         if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
             # The launcher was signalled, not a single rank: this machine is about to go away.
             self._left = 0
-        barrier = self._barrier()
+        peers = self._peers
         if failures:
+            self._codes = failures
             for local, code in failures.items():
                 logger.error("failed (exitcode: %d) local_rank: %d (pid: %d)", code, local, self.ranks[local].pid)
             self._stop()
-            if self._left > 0 and barrier is not None and not self._may_shrink and barrier.any_ended():
+            if self._left > 0 and peers is not None and not self._may_shrink and peers.any_ended():
                 self._left = 0  # a machine that has ended cannot take part in a restart
             return Result(True, failures), True
         if len(codes) == len(self.ranks):
             return Result(False), False
-        failed = None if barrier is None else barrier.first_failed()
-        if failed is None or barrier is None:
+        failure = None if peers is None else peers.failure()
+        if failure is None or peers is None:
             return None, False
-        if self._may_shrink and self._left > 0:
+        self._stop(seconds=_HUNG_SECONDS)
+        if self._left > 0 and (self._may_shrink or not peers.any_ended()):
             return Result(True), True  # those that are left start again
-        self.failed_machines = [failed]
-        barrier.post(ENDED)
         self._left = 0
         return Result(True), False
 
     def _restart(self) -> None:
         self._stop()
+        peers, former = self._peers, self._own_cause()
+        if peers is not None:
+            peers.post(State.WAITING, former)
         self._meet()
-        self._on_restart(self._number())
+        # Now all have told why.
+        self._on_restart(self._number(), former if peers is None else peers.first())
         self._start()
 
     def _number(self) -> int:
@@ -234,7 +254,20 @@ class Agent:
                 self._left = self._job.rendezvous.max_restarts - self.handler.round
             else:
                 port = self._serve_ranks(info)
-            self._meeting = _Meeting(info.rank, info.world_size, info.store, place.master_addr, port)
+            self._meeting = _Meeting(info.rank, info.world_size, place.master_addr, port)
+            self._join_others(info)
+
+    def _join_others(self, info: RendezvousInfo) -> None:
+        """Take part in the board of the machines that have met."""
+        if info.world_size == 1 or isinstance(self.handler, StaticRendezvous):
+            board = self.handler.board if isinstance(self.handler, StaticRendezvous) else None
+        else:
+            board = join_others(info, self._job.local_processes, self._job.rendezvous.machine_timeout, self._job.facts)
+        if self._board is not None and self._board is not board:
+            self._board.post(state=State.LEFT)
+            self._board.close(0)
+        self._board = board
+        self._peers = None if board is None else Peers(board, self._round)
 
     def _serve_ranks(self, info: RendezvousInfo) -> int:
         """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""
@@ -253,10 +286,11 @@ class Agent:
     def _start(self) -> None:
         count = self._job.local_processes
         self._logs.make(self._number(), count)
-        self.ranks, self._tees = [], []
+        self.ranks, self._tees, self._codes = [], [], {}
         tees = parse_tee(self._job.rendezvous.tee, count)
         try:
-            with self._watch.starting(forks=self._job.forks):
+            held = contextlib.nullcontext() if self._board is None else self._board.held()
+            with held, self._watch.starting(forks=self._job.forks):
                 for local, streams in enumerate(tees):
                     self._watch.check()
                     self._start_rank(local, streams)
@@ -291,7 +325,9 @@ class Agent:
         assert self._meeting is not None
         job, meeting, rank = self._job, self._meeting, str(self.global_rank(local))
         size, machines = str(self.world_size), str(meeting.machines)
+        own = "" if self._board is None else self._board.own_address
         return {
+            **interface_variables(own),
             **{"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local), "GROUP_RANK": str(meeting.rank)},
             **{"WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_WORLD_SIZE": machines},
             "LOCAL_WORLD_SIZE": str(job.local_processes),
@@ -306,9 +342,9 @@ class Agent:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
-    def _stop(self, number: int = signal.SIGTERM) -> None:
+    def _stop(self, number: int = signal.SIGTERM, seconds: float = GRACE_SECONDS) -> None:
         """End the ranks, and copy the rest of their output."""
-        stop(self.ranks, number)
+        stop(self.ranks, number, seconds)
         for tee in self._tees:
             tee.close()
 
@@ -321,33 +357,64 @@ class Agent:
         """Close the store of the ranks."""
         if self._server is not None:
             self._server.close()
+        if self._board is not None:
+            self._board.close()
 
     # -- other machines ----------------------------------------------------------------------------------------------
 
-    def _barrier(self) -> ExitBarrier | None:
-        """The exit barrier; None before the machines have met, and on a single machine."""
-        meeting = self._meeting
-        if meeting is None or meeting.machines == 1:
-            return None
-        # That of the machines, which remains over all rounds, if there is one.
-        store = self.handler.store if isinstance(self.handler, StaticRendezvous) else meeting.store
-        return None if store is None else ExitBarrier(store, meeting.rank, meeting.machines)
+    @property
+    def _meeting_rank(self) -> int:
+        return 0 if self._meeting is None else self._meeting.rank
+
+    @property
+    def _round(self) -> int:
+        """The start that the ranks belong to, as the other machines count."""
+        return self.handler.round if isinstance(self.handler, StaticRendezvous) else 0
+
+    def failures(self) -> list[RankFailure]:
+        """Ranks that have failed, and ranks that reported a failure before they were ended."""
+        found = []
+        for local, rank in enumerate(self.ranks):
+            # What the launcher itself has ended is not a failure.
+            code = self._codes.get(local, 0)
+            failure = read_failure(self.global_rank(local), local, rank.pid, code, self._logs.by_rank[local])
+            if failure.exit_code:
+                found.append(failure)
+        return found
+
+    def _own_cause(self) -> Cause | None:
+        """Why the ranks of this machine end: because one of them failed, or because another machine is lost."""
+        own = cause_of(self.failures(), self._meeting_rank, self.world_size, self._round)
+        return own if own is not None or self._peers is None else self._peers.loss()
 
     def _wait_for_machines(self) -> None:
-        barrier = self._barrier()
-        if barrier is not None:
-            barrier.post(SUCCEEDED)
+        if self._peers is not None:
+            self._peers.post(State.SUCCEEDED)
             with self._watch.interruptible():
-                self.failed_machines = barrier.wait()
+                self.elsewhere = self._peers.wait_for_end()
 
     def post_failure(self) -> None:
-        """Tell the other machines that the processes of this one failed, or were ended by a signal."""
-        barrier = self._barrier()
-        if barrier is None or self.failed_machines:
+        """Tell the other machines that the ranks of this one failed, or were ended by a signal.
+
+        It also finds out what happened first.
+        """
+        peers = self._peers
+        if peers is None or self.elsewhere is not None:
             return
-        # Ranks that save on the signal do so on the other machines too, and end by themselves.
-        barrier.post(ENDED if notes(self._logs.by_rank) else FAILED)
-        barrier.wait_until_noticed(self._job.rendezvous.monitor_interval)
+        if notes(self._logs.by_rank):
+            # Ranks that save on the signal do so on the other machines too, and end by themselves.
+            peers.post(State.ENDED)
+            peers.settle()
+            return
+        if self._watch.received:
+            peers.settle()
+            return
+        own = self._own_cause()
+        peers.post(State.ENDED if own is None else State.FAILED, own)
+        first = peers.settle()
+        # Otherwise the rank of this machine is described, with more detail.
+        if first is not None and not (first == own and self.failures()):
+            self.elsewhere = first
 
 
 def call_rank(function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str], launcher: int) -> None:

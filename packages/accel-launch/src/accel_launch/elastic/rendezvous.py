@@ -14,6 +14,7 @@ from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK
 
 from ..ports import is_local, wait_for_server
+from .agent import ElasticJob
 from .checks import DEFAULT_PORT
 from .static_rendezvous import StaticRendezvous
 
@@ -36,15 +37,15 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
     )
 
 
-def wait_for_main_machine(options: RendezvousOptions, parameters: RendezvousParameters) -> None:
-    """Wait until the machine that holds the store listens, if it is another one.
+def wait_for_main_machine(parameters: RendezvousParameters) -> None:
+    """With torch's rendezvous, wait until the machine that holds its store listens, if it is another one.
 
     torch would wait in one long call that no signal interrupts.
     """
-    if parameters.max_nodes == 1:
+    if parameters.max_nodes == 1 or parameters.backend == "static":
         return
     host, port = _split(parameters.endpoint)
-    remote = options.machine_rank > 0 if parameters.backend == "static" else not is_local(host)
+    remote = not is_local(host)
     seconds = _timeout_seconds(parameters)
     if remote and not wait_for_server(
         host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)
@@ -63,17 +64,20 @@ def not_met(parameters: RendezvousParameters, reason: str) -> str:
     )
 
 
-def make_handler(options: RendezvousOptions, parameters: RendezvousParameters, *, forks: bool) -> RendezvousHandler:
-    """The rendezvous handler; ``forks`` tells whether ranks are forks of this process."""
+def make_handler(job: ElasticJob, parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous handler of a job."""
     if parameters.backend == "static":
         return StaticRendezvous(
             *_split(parameters.endpoint),
-            rank=options.machine_rank,
+            rank=job.rendezvous.machine_rank,
             world_size=parameters.max_nodes,
             run_id=parameters.run_id,
             timeout_seconds=_timeout_seconds(parameters),
-            max_restarts=options.max_restarts,
-            forks=forks,
+            max_restarts=job.rendezvous.max_restarts,
+            forks=job.forks,
+            local_processes=job.local_processes,
+            facts=job.facts,
+            machine_timeout=job.rendezvous.machine_timeout,
         )
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 

@@ -99,10 +99,14 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     def order(failure: RankFailure) -> tuple[int, int]:
         if failure.time_ns is None:
             return (3 if failure.signal == "SIGTERM" else 1), failure.rank
-        is_cause = failure.traceback and not _LOST_CONNECTION.search(_message(failure.traceback))
-        return (0 if is_cause else 2), failure.time_ns
+        return (0 if failure.traceback and not is_echo(failure) else 2), failure.time_ns
 
     return min(failures, key=order)
+
+
+def is_echo(failure: RankFailure) -> bool:
+    """Whether a rank failed in a connection, and so perhaps because another rank had ended."""
+    return bool(failure.traceback and _LOST_CONNECTION.search(_message(failure.traceback)))
 
 
 def _message(traceback: str) -> str:

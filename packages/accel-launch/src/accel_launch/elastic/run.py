@@ -18,12 +18,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import Note
 
+from ..network.records import INTERRUPTED, RAISED, Cause
 from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, ElasticJob, Result
 from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
 from .rendezvous import make_handler, make_parameters, not_met, wait_for_main_machine
-from .report import RankFailure, first_failure, has_ended, read_failure, with_hint
+from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
 from .static_rendezvous import StaticRendezvous
 
 _LOGS = ("torch.distributed.elastic", "accel_launch.agent")
@@ -63,8 +64,8 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
     logs = LogDirectories(directory, parameters.run_id)
     try:
         with watch.interruptible():
-            wait_for_main_machine(options, parameters)
-        handler = make_handler(options, parameters, forks=job.forks)
+            wait_for_main_machine(parameters)
+        handler = make_handler(job, parameters)
         may_shrink = parameters.min_nodes < parameters.max_nodes
         note = _restart_note(options.max_restarts, logs)
         return _run_agent(Agent(job, handler, logs, watch, may_shrink, note), logs)
@@ -80,10 +81,11 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
         if result.failed:
             agent.post_failure()
             agent.end_groups()
-    except BaseException:
+    except BaseException as error:
         agent.post_failure()
         agent.end_groups()
         if isinstance(agent.handler, StaticRendezvous):
+            agent.handler.withdraw(_reason(error))
             agent.handler.shutdown()  # torch's handlers would call into a store that may be gone
         raise
     finally:
@@ -92,21 +94,25 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
     return _outcome(agent, result, logs)
 
 
+def _reason(error: BaseException) -> Cause:
+    """What the other machines are told of an error of this launcher."""
+    if isinstance(error, Interrupted):
+        return Cause(INTERRUPTED, f"ended by {signal_name(error.number)}", 128 + error.number)
+    return Cause(RAISED, str(error).split("\n", 1)[0], 2)
+
+
 def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
     world_size = agent.world_size
     preempted = _preempted(logs, world_size) if result.failed else None
     if preempted is not None:
         return preempted
-    if agent.failed_machines:
-        machines = ", ".join(map(str, agent.failed_machines))
+    if agent.elsewhere is not None:
         verb = "were ended" if result.failed else "succeeded"
-        print(
-            f"accel launch: the processes of this machine {verb}; those of machine rank {machines} failed.",
-            file=sys.stderr,
-        )
-        return Outcome(1, world_size)
+        print(f"accel launch: {agent.elsewhere.text}", file=sys.stderr)
+        print(f"accel launch: the processes of this machine {verb}.", file=sys.stderr)
+        return Outcome(agent.elsewhere.code, world_size)
     if result.failed:
-        first = first_failure(_failures(agent, result, logs))
+        first = first_failure(agent.failures())
         return Outcome(first.exit_code, world_size, with_hint(first, _ended_ranks(agent, logs), world_size))
     return Outcome(0, world_size)
 
@@ -126,22 +132,15 @@ def _ended_ranks(agent: Agent, logs: LogDirectories) -> list[int]:
     return sorted(map(agent.global_rank, noted | agent.succeeded))
 
 
-def _failures(agent: Agent, result: Result, logs: LogDirectories) -> Iterator[RankFailure]:
-    """Ranks that were seen to fail, and ranks that reported a failure at the same time."""
-    for local, rank in enumerate(agent.ranks):
-        exit_code = result.exit_codes.get(local, 0)
-        failure = read_failure(agent.global_rank(local), local, rank.pid, exit_code, logs.by_rank[local])
-        if failure.exit_code:
-            yield failure
-
-
-def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[int], None]:
-    def note(restart: int) -> None:
+def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[int, Cause | None], None]:
+    def note(restart: int, cause: Cause | None) -> None:
         saved: Note | None = saved_by_all(logs.by_rank)
         text = f"tarting all processes again (restart {restart} of {max_restarts})"
         if saved is not None:
             report_saved(saved, f"S{text}")
             return
+        if cause is not None:
+            print(f"accel launch: {cause.text}", file=sys.stderr)
         print(f"accel launch: a process failed or machines changed; s{text}", file=sys.stderr)
 
     return note

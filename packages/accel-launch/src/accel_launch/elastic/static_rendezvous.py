@@ -1,36 +1,42 @@
 """The rendezvous of machines with given ranks, which start and restart their processes together.
 
-Each start is a round. The machine of rank 0 holds a store with the number of the latest round. A machine whose
-processes failed requests the next round; the others notice when they monitor their own processes, and all arrive before
-anything starts. Each round has a new store for the processes: the former one leads to processes that have ended. In
-torch's own static rendezvous each machine restarts alone, and its processes find the former ones of other machines.
+Each start is a round. The launchers see each other's records on a board (:mod:`accel_launch.network.board`). A machine
+whose processes failed posts that it waits for the next round; the others notice when they monitor their own processes,
+and all arrive before anything starts. Each round has a new store for the processes: the former one leads to processes
+that have ended. In torch's own static rendezvous each machine restarts alone, and its processes find the former ones of
+other machines.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import uuid
-from datetime import timedelta
+from collections.abc import Mapping
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
-from ..ports import listening_host
-from .exit_barrier import ExitBarrier
-from .tcp_store import CALL_TIMEOUT, StoreServer, serve
+from accel_state.errors import ConfigurationError
 
-_POLL_SECONDS = 0.05
-_SECONDS_BEFORE_NOTE = 5.0
-_ROUND = "round"
+from ..network.board import QUIET_SECONDS, Board
+from ..network.contact import join, say
+from ..network.hub import Hub
+from ..network.member import Member
+from ..network.records import Cause, Machine, State
+from ..ports import listening_host
+from .tcp_store import StoreServer, serve
+
+_SLICE_SECONDS = 0.5
+_FIRST_NOTE_SECONDS = 5.0
+_NOTE_SECONDS = 30.0
 
 
 class StaticRendezvous(RendezvousHandler):
     """Rounds of a fixed number of machines.
 
-    ``port`` is that of the store of rank 0, which the processes also use in the first round; 0 means any free one. The
-    stores listen at one address: see :func:`~accel_launch.ports.listening_host`.
+    ``port`` is where the launcher of rank 0 listens for the others; 0 means any free one. The stores of the processes
+    have free ports. What listens does so at one address: see :func:`~accel_launch.ports.listening_host`.
     """
 
     def __init__(
@@ -44,16 +50,18 @@ class StaticRendezvous(RendezvousHandler):
         max_restarts: int,
         *,
         forks: bool,
+        local_processes: int = 1,
+        facts: Mapping[str, str] | None = None,
+        machine_timeout: float = 0.0,
     ) -> None:
         self._host, self._port, self._run_id, self._forks = host, port, run_id, forks
         self._rank, self._world_size = rank, world_size
         self._listening = listening_host(host)
         self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
-        self._token = uuid.uuid4().hex
-        self._control: StoreServer | None = None
+        self._local_processes, self._facts, self._machine_timeout = local_processes, facts, machine_timeout
         self._rank_server: StoreServer | None = None
-        self.store: Store | None = None
-        """The store of the machines; None before they have met, and on a single machine."""
+        self.board: Board | None = None
+        """What the launchers know of each other; None before they have met, and on a single machine."""
         self.round = -1
         """The round that this machine is in; 0 is the first."""
 
@@ -64,101 +72,161 @@ class StaticRendezvous(RendezvousHandler):
             RendezvousTimeoutError: they did not arrive in time.
             RendezvousClosedError: one of them has ended, or no further round is allowed.
             RendezvousStateError: another launcher uses the rank of this machine.
+            ConfigurationError: the machines disagree, or one of them cannot start.
         """
         if self._world_size == 1:
             self.round += 1
-            return self._info(HashStore(), self._serve_ranks())
-        if self.store is None:
-            self.store = self._connect()
-        while True:
-            self.round = self._arrive(self.store)
-            port = self._wait_for_start(self.store)
-            if port:
-                return self._info(PrefixStore(str(self.round), self.store), port)
+            return self._info(self._serve_ranks())
+        if self.board is None:
+            self.board = self._join()
+        self._arrive(self.board)
+        return self._info(self._wait_for_start(self.board))
 
-    def _info(self, store: Store, port: int) -> RendezvousInfo:
-        return RendezvousInfo(store, self._rank, self._world_size, RendezvousStoreInfo(self._host, port))
+    def _info(self, port: int) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), self._rank, self._world_size, RendezvousStoreInfo(self._host, port))
 
-    def _connect(self) -> Store:
-        if self._rank == 0:
-            self._control = serve(self._listening, self._port, forks=self._forks)
-            store = self._control.client()
-        else:
-            timeout = timedelta(seconds=self._timeout_seconds)
-            store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
-            store.set_timeout(CALL_TIMEOUT)
-        return PrefixStore(f"accel/{self._run_id}", store)
+    def _join(self) -> Board:
+        return join(
+            self._host,
+            self._port,
+            self._rank,
+            self._world_size,
+            local_processes=self._local_processes,
+            facts=self._facts,
+            give_up_seconds=self._machine_timeout,
+        )
 
     def _serve_ranks(self) -> int:
         """Start the store for the processes of this round, close the former one, and return the port."""
-        if self.round == 0 and self._control is not None:
-            return self._control.port
-        port = self._port if self.round == 0 else 0
+        port = self._port if self._world_size == 1 and self.round == 0 else 0
         former, self._rank_server = self._rank_server, serve(self._listening, port, forks=self._forks)
         if former is not None:
             former.close()
         return self._rank_server.port
 
-    def _arrive(self, store: Store) -> int:
-        """Arrive at the latest round, and return its number."""
-        latest = _latest_round(store)
-        occupied = self.round < 0 and store.check([self._arrival_key(latest)])
-        started = occupied and store.check([f"{latest}/port"])
-        if latest == self.round or started:
-            latest = int(store.compare_set(_ROUND, str(latest), str(latest + 1)))
-        elif occupied:
-            # The round has not started: this launcher replaces one that was ended.
-            store.set(self._arrival_key(latest), self._token)
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, board: Board) -> None:
+        """Post that this machine waits for the latest round."""
+        own = self.round + 1 if board.me.started else max(self.round, 0)
+        latest = max([own, *(_needed_round(machine, board.me) for machine in board.others())])
         if latest > self._max_restarts:
-            reason = "a former launcher started its processes, so this is a restart" if started else "this is a restart"
+            joins = not board.me.started and self.round < 0
+            reason = "a former launcher started its processes, so this is a restart" if joins else "this is a restart"
             raise RendezvousClosedError(
                 f"machine rank {self._rank}: {reason}, which --max_restarts {self._max_restarts} does not allow"
             )
-        store.compare_set(self._arrival_key(latest), "", self._token)
-        self._check_owner(store, latest)
-        return latest
+        if latest != self.round or board.me.started:
+            self.round = latest
+            board.post(round=latest, members={}, port=0, state=State.WAITING)
 
-    def _check_owner(self, store: Store, number: int) -> None:
-        if store.get(self._arrival_key(number)) != self._token.encode():
-            raise RendezvousStateError(
-                f"another launcher was started with --machine_rank {self._rank}: each machine needs a different rank"
-            )
-
-    def _arrival_key(self, number: int, rank: int | None = None) -> str:
-        return f"{number}/arrived/{self._rank if rank is None else rank}"
-
-    def _wait_for_start(self, store: Store) -> int:
-        """Wait until all machines have arrived; return the port of the processes' store, or 0 if a new round began."""
-        key, begin, noted = f"{self.round}/port", time.monotonic(), False
-        arrivals = [self._arrival_key(self.round, rank) for rank in range(self._world_size)]
+    def _wait_for_start(self, board: Board) -> int:
+        """Wait until all machines have arrived, and return the port of the processes' store."""
+        begin, noted = time.monotonic(), 0.0
         while True:
-            if self._rank == 0 and store.check(arrivals):
-                store.set(key, str(self._serve_ranks()))
-            self._check_owner(store, self.round)
-            if store.check([key]):
-                return int(store.get(key))
-            if _latest_round(store) > self.round:
-                return 0
-            ExitBarrier(store, self._rank, self._world_size).raise_if_ended()
+            version = board.version
+            self._check(board)
+            self._arrive(board)
+            port = self._begin(board) if self._rank == 0 else self._follow(board)
+            if port:
+                return port
             waited = time.monotonic() - begin
             if waited > self._timeout_seconds:
                 raise RendezvousTimeoutError(
-                    f"{self._missing(store)} did not arrive within {self._timeout_seconds:g} s"
+                    f"not within {self._timeout_seconds:g} s: waited for {self._missing(board)}"
                 )
-            if waited > _SECONDS_BEFORE_NOTE and not noted:
-                noted = True
-                text = f"waiting for {self._missing(store)} (up to {self._timeout_seconds:g} s)"
-                print(f"accel launch: {text}", file=sys.stderr, flush=True)
-            time.sleep(_POLL_SECONDS)
+            if waited > (_FIRST_NOTE_SECONDS if not noted else noted + _NOTE_SECONDS):
+                noted = waited
+                say(f"waiting for {self._missing(board)} ({waited:.0f} s of {self._timeout_seconds:g} s)")
+            board.wait_for_change(version, _SLICE_SECONDS)
 
-    def _missing(self, store: Store) -> str:
-        arrivals = {rank: self._arrival_key(self.round, rank) for rank in range(self._world_size)}
-        missing = [str(rank) for rank, key in arrivals.items() if not store.check([key])]
-        return f"machine rank {', '.join(missing or ['0'])}"
+    def _check(self, board: Board) -> None:
+        """Raise an error if there is nothing to wait for."""
+        if board.refusal is not None:
+            reason, _, table = board.refusal.text.partition("\n")
+            if table:
+                print(table, file=sys.stderr, flush=True)
+            raise ConfigurationError(reason)
+        if isinstance(board, Member):
+            if board.replaced_by:
+                raise RendezvousStateError(
+                    f"another launcher was started with --machine_rank {self._rank}, on {board.replaced_by}: each "
+                    "machine needs a different rank"
+                )
+            if board.stranger():
+                raise RendezvousStateError(board.stranger())
+        for machine in board.others():
+            if machine.state.is_final:
+                verb = "failed" if machine.state is State.FAILED else "ended"
+                reason = f": {machine.cause.text}" if machine.cause is not None else ""
+                raise RendezvousClosedError(
+                    f"the processes of machine rank {machine.rank} {verb} and are not started again{reason}"
+                )
+
+    def _has_arrived(self) -> bool:
+        assert self.board is not None
+        machines = self.board.machines()
+        return len(machines) == self._world_size and all(
+            machine.round == self.round and not machine.started and self.board.silent(machine.rank) < QUIET_SECONDS
+            for machine in machines.values()
+        )
+
+    def _begin(self, board: Board) -> int:
+        """On machine rank 0: start the round if all have arrived, and return the port; else 0."""
+        if not (isinstance(board, Hub) and self._has_arrived()) or board.refusal is not None:
+            return 0
+        port = self._serve_ranks()
+        members = {str(rank): machine.id for rank, machine in board.machines().items()}
+        board.post(members=members, port=port, state=State.RUNNING)
+        return port
+
+    def _follow(self, board: Board) -> int:
+        """On other machines: the port of this round's store, once rank 0 has started it; else 0."""
+        main = board.machines().get(0)
+        if main is None or main.round != self.round or main.members.get(str(self._rank)) != board.me.id:
+            return 0
+        board.post(members=main.members, state=State.RUNNING)
+        return main.port
+
+    def _missing(self, board: Board) -> str:
+        """Who is here and who is not, for a message."""
+        if isinstance(board, Member) and not board.met:
+            return f"the machine of rank 0 at {self._host}:{self._port}: {board.problem}"
+        machines = board.machines()
+        here = [
+            rank
+            for rank, machine in machines.items()
+            if machine.round == self.round and board.silent(rank) < QUIET_SECONDS
+        ]
+        names = [
+            f"{machines[rank].named()}, not heard of for {board.silent(rank):.0f} s"
+            if rank in machines and board.silent(rank) >= QUIET_SECONDS
+            else f"machine rank {rank}"
+            for rank in range(self._world_size)
+            if rank not in here
+        ]
+        arrived = ", ".join(f"{rank} ({machines[rank].host})" for rank in sorted(here))
+        return f"{', '.join(names) or 'machine rank 0'}; here: {arrived}"
 
     def num_nodes_waiting(self) -> int:
-        """1 if a round was requested that this machine is not in, else 0."""
-        return int(self.store is not None and _latest_round(self.store) > self.round)
+        """1 if another machine needs a round that this one is not in, else 0."""
+        if self.board is None:
+            return 0
+        me = self.board.me
+        replaced = any(
+            me.members.get(str(machine.rank), machine.id) != machine.id or machine.round > self.round
+            for machine in self.board.others()
+        )
+        return int(replaced)
+
+    def withdraw(self, cause: Cause) -> None:
+        """Tell the other machines that this one does not start, and why."""
+        board = self.board
+        if board is None or board.refusal is not None or board.me.started:
+            return
+        board.post(state=State.FAILED, cause=cause)
+        if isinstance(board, Hub) and not board.me.started and self.round <= 0:
+            board.refuse(f"{board.me.named()}: {cause.text}", cause.code)
 
     def get_backend(self) -> str:
         """The name of torch's counterpart."""
@@ -175,20 +243,23 @@ class StaticRendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """Whether a machine has ended."""
-        return self.store is not None and ExitBarrier(self.store, self._rank, self._world_size).any_ended()
+        return self.board is not None and any(machine.state.is_final for machine in self.board.others())
 
     def set_closed(self) -> None:
-        """Does nothing: machines close the rendezvous through the exit barrier."""
+        """Does nothing: machines close the rendezvous through their records."""
 
     def shutdown(self) -> bool:
-        """Close the stores."""
-        self.store = None
-        for server in (self._rank_server, self._control):
-            if server is not None:
-                server.close()
-        self._rank_server = self._control = None
+        """Leave the board, and close the store of the processes."""
+        board, self.board = self.board, None
+        if board is not None:
+            board.close()
+        if self._rank_server is not None:
+            self._rank_server.close()
+        self._rank_server = None
         return True
 
 
-def _latest_round(store: Store) -> int:
-    return int(store.compare_set(_ROUND, "", "0"))
+def _needed_round(machine: Machine, me: Machine) -> int:
+    """The earliest round that this machine can take part in with another one."""
+    counts_on_me = machine.members.get(str(me.rank)) == me.id
+    return machine.round + 1 if machine.started and not counts_on_me else machine.round

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
+from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK
 
 from ..elastic.checks import DEFAULT_PORT, check_rendezvous
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
+from ..network.agreement import facts_of_plan
 from .base import Launcher, MachineCommand, launch_argv
 from .rank import worker_command
 
@@ -40,6 +42,7 @@ class ElasticLauncher(Launcher):
             num_machines=plan.num_machines,
             rendezvous=plan.rendezvous,
             debug=plan.debug,
+            facts=facts_of_plan(plan) if plan.num_machines > 1 else {},
         )
         # The agent starts processes with the variables of its own process.
         with patch_environment(**plan.environment):
@@ -76,10 +79,11 @@ def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(int(plan.num_machines)),
         "ROLE_NAME": options.role,
     }
-    if options.rdzv_backend == "static" and (plan.num_machines > 1 or options.main_process_port):
+    if options.rdzv_backend == "static":
         alone = plan.num_machines == 1
         variables["MASTER_ADDR"] = LOOPBACK if alone else options.main_process_ip or LOOPBACK
-        variables["MASTER_PORT"] = str(options.main_process_port or DEFAULT_PORT)
+        if alone and options.main_process_port:
+            variables["MASTER_PORT"] = str(options.main_process_port)
     return variables
 
 
@@ -87,9 +91,6 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
     options, notes = plan.rendezvous, []
     if plan.num_machines == 1 and not options.main_process_port:
         notes.append("MASTER_ADDR and MASTER_PORT: this machine, and a port that is free when the processes start")
-    elif options.rdzv_backend != "static":
-        address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
-        notes.append(f"the rendezvous at {address} assigns the ranks of the machines")
     if isinstance(plan.num_machines, MachineRange):
         notes.append(f"begins with {plan.num_machines.minimum} of them; fewer machines mean smaller world sizes")
     if not here:
@@ -99,4 +100,17 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
         notes.append(f"started there by: {command}")
     if options.max_restarts:
         notes.append(f"if a process fails, all are restarted, up to {options.max_restarts} times")
+    if plan.num_machines > 1:
+        notes.append(_meeting_note(options))
     return notes
+
+
+def _meeting_note(options: RendezvousOptions) -> str:
+    """How the launchers of several machines meet, and watch each other."""
+    address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
+    ranks = "compare their settings" if options.rdzv_backend == "static" else "are given their ranks"
+    lost = f"after {options.machine_timeout:g} s" if options.machine_timeout else "never"
+    return (
+        f"the launchers meet at {address} and {ranks}; MASTER_PORT is a port that is free then; a machine that is not "
+        f"heard of is given up {lost} (machine_timeout)"
+    )

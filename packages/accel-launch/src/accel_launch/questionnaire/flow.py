@@ -154,7 +154,7 @@ def _validate(opt: Option, text: str) -> bool | str:
 # Options and groups, in the order of the questions.
 LOCAL_ORDER = (
     *("distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
-    *("same_network", "rdzv_backend", "debug", "cpu"),
+    *("same_network", "rdzv_backend", "machine_timeout", "debug", "cpu"),
     *("group:mpi", "group:dynamo", "group:paradigm", "group:deepspeed", "group:fsdp"),
     *("group:parallelism", "group:megatron", "tpu_cluster"),
     *("num_processes", "gpu_ids", "enable_cpu_affinity", "mixed_precision"),

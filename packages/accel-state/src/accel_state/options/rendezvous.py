@@ -33,6 +33,11 @@ def parse_assignments(text: str) -> str:
     return text
 
 
+def parse_host(text: str) -> str:
+    """A host name or address; an IPv6 address may be in brackets."""
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
 @dataclass(frozen=True)
 class RendezvousOptions(OptionGroup):
     """Rendezvous, restarts and log files."""
@@ -48,6 +53,7 @@ class RendezvousOptions(OptionGroup):
         question="What is the rank of this machine?",
     )
     main_process_ip: str | None = _several(
+        parser=parse_host,
         metavar="HOST",
         help="Address or host name of the machine with rank 0.",
         question="What is the IP address of the machine that will host the main process?",
@@ -79,6 +85,14 @@ class RendezvousOptions(OptionGroup):
         help="Additional rendezvous settings, such as timeout=600 (seconds).",
     )
     max_restarts: int = option(0, minimum=0, help="How many times all processes are restarted after one has failed.")
+    machine_timeout: float = _several(
+        30.0,
+        minimum=0,
+        metavar="SECONDS",
+        help="Seconds after which a machine that is not heard of is given up, and the processes of all machines end, "
+        "or are restarted if --max_restarts allows it. 0: never.",
+        question="After how many seconds without a sign of life should a machine be given up (0: never)?",
+    )
     monitor_interval: float = option(
         0.1, minimum=0.001, metavar="SECONDS", help="Interval between two checks of the processes, in seconds."
     )

@@ -1,0 +1,32 @@
+"""The board of machines that have met through torch's rendezvous (c10d), which assigns their ranks."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Mapping
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from ..network.board import Board
+from ..network.contact import say, token_of_run
+from ..network.hub import Hub
+from ..network.member import Member
+from ..network.records import Machine, State
+
+_BOARD_KEY = "accel/port_of_board"
+
+
+def join_others(info: RendezvousInfo, local_processes: int, give_up_seconds: float, facts: Mapping[str, str]) -> Board:
+    """The board of this meeting; the machine of rank 0 listens on a free port, and tells it through the store."""
+    place = info.bootstrap_store_info
+    assert place is not None
+    me = Machine(
+        info.rank, uuid.uuid4().hex, socket.gethostname(), local_processes, facts=facts, round=0, state=State.RUNNING
+    )
+    if info.rank == 0:
+        hub = Hub(me, "", 0, token_of_run(), info.world_size, give_up_seconds, say)
+        info.store.set(_BOARD_KEY, str(hub.port))
+        return hub
+    port = int(info.store.get(_BOARD_KEY))
+    return Member(me, (place.master_addr, port), token_of_run(), give_up_seconds, say)

@@ -1,0 +1,1 @@
+"""What the launchers of several machines know of each other. Torch-free."""

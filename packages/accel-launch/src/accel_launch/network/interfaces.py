@@ -1,0 +1,50 @@
+"""Network interfaces of this machine, and the variables with which gloo and NCCL use one of them. Torch-free."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Interfaces with each of their addresses."""
+    import psutil  # needed with several machines only
+
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in _FAMILIES:
+                yield name, entry.address.partition("%")[0]
+
+
+def addresses_here() -> list[str]:
+    """The addresses of this machine by which others may reach it."""
+    found = [address for _, address in _addresses()]
+    return [text for text in found if not (ipaddress.ip_address(text).is_loopback or _is_link_local(text))]
+
+
+def _is_link_local(text: str) -> bool:
+    return ipaddress.ip_address(text).is_link_local
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an address; empty if none has."""
+    wanted = address.partition("%")[0]
+    return next((name for name, found in _addresses() if found == wanted), "")
+
+
+def interface_variables(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables with which gloo and NCCL use the interface of an address, unless the user has chosen one.
+
+    Args:
+        address: of this machine, from which it reaches the others.
+        environ: variables of the user; by default those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    name = interface_of(address) if address else ""
+    # "=": NCCL takes the name as a prefix otherwise, and eth1 would also be eth10.
+    chosen = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    return {variable: value for variable, value in chosen.items() if not environ.get(variable)}

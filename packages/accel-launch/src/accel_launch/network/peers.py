@@ -1,0 +1,91 @@
+"""How the other machines of a run ended, and how this one tells them. Torch-free."""
+
+from __future__ import annotations
+
+from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board
+from .records import LOST, Cause, Machine, State
+
+_LOST_CODE = 1
+
+
+class Peers:
+    """The other machines of a run that has started.
+
+    Args:
+        board: the board of the run.
+        round: the start that the ranks belong to.
+    """
+
+    def __init__(self, board: Board, round: int) -> None:
+        self._board, self._round = board, round
+
+    def post(self, state: State, cause: Cause | None = None) -> None:
+        """Tell how the ranks of this machine ended."""
+        self._board.post(state=state, cause=cause)
+
+    def failure(self) -> Cause | None:
+        """Why this machine must end or restart its ranks: another machine failed, or is given up; else None."""
+        failed = [one for one in self._board.others() if one.state is State.FAILED]
+        return self.first() if failed else self.loss()
+
+    def loss(self) -> Cause | None:
+        """The loss of another machine that is given up, or None."""
+        lost = self._board.lost()
+        return _loss(*lost[0], self._round) if lost else None
+
+    def any_ended(self) -> bool:
+        """Whether another machine has ended, with or without a failure."""
+        return any(one.state.is_final and one.state is not State.LEFT for one in self._board.others())
+
+    def first(self) -> Cause | None:
+        """What happened first, as far as it is known; None if nothing failed."""
+        told = [one for one in self._board.machines().values() if one.cause is not None]
+        causes = [
+            one.cause
+            for one in told
+            if one.cause is not None and (one.cause.round == self._round or one.state is State.FAILED)
+        ]
+        causes += [_loss(one, self._board.silent(one.rank), self._round) for one in self._unheard()]
+        return min(causes, key=lambda cause: cause.kind, default=None)
+
+    def _unheard(self) -> list[Machine]:
+        """Machines that do not answer now, and did not say how they ended."""
+        return [
+            one
+            for one in self._board.others()
+            if self._board.silent(one.rank) > QUIET_SECONDS and not one.state.is_final and one.round == self._round
+        ]
+
+    def settle(self) -> Cause | None:
+        """Wait until every machine that answers has told how it ended, for a few seconds at most.
+
+        Returns:
+            What happened first.
+        """
+        self._board.wait(self._is_settled, FAREWELL_SECONDS)
+        return self.first()
+
+    def _is_settled(self) -> bool:
+        unheard = self._unheard()
+        return all(one.state.is_final for one in self._board.others() if one not in unheard)
+
+    def wait_for_end(self) -> Cause | None:
+        """Wait until the ranks of all machines have ended, or one machine has failed or is given up.
+
+        Returns:
+            Why it failed, or None.
+        """
+        found: list[Cause | None] = [None]
+
+        def has_ended() -> bool:
+            found[0] = self.failure()
+            return found[0] is not None or all(one.state.is_final for one in self._board.others())
+
+        while not self._board.wait(has_ended, FAREWELL_SECONDS):
+            pass
+        return found[0]
+
+
+def _loss(machine: Machine, silent: float, round: int) -> Cause:
+    text = f"{machine.named()} is lost: it has not been heard of for {silent:.0f} s."
+    return Cause(LOST, text, _LOST_CODE, round)

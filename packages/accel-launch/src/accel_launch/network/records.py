@@ -1,0 +1,107 @@
+"""What a launcher tells the others about its machine: one record, sent again whenever it changes."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .fields import checked
+
+
+class State(enum.Enum):
+    """What the ranks of a machine do."""
+
+    WAITING = "waiting"
+    """The launcher waits for the other machines."""
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ENDED = "ended"
+    """Ended by a signal with ranks that save on it, or because another machine failed."""
+    LEFT = "left"
+    """The launcher has left for another meeting (c10d)."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the launcher is about to end, so that its silence means nothing."""
+        return self not in (State.WAITING, State.RUNNING)
+
+
+INTERRUPTED, RAISED, KILLED, LOST, ECHO, STOPPED = range(6)
+"""Kinds of a cause, the likeliest to be the first one first: a failed connection follows from what the others did."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the ranks of a machine ended, or were started again."""
+
+    kind: int
+    text: str  # a sentence for the user
+    code: int  # exit code of the launchers
+    round: int = 0  # the start that it ended
+
+    @classmethod
+    def read(cls, data: Any) -> Cause:
+        """A cause from JSON.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        fields = checked(data, kind=int, text=str, code=int, round=int)
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One launcher's record."""
+
+    rank: int  # machine rank
+    id: str  # of the launcher: another one after it was started again
+    host: str
+    local_processes: int = 1
+    address: str = ""  # by which the others reach it; empty until it is known
+    facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on; for machine rank 0 only
+    round: int = -1  # the start that it wants to take part in, or takes part in; 0 is the first
+    members: Mapping[str, str] = field(default_factory=dict)  # ids by machine rank of that start; empty before it
+    port: int = 0  # of the store of the ranks, from machine rank 0
+    state: State = State.WAITING
+    cause: Cause | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether its ranks were started in its round."""
+        return bool(self.members)
+
+    def named(self) -> str:
+        """The machine in a sentence: rank, host, address and its ranks."""
+        first, count = self.rank * self.local_processes, self.local_processes
+        ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        return f"machine rank {self.rank} ({', '.join(filter(None, (self.host, self.address, ranks)))})"
+
+    def encode(self, *, with_facts: bool) -> dict[str, Any]:
+        """The record as JSON; facts are for machine rank 0 only, which compares them."""
+        shown = self if with_facts else replace(self, facts={})
+        return {**asdict(shown), "state": self.state.value}
+
+    @classmethod
+    def read(cls, data: Any) -> Machine:
+        """A record from JSON.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        numbers = dict.fromkeys(("rank", "local_processes", "round", "port"), int)
+        texts = dict.fromkeys(("id", "host", "address", "state"), str)
+        fields = checked(data, **numbers, **texts, facts=dict, members=dict)
+        for name in ("facts", "members"):
+            fields[name] = {str(key): str(value) for key, value in fields[name].items()}
+        cause = data.get("cause")
+        return cls(**{**fields, "state": State(fields["state"]), "cause": None if cause is None else Cause.read(cause)})
+
+
+def line(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
