@@ -113,10 +113,10 @@ class Member(Board):
 
     def _readable(self, source: Any) -> None:
         with self._changed:
-            if source is not self._lines:
+            if self._lines is None or source is not self._lines:
                 return
             try:
-                for text in source.receive():
+                for text in self._lines.receive():
                     self._received(json.loads(text))
             except (OSError, ValueError) as error:
                 self.problem = str(error)
