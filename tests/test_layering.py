@@ -69,6 +69,7 @@ VENDORS_NAMED = {
     "accel_launch/config/write.py": "names of options",
     "accel_launch/questionnaire/": "names of options, and the words for choices",
     "accel_launch/launch_context.py": "a way of launching of this name",
+    "accel_launch/network/agreement.py": "names of options, and variables in which machines should not differ",
     "accel_launch/launchers/registry.py": "registers it",
     "accel_launch/launchers/tpu.py": "the variant of this name",
     "accel_launch/elastic/agent.py": "a variable that torchrun sets",

@@ -136,7 +136,7 @@ def test_a_machine_that_has_ended_closes_the_rendezvous(machines, wait_until, st
     two = machines(2)
     two.meet([0, 1])
     assert not two.handlers[0].is_closed()
-    Peers(two.handlers[1].board, 0).post(state, Cause(KILLED, "rank 3 was ended by SIGKILL", 137))
+    Peers(two.handlers[1].board, 0, 2).post(state, Cause(KILLED, "rank 3 was ended by SIGKILL", 137))
     wait_until(two.handlers[0].is_closed, "machine rank 0 has been told")
     with pytest.raises(RendezvousClosedError, match=f"{message}.*rank 3 was ended"):
         two.handlers[0].next_rendezvous()

@@ -114,7 +114,14 @@ def loopback_variables() -> dict[str, str]:
     if sys.platform == "win32":
         return {}
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {} if name is None else socket_variables(name)
+
+
+def socket_variables(interface: str) -> dict[str, str]:
+    """The variables with which gloo and NCCL connect over one network interface of this machine."""
+    # NCCL takes the name as a prefix: "eth1" would also be eth10, and "=eth1" is not. A loopback interface is one alone.
+    is_loopback_name = interface in ("lo", "lo0")
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if is_loopback_name else f"={interface}"}
 
 
 def _first_ephemeral_port() -> int:

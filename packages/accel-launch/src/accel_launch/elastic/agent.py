@@ -267,7 +267,7 @@ class Agent:
             self._board.post(state=State.LEFT)
             self._board.close(0)
         self._board = board
-        self._peers = None if board is None else Peers(board, self._round)
+        self._peers = None if board is None else Peers(board, self._round, info.world_size)
 
     def _serve_ranks(self, info: RendezvousInfo) -> int:
         """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""

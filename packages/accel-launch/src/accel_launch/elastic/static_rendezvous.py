@@ -9,15 +9,12 @@ other machines.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
-
-from accel_state.errors import ConfigurationError
 
 from ..network.board import QUIET_SECONDS, Board
 from ..network.contact import join, say
@@ -142,11 +139,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _check(self, board: Board) -> None:
         """Raise an error if there is nothing to wait for."""
-        if board.refusal is not None:
-            reason, _, table = board.refusal.text.partition("\n")
-            if table:
-                print(table, file=sys.stderr, flush=True)
-            raise ConfigurationError(reason)
+        board.raise_if_refused()
         if isinstance(board, Member):
             if board.replaced_by:
                 raise RendezvousStateError(

@@ -10,12 +10,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
-import os
 import platform
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_state.env import read_str
 from accel_state.options import Resolution
 from accel_state.secrets import hide_in_text, is_secret_name
 
@@ -64,7 +64,7 @@ def facts_of_environment() -> dict[str, str]:
         version = _version(name)
         facts[f"{_MUST}version of {name}"] = version.partition("+")[0]
         facts[f"{_SHOULD}build of {name}"] = version
-    return facts | {f"{_SHOULD}{name}": os.environ.get(name, "") for name in _VARIABLES}
+    return facts | {f"{_SHOULD}{name}": read_str(name, "") or "" for name in _VARIABLES}
 
 
 def _facts_of_settings(settings: Resolution) -> dict[str, str]:
@@ -77,7 +77,7 @@ def _facts_of_settings(settings: Resolution) -> dict[str, str]:
             continue
         level = _SHOULD if option.name in _TOLERATED else _MUST
         text = option.format(value)
-        file = Path(text).expanduser() if option.name.endswith("_file") else None
+        file = Path(text).expanduser() if option.name.rpartition("_")[2] == "file" else None
         facts[level + option.name] = hide_in_text(text) if file is None else _digest(file)
     return facts
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
+
+from accel_state.errors import ConfigurationError
 
 from .records import Machine
 
@@ -120,6 +123,14 @@ class Board(ABC):
     def wait_for_change(self, version: int, seconds: float) -> None:
         """Wait until :attr:`version` is another one."""
         self.wait(lambda: self.version != version, seconds)
+
+    def raise_if_refused(self) -> None:
+        """Raise ConfigurationError, after printing the table that belongs to it, if the machines must not start."""
+        if self.refusal is not None:
+            reason, _, table = self.refusal.text.partition("\n")
+            if table:
+                print(table, file=sys.stderr, flush=True)
+            raise ConfigurationError(reason)
 
     def held(self) -> AbstractContextManager[Any]:
         """A block during which the board's thread holds no lock, for forks of this process."""

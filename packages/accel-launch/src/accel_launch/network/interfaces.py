@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+
+from accel_state.env import read_str
+from accel_state.ports import socket_variables
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -36,15 +38,12 @@ def interface_of(address: str) -> str:
     return next((name for name, found in _addresses() if found == wanted), "")
 
 
-def interface_variables(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables with which gloo and NCCL use the interface of an address, unless the user has chosen one.
+def interface_variables(address: str) -> dict[str, str]:
+    """The variables with which collective libraries use the interface of an address, unless the user has chosen one.
 
     Args:
-        address: of this machine, from which it reaches the others.
-        environ: variables of the user; by default those of this process.
+        address: of this machine, from which it reaches the others; empty if that is not known.
     """
-    environ = os.environ if environ is None else environ
     name = interface_of(address) if address else ""
-    # "=": NCCL takes the name as a prefix otherwise, and eth1 would also be eth10.
-    chosen = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
-    return {variable: value for variable, value in chosen.items() if not environ.get(variable)}
+    chosen = socket_variables(name) if name else {}
+    return {variable: value for variable, value in chosen.items() if not read_str(variable)}

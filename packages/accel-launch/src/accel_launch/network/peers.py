@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board
 from .records import LOST, Cause, Machine, State
 
@@ -14,10 +16,11 @@ class Peers:
     Args:
         board: the board of the run.
         round: the start that the ranks belong to.
+        count: machines of the run.
     """
 
-    def __init__(self, board: Board, round: int) -> None:
-        self._board, self._round = board, round
+    def __init__(self, board: Board, round: int, count: int) -> None:
+        self._board, self._round, self._count = board, round, count
 
     def post(self, state: State, cause: Cause | None = None) -> None:
         """Tell how the ranks of this machine ended."""
@@ -67,7 +70,11 @@ class Peers:
 
     def _is_settled(self) -> bool:
         unheard = self._unheard()
-        return all(one.state.is_final for one in self._board.others() if one not in unheard)
+        return self._all_final(unheard)
+
+    def _all_final(self, except_for: Collection[Machine] = ()) -> bool:
+        others = self._board.others()
+        return len(others) == self._count - 1 and all(one.state.is_final for one in others if one not in except_for)
 
     def wait_for_end(self) -> Cause | None:
         """Wait until the ranks of all machines have ended, or one machine has failed or is given up.
@@ -79,7 +86,7 @@ class Peers:
 
         def has_ended() -> bool:
             found[0] = self.failure()
-            return found[0] is not None or all(one.state.is_final for one in self._board.others())
+            return found[0] is not None or self._all_final()
 
         while not self._board.wait(has_ended, FAREWELL_SECONDS):
             pass
