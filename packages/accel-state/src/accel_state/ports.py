@@ -119,7 +119,7 @@ def loopback_variables() -> dict[str, str]:
 
 def socket_variables(interface: str) -> dict[str, str]:
     """The variables with which gloo and NCCL connect over one network interface of this machine."""
-    # NCCL takes the name as a prefix: "eth1" would also be eth10, and "=eth1" is not. A loopback interface is one alone.
+    # NCCL takes the name as a prefix: "eth1" would also be eth10, and "=eth1" is not. There is one loopback interface.
     is_loopback_name = interface in ("lo", "lo0")
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if is_loopback_name else f"={interface}"}
 
