@@ -1,47 +1,26 @@
-"""A self-contained HTML page of runs, without external resources."""
+"""The HTML page of runs: their curves, a table of what they were given and ended with, and their configurations."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from accel_state.charts.page import Cell, Curve, chart, document, table
+from accel_state.charts.page import charts as grid_of
 
 from ..jsonl_reader import Run
-from .terminal import Chart, fraction, text_of
+from .terminal import Chart, text_of
 
-_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 56, 24, 8
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(28rem, 1fr)); gap: 1rem } figure { margin: 0 }
-svg { width: 100%; height: auto } svg text { font-size: 11px; fill: currentColor }
-.axis { stroke: currentColor; opacity: .35 }
-table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
-td.number { font-variant-numeric: tabular-nums } pre { overflow: auto; max-height: 24rem }
-.key { display: inline-block; width: .8em; height: .8em }
-"""
-_SCRIPT = """
-for (const svg of document.querySelectorAll("svg")) {
-  const curves = JSON.parse(svg.dataset.curves), note = svg.querySelector(".note");
-  svg.addEventListener("pointermove", event => {
-    const x = (event.clientX - svg.getBoundingClientRect().left) / svg.clientWidth * svg.viewBox.baseVal.width;
-    note.textContent = curves.map(([name, points]) => {
-      let best = null;
-      for (const p of points)
-        if (p[1] !== null && (best === null || Math.abs(p[2] - x) < Math.abs(best[2] - x))) best = p;
-      const prefix = curves.length > 1 ? name.split("/").pop() + " " : "";
-      return best === null ? "" : prefix + best[0] + ": " + Number(best[1].toPrecision(6));
-    }).join("   ");
-  });
-}
-"""
+_FACTS = ("status", "started", "host")
+# Before the name of a setting or a value, as the key of its column: it may have the name of a fact.
+_SETTING, _VALUE = "config.", "value."
 
 
 def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, patterns: Sequence[str] = ()) -> None:
-    """Write a page with the facts, configs and last values of ``runs``, and the curves of ``charts``.
+    """Write a page with the curves of ``charts``, and the facts, configs and last values of ``runs``.
 
     Args:
         runs: the runs.
@@ -49,77 +28,85 @@ def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, pattern
         path: the file.
         patterns: shell patterns of the values to list; empty lists all.
     """
-    colors = {run.name: _COLORS[index % len(_COLORS)] for index, run in enumerate(runs)}
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(', '.join(run.name for run in runs))}</title><style>{_STYLE}</style><h1>Runs</h1>"
-        + "".join(_run(run, colors[run.name], patterns) for run in runs)
-        + '<h2>Curves</h2><div class="charts">'
-        + "".join(_figure(chart, colors) for chart in charts)
-        + f"</div><script>{_SCRIPT}</script></html>\n"
+    colors = {run.name: number for number, run in enumerate(runs)}
+    names = _short_names(list(colors))
+    figures = []
+    for item in charts:
+        curves = [Curve(names[name], points, colors[name]) for name, points in item.curves.items()]
+        figures.append(chart(item.metric, curves))
+    configs = [
+        f"<details><summary>{escape(run.name)}</summary><pre>"
+        f"{escape(json.dumps(run.facts.get('config', {}), indent=2, ensure_ascii=False))}</pre></details>"
+        for run in runs
+    ]
+    projects = list(dict.fromkeys(name.rpartition("/")[0] or name for name in colors))
+    page = document(
+        ", ".join(projects),
+        f"<h1>{escape(', '.join(projects))}</h1>",
+        f'<p class="soft">{len(runs)} run{"" if len(runs) == 1 else "s"}. Drag over a chart to zoom, double-click to '
+        "zoom out; click a name in a legend, or a colour in the table, to hide a run.</p>",
+        grid_of(figures),
+        "<h2>Runs</h2>",
+        table(*_rows(runs, colors, names, patterns)),
+        "<h2>Configurations</h2>",
+        *configs,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _run(run: Run, color: str, patterns: Sequence[str]) -> str:
-    values = "".join(
-        f'<tr><td>{escape(name)}<td class="number">{escape(text_of(value) if isinstance(value, float) else str(value))}'
-        f"<td>{'' if step is None else step}"
-        for name, (step, value) in run.last(patterns).items()
-    )
-    facts = " · ".join(escape(str(run.facts[name])) for name in ("status", "started", "host") if name in run.facts)
-    config = escape(json.dumps(run.facts.get("config", {}), indent=2, ensure_ascii=False))
-    return (
-        f'<h3><span class="key" style="background:{color}"></span> {escape(run.name)}</h3><p>{facts}</p>'
-        f"<table><tr><th>last value<th><th>step{values}</table>"
-        f"<details><summary>config</summary><pre>{config}</pre></details>"
-    )
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Names without the project, where that leaves them distinct."""
+    short = [name.rpartition("/")[2] for name in names]
+    return {name: end if short.count(end) == 1 else name for name, end in zip(names, short, strict=True)}
 
 
-def _figure(chart: Chart, colors: dict[str, str]) -> str:
-    first, last, low, high = chart.limits()
-
-    def locate(step: float, value: float) -> tuple[float, float]:
-        x = _LEFT + fraction(step, first, last) * (_WIDTH - _LEFT - 8)
-        return round(x, 1), round(_TOP + (1.0 - fraction(value, low, high)) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    lines, data = [], []
-    for name, points in chart.curves.items():
-        lines += [_line(part, colors[name]) for part in _parts(points, locate)]
-        data.append(
-            [name, [[step, value if math.isfinite(value) else None, locate(step, low)[0]] for step, value in points]]
-        )
-    left, bottom = _LEFT - 4, _HEIGHT - _BOTTOM
-    marks = (
-        f'<text x="{left}" y="{_TOP + 8}" text-anchor="end">{text_of(high)}</text>'
-        f'<text x="{left}" y="{bottom}" text-anchor="end">{text_of(low)}</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{text_of(first)}</text>'
-        f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{text_of(last)}</text>'
-        f'<text class="note" x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle"></text>'
-        f'<path class="axis" fill="none" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - 8}"/>'
-    )
-    curves = escape(json.dumps(data), quote=True)
-    return (
-        f"<figure><figcaption>{escape(chart.metric)}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-curves="{curves}">{marks}{"".join(lines)}</svg></figure>'
-    )
-
-
-def _line(part: str, color: str) -> str:
-    if " " not in part:  # a line with one point would not be drawn
-        x, y = part.split(",")
-        return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
-    return f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{part}"/>'
+def _rows(
+    runs: Sequence[Run], colors: Mapping[str, int], names: Mapping[str, str], patterns: Sequence[str]
+) -> tuple[dict[str, str], list[dict[str, Cell]]]:
+    """The columns, by key, and the rows of the table: settings that differ, last values, and facts."""
+    configs = [_flat(run.facts.get("config")) for run in runs]
+    differing = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        if len({repr(config.get(key)) for config in configs}) > 1:
+            differing.append(key)
+    columns = {"run": "run", **{f"{_SETTING}{key}": f"{_SETTING}{key}" for key in differing}}
+    last_values = {run.name: run.last(patterns) for run in runs}
+    columns |= {f"{_VALUE}{name}": name for values in last_values.values() for name in values}
+    columns |= {fact: fact for fact in ("step", *_FACTS)}
+    rows = []
+    for run, config in zip(runs, configs, strict=True):
+        row = {"run": Cell(names[run.name], run.name, colors[run.name], names[run.name])}
+        row |= {fact: _cell(run.facts[fact]) for fact in _FACTS if fact in run.facts}
+        last = last_values[run.name]
+        steps = [step for step, _ in last.values() if isinstance(step, (int, float)) and not isinstance(step, bool)]
+        if steps:
+            row["step"] = _cell(max(steps))
+        row |= {f"{_VALUE}{name}": _cell(value) for name, (_, value) in last.items()}
+        row |= {f"{_SETTING}{key}": _cell(config[key]) for key in differing if key in config}
+        rows.append(row)
+    present = {column for row in rows for column in row}
+    return {key: heading for key, heading in columns.items() if key in present}, rows
 
 
-def _parts(points: list[tuple[float, float]], locate: Callable[[float, float], tuple[float, float]]) -> list[str]:
-    """The connected parts of a curve, which is interrupted where a value is not finite."""
-    parts: list[list[str]] = [[]]
-    for step, value in points:
-        if math.isfinite(value):
-            x, y = locate(step, value)
-            parts[-1].append(f"{x},{y}")
-        elif parts[-1]:
-            parts.append([])
-    return [" ".join(part) for part in parts if part]
+def _cell(value: Any) -> Cell:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            return Cell(str(value), str(value))
+        return Cell(text_of(value) if isinstance(value, float) else str(value), number)
+    return Cell(str(value), str(value))
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested configuration, with keys joined by dots."""
+    if not isinstance(config, dict):
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
