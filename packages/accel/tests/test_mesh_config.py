@@ -114,7 +114,7 @@ def test_the_launchers_sizes_are_taken_where_the_script_gives_none() -> None:
         assert TorchContextParallelConfig("allgather").cp_comm_strategy == "allgather"
         assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(128, True, "sdpa")
     assert {opt.name for opt in ParallelismOptions.options() if opt.name.endswith("_size")} == {
-        f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+        f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
     }
 
 

@@ -156,11 +156,14 @@ def plain(
     length: int = 9,
     max_norm: float = 0.5,
     after_step: Callable[[nn.Module], None] | None = None,
+    observe: Callable[[nn.Module], None] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """One process, plain PyTorch, whole batches."""
     model = build(kind, **changes)
     skew(model, routing)
+    if observe is not None:
+        observe(model)
     optimizer = optimizer_of(model)
     losses, norms, gradients = [], [], {}
     for number, tokens in enumerate(batches(steps, length)):

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
 
 from .._torch_compat import is_in_backward
+from ..core.unwrap import extract_model_from_parallel
 
 _AUXILIARY_LOSS = "load_balancing_loss_func"
 """The function of each mixture of Transformers that its forward calls for the auxiliary loss."""
@@ -75,6 +78,32 @@ class ExpertLoad:
 def _imbalance(counts: torch.Tensor) -> float:
     total = int(counts.sum())
     return int(counts.max()) * len(counts) / total if total else 1.0
+
+
+BALANCERS: Any = WeakIdKeyDictionary()
+"""The :class:`ExpertBalancer` of each model with distributed experts."""
+
+
+def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
+    """How many tokens went to each expert of a prepared model in training, summed over ranks.
+
+    Every rank must call it. ``accelerator.log(expert_load(model).values())`` logs what matters of it.
+
+    Args:
+        model: a model that was prepared with ``ep_size`` above 1.
+        reset: count from zero again.
+
+    Raises:
+        ConfigurationError: the experts of the model are not distributed.
+    """
+    balancer = BALANCERS.get(extract_model_from_parallel(model))
+    if balancer is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no distributed experts whose tokens are counted. Pass a model that was "
+            "prepared with ParallelismConfig(ep_size=...)."
+        )
+    load: ExpertLoad = balancer.load(reset)
+    return load
 
 
 class ExpertBalancer:

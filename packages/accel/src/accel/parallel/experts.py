@@ -26,7 +26,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import shard_replicated
 from .config import ParallelismConfig
-from .expert_balance import ExpertBalancer, LoadCounter, reduce_auxiliary_loss
+from .expert_balance import BALANCERS, ExpertBalancer, LoadCounter, reduce_auxiliary_loss
 from .expert_dispatch import dispatched, joined_rows, own_rows, scaled_gradient
 from .mesh import expert_mesh
 
@@ -69,7 +69,6 @@ class ExpertParallel:
     Attributes:
         size: the number of ranks that experts are distributed over.
         sharding: the ranks that each expert is sharded over, and their copies, for ``fully_shard``.
-        balancers: what counts the tokens of each prepared model's experts.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ExpertParallel:
         self.sharding = sparse["dp_replicate", "efsdp"] if replicates else sparse["efsdp"]
         self._factor = settings.size("tp") / self.size
         self._averaging, self._everyone = averaging, everyone
-        self.balancers: Any = WeakIdKeyDictionary()
+        self._models: Any = WeakIdKeyDictionary()
         self._watched: Any = WeakIdKeyDictionary()
         self._rate = settings.ep_handler.balance_rate if settings.ep_handler is not None else 0.0
 
@@ -151,7 +150,8 @@ class ExpertParallel:
                 self._replace_experts(module, counter)
             module.num_experts = counter.experts // self.size  # type: ignore[assignment]
         routers = dict(_biased_routers(model)) if self._rate else {}
-        self.balancers[model] = ExpertBalancer(loads, routers, self._rate, self._everyone)
+        self._models[model] = True
+        BALANCERS[model] = ExpertBalancer(loads, routers, self._rate, self._everyone)
         reduce_auxiliary_loss(model, self._averaging)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -161,8 +161,8 @@ class ExpertParallel:
             optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for balancer in self.balancers.values():
-            balancer.after_step(optimizer)
+        for model in self._models:
+            BALANCERS[model].after_step(optimizer)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is one of :func:`experts_in`, below a checkpoint or not."""

@@ -259,6 +259,8 @@ from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
 from ..parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from ..parallel.expert_balance import ExpertLoad as ExpertLoad
+from ..parallel.expert_balance import expert_load as expert_load
 from ..parallel.sequence_inputs import shift_labels as shift_labels
 from ..parallel.tp_plan import get_model_tp_size as get_model_tp_size
 from ..precision.functions import get_grad_scaler as get_grad_scaler
