@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import Sampler
 from torch.utils.hooks import RemovableHandle
 
 from accel_state.errors import ConfigurationError
@@ -25,7 +27,8 @@ _TOKENS = ("input_ids", "tokens")
 def size_of(batch: Any) -> tuple[int, int]:
     """Samples and tokens of a batch: the length of its first tensor, and the elements of its ``input_ids``."""
     if isinstance(batch, torch.Tensor):
-        return (len(batch) if batch.dim() else 1), 0
+        shape = batch.shape
+        return (shape[0] if shape else 1), 0
     if isinstance(batch, (list, tuple)):
         for item in batch:
             samples, tokens = size_of(item)
@@ -43,16 +46,78 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 
 _CLASSES = "_accel_monitor_classes"
-"""Attribute of the class of a measured loader: the recorder, and the class that the loader had."""
+"""Attribute of the class of a measured object: what its methods need, and the class that the object had."""
+
+
+def _extend(obj: Any, context: Any, methods: dict[str, Any]) -> None:
+    """Give an object a subclass of its class, with further methods. Its copies and pickles are of the class itself.
+
+    Raises:
+        TypeError: its class cannot be extended.
+    """
+    unwatch(obj)
+    cls = type(obj)
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    variant = type(cls.__name__, (cls,), {**names, **methods, "__reduce_ex__": _reduce, _CLASSES: (context, cls)})
+    object.__setattr__(obj, "__class__", variant)
+
+
+def unwatch(obj: Any) -> None:
+    """Give a measured object its own class again."""
+    classes = getattr(type(obj), _CLASSES, None)
+    if classes is not None:
+        object.__setattr__(obj, "__class__", classes[1])
+
+
+def _reduce(obj: Any, protocol: Any) -> Any:
+    """Pickle and copy a measured object as it was: worker processes measure nothing."""
+    variant = type(obj)
+    unwatch(obj)
+    try:
+        make, arguments, *rest = obj.__reduce_ex__(protocol)
+    finally:
+        object.__setattr__(obj, "__class__", variant)
+    # The pickler compares the class given to __newobj__ with that of the object.
+    return (_new if make.__name__ == "__newobj__" else make, arguments, *rest)
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)
+
+
+class _Loading:
+    """What the methods of a measured loader need.
+
+    Attributes:
+        drawn: the indices of the batches that the sampler has drawn and the loader has not handed out; None if its
+            sampler does not tell.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.drawn: deque[Any] | None = None
+
+
+def _drawing(sampler: Any) -> Iterator[Any]:
+    """The batches of indices of a measured sampler."""
+    loading, cls = getattr(type(sampler), _CLASSES)
+    drawn: deque[Any] = deque()
+    loading.drawn = drawn
+    for indices in cls.__iter__(sampler):
+        drawn.append(indices)
+        yield indices
 
 
 def _measured(loader: Any) -> Iterator[Any]:
     """The batches of a measured loader."""
-    recorder, cls = getattr(type(loader), _CLASSES)
+    loading, cls = getattr(type(loader), _CLASSES)
+    recorder: Recorder = loading.recorder
+    loading.drawn = None
     batches = cls.__iter__(loader)
+    models = recorder.models
     try:
         while True:
-            evaluating = bool(recorder.models) and not recorder.models[0].training
+            evaluating = bool(models) and not models[0].training
             recorder.switch(_EVALUATION if evaluating else _DATA)
             try:
                 batch = next(batches)
@@ -60,29 +125,16 @@ def _measured(loader: Any) -> Iterator[Any]:
                 return
             finally:
                 recorder.switch(_EVALUATION if evaluating else recorder.idle)
+            drawn = loading.drawn
+            indices = drawn.popleft() if drawn else None
             if not evaluating:
                 recorder.count(*size_of(batch))
-                recorder.part = _OTHER
+                recorder.part = recorder.after_batch
+                recorder.indices = [indices] if recorder.indices is None else [*recorder.indices, indices]
             yield batch
     finally:
         if hasattr(batches, "close"):
             batches.close()
-
-
-def _reduce(loader: Any, protocol: Any) -> Any:
-    """Pickle and copy a measured loader as it was: worker processes measure nothing."""
-    variant = type(loader)
-    unwatch(loader)
-    try:
-        make, arguments, *rest = loader.__reduce_ex__(protocol)
-    finally:
-        object.__setattr__(loader, "__class__", variant)
-    # The pickler compares the class given to __newobj__ with that of the object.
-    return (_new if make.__name__ == "__newobj__" else make, arguments, *rest)
-
-
-def _new(cls: type, *arguments: Any) -> Any:
-    return cls.__new__(cls, *arguments)
 
 
 def watch_loader(loader: Any, recorder: Recorder) -> Callable[[], None]:
@@ -94,30 +146,30 @@ def watch_loader(loader: Any, recorder: Recorder) -> Callable[[], None]:
     Raises:
         ConfigurationError: the object cannot be iterated over, or its class cannot be extended.
     """
-    unwatch(loader)
-    cls = type(loader)
+    cls = getattr(type(loader), _CLASSES, (None, type(loader)))[1]
     if not hasattr(cls, "__iter__"):
         raise ConfigurationError(
             f"loader={cls.__name__} object cannot be iterated over. Pass the DataLoader that the training loop uses."
         )
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods = {"__iter__": _measured, "__reduce_ex__": _reduce, _CLASSES: (recorder, cls)}
+    loading = _Loading(recorder)
     try:
-        variant = type(cls.__name__, (cls,), {**names, **methods})
-        object.__setattr__(loader, "__class__", variant)
+        _extend(loader, loading, {"__iter__": _measured})
     except TypeError as error:
         raise ConfigurationError(
             f"loader={cls.__name__} object cannot be measured ({error}). Pass a DataLoader, or an object of a class "
             "with an __iter__."
         ) from None
-    return functools.partial(unwatch, loader)
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    if isinstance(sampler, Sampler):
+        # A class that cannot be extended costs the indices of bad steps and nothing else.
+        with contextlib.suppress(TypeError):
+            _extend(sampler, loading, {"__iter__": _drawing})
 
+    def remove() -> None:
+        unwatch(loader)
+        unwatch(sampler)
 
-def unwatch(loader: Any) -> None:
-    """Give a measured loader its own class again."""
-    classes = getattr(type(loader), _CLASSES, None)
-    if classes is not None:
-        object.__setattr__(loader, "__class__", classes[1])
+    return remove
 
 
 class ModelHooks:
@@ -128,21 +180,38 @@ class ModelHooks:
     the sums. Other wrappers communicate in the middle of their passes, where the time cannot be divided.
 
     With ``marks_backward``, the backward pass begins where the forward pass ends, so that it includes the loss.
+
+    A hook of the forward pass costs more than everything else, because torch then calls modules by its slow path. Where
+    the backward pass is reported (``marks_backward=False``) by a model without communication, hooks are installed only
+    when a batch has a second backward pass: the forward pass lasts from the batch to the backward pass.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, marks_backward: bool) -> None:
         self.recorder = recorder
         self.separates_waiting = isinstance(model, DistributedDataParallel)
+        self._model, self._marks_backward = model, marks_backward
         self._last: nn.Parameter | None = None
+        self._handles: list[RemovableHandle] = []
         self._parameter_hooks: list[RemovableHandle] = []
-        self._handles = [model.register_forward_pre_hook(self._before, prepend=True)]
+        if marks_backward or self.separates_waiting:
+            self.install()
+        else:
+            recorder.after_batch = _FORWARD
+
+    def install(self) -> None:
+        """Install the hooks of the forward pass, unless they are there."""
+        if self._handles:
+            return
+        self.recorder.after_batch = _OTHER
+        model = self._model
+        self._handles.append(model.register_forward_pre_hook(self._before, prepend=True))
         if isinstance(model, DistributedDataParallel):
             inner: nn.Module = model.module
             self._handles.append(inner.register_forward_pre_hook(self._inside, prepend=True))
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     self._parameter_hooks.append(parameter.register_post_accumulate_grad_hook(self._remember))
-        if marks_backward:
+        if self._marks_backward:
             self._handles.append(model.register_forward_hook(self._after))
 
     def _before(self, module: nn.Module, arguments: Any) -> None:

@@ -1,26 +1,26 @@
 """The counters of a process in shared memory of its machine, which survive the process.
 
-A step writes a record of 200 bytes in memory that the kernel keeps when the process is killed. The next attempt on this
-machine finds in it the last step that the killed process completed. Torch-free.
+The counters of a recorder are in memory that the kernel keeps when the process is killed. The next attempt on this
+machine finds in it the last step that the killed process completed, and what it did after it. Each number is written at
+once, and the moment of the record is the sum of the seconds by part, so that a record is never torn. Torch-free.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import stat
-import struct
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .parts import NAMES
-from .recorder import Recorder
+from .recorder import COUNTERS, Recorder
 
 PREFIX = "accel_monitor_"
-_MAGIC = b"ACCELMON"
-_FORMAT = struct.Struct(f"<8sQdQQQ{len(NAMES)}dQ")
+_MAGIC = b"ACCELMO2"
+_HEAD = len(_MAGIC)
 _SIZE = 4096
 
 
@@ -31,13 +31,16 @@ def _directory() -> str:
 
 
 class LiveRecord:
-    """Writes the counters of a recorder after each step.
+    """Shared memory for the counters of a recorder.
+
+    Args:
+        recorder: keeps its counters there from now on.
 
     Raises:
         OSError: there is no room for the file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         descriptor, self.path = tempfile.mkstemp(prefix=PREFIX, dir=_directory())
         try:
             if os.write(descriptor, bytes(_SIZE)) < _SIZE:
@@ -48,23 +51,8 @@ class LiveRecord:
             raise
         finally:
             os.close(descriptor)
-        self._count = 0
-
-    def write(self, recorder: Recorder) -> None:
-        """Write the counters; called by the loop after each step."""
-        self._count = count = self._count + 1
-        _FORMAT.pack_into(
-            self._memory,
-            0,
-            _MAGIC,
-            count,
-            recorder.since - recorder.start,
-            recorder.step,
-            recorder.samples,
-            recorder.tokens,
-            *recorder.seconds,
-            count,
-        )
+        self._memory[:_HEAD] = _MAGIC
+        recorder.use(memoryview(self._memory)[_HEAD : _HEAD + 8 * COUNTERS].cast("d"))
 
     def remove(self) -> None:
         """Delete the file; the process has written its last line."""
@@ -77,16 +65,16 @@ def read_live(path: str) -> dict[str, Any] | None:
     if not _is_ours(path):
         return None
     try:
-        content = Path(path).read_bytes()[: _FORMAT.size]
+        content = Path(path).read_bytes()[: _HEAD + 8 * COUNTERS]
     except OSError:
         return None
-    if len(content) < _FORMAT.size:
+    if len(content) < _HEAD + 8 * COUNTERS or not content.startswith(_MAGIC):
         return None
-    magic, count, at, step, samples, tokens, *seconds, check = _FORMAT.unpack(content)
-    # The process may have been killed, or be writing, between the first byte and the last.
-    if magic != _MAGIC or count != check:
+    step, samples, tokens, step_at, *seconds = memoryview(content)[_HEAD:].cast("d").tolist()
+    counts = {"step": step, "samples": samples, "tokens": tokens}
+    if not all(math.isfinite(value) and value >= 0 for value in (*counts.values(), step_at, *seconds)):
         return None
-    return {"at": at, "step": step, "step_at": at, "samples": samples, "tokens": tokens, "parts": seconds}
+    return {"at": sum(seconds), "step_at": step_at or None, "parts": seconds, **{k: int(v) for k, v in counts.items()}}
 
 
 def remove_live(path: str) -> None:

@@ -69,7 +69,7 @@ class Monitor:
             raise ConfigurationError(f"step={step!r} must be at least 0: the optimizer steps done before.")
         device = torch.device(device)
         self._recorder = Recorder()
-        self._recorder.step = step
+        self._recorder.begin_at(step)
         identity = {
             "replica": replica,
             "rank": rank,
@@ -175,7 +175,8 @@ class Monitor:
 
     def loaded(self, step: int) -> None:
         """Report that a state was loaded, and how many optimizer steps it contains."""
-        before, self._recorder.step = self._recorder.step, step
+        before = self._recorder.step
+        self._recorder.begin_at(step)
         self._reporter.event("load", step=step, before=before)
 
     def timed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,13 +185,28 @@ class Monitor:
 
         def run(loss: Any, *args: Any, **kwargs: Any) -> Any:
             recorder.switch(begin)
+            recorder.backwards += 1
             try:
                 result = backward(loss, *args, **kwargs)
             finally:
                 recorder.switch(recorder.idle)
-            if isinstance(loss, torch.Tensor):
-                recorder.loss = loss.detach()
+            recorder.loss = value_of(loss)
+            if recorder.backwards == 2:
+                # From now on, the forward passes within a batch are told apart by hooks.
+                for model in self._models:
+                    model.install()
             return result
+
+        return run
+
+    def timed_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
+        recorder = self._recorder
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            norm = clip(*args, **kwargs)
+            recorder.norm = value_of(norm)
+            return norm
 
         return run
 
@@ -215,6 +231,16 @@ class Monitor:
         self._removals.clear()
         self._reporter.finish(finished)
         atexit.unregister(self._at_exit)
+
+
+def value_of(tensor: Any) -> Any:
+    """A loss or a norm to remember: a number on the CPU, a tensor without its graph on devices, which are not waited for.
+
+    None for subclasses of tensors: reading the value of a DTensor may communicate.
+    """
+    if type(tensor) is not torch.Tensor or tensor.numel() != 1:
+        return None
+    return tensor.item() if tensor.is_cpu else tensor.detach()
 
 
 def attach(

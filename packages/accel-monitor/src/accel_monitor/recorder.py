@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from .parts import Part
+
+RECENT_STEPS = 32
+"""Steps of which the time by part is kept."""
+_STEP, _SAMPLES, _TOKENS, _STEP_AT, _SECONDS = range(5)
+COUNTERS = _SECONDS + len(Part)
+"""Numbers in the counters of a recorder: step, samples, tokens, end of the latest step, and seconds by part."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +43,50 @@ class Snapshot:
     step_at: float | None
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """What is remembered of a step.
+
+    Attributes:
+        step: its number, from 1.
+        seconds: counters of the seconds by part at its end.
+        loss: the last loss of the step: a number on the CPU, else a tensor; None if unknown.
+        norm: the gradient norm that the script computed, likewise.
+        indices: those of the samples of the step's batches on this rank; None if the loader does not tell.
+    """
+
+    step: int
+    seconds: list[float]
+    loss: Any
+    norm: Any
+    indices: Any
+
+
 class Recorder:
     """The time of one process by part, and its counters.
 
     The loop calls :meth:`switch` at each boundary, so that the parts always add up to the time that has passed. A
     thread reads with :meth:`snapshot`; nothing is locked.
+
+    Attributes:
+        counters: the numbers that survive the process if they are in shared memory (:mod:`accel_monitor.live`).
+        recent: the latest steps.
     """
 
     __slots__ = (
+        "__weakref__",
+        "after_batch",
+        "backwards",
+        "counters",
         "evaluating",
         "idle",
+        "indices",
         "loss",
         "models",
+        "norm",
         "on_step",
         "part",
+        "recent",
         "samples",
         "seconds",
         "since",
@@ -57,23 +97,40 @@ class Recorder:
     )
 
     def __init__(self) -> None:
-        self.seconds = [0.0] * len(Part)
         self.part: int = Part.STARTUP
         self.idle: int = Part.STARTUP
         """The part between two others: start-up before the first batch, then OTHER."""
+        self.after_batch: int = Part.OTHER
+        """The part that begins with a batch for training."""
+        self.backwards = 0
+        """Backward passes since the latest batch."""
         self.start = self.since = perf_counter()
         self.step = 0
         self.samples = 0
         self.tokens = 0
         self.step_at: float | None = None
         self.loss: Any = None
-        """The latest loss, a detached tensor."""
+        """The latest loss: a number on the CPU, else a detached tensor."""
+        self.norm: Any = None
+        """The latest gradient norm that the script computed, likewise."""
+        self.indices: Any = None
+        """Indices of the samples of the batches since the latest step."""
         self.models: list[Any] = []
         """The models whose ``training`` says whether batches are for training."""
         self.evaluating = False
         """Whether the latest forward pass was without gradients, or of a model in evaluation mode."""
         self.on_step: Callable[[Recorder], None] | None = None
         """Called after each step."""
+        self.recent: deque[StepRecord | tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
+        self.use(memoryview(array("d", bytes(8 * COUNTERS))))
+        _alive.add(self)
+
+    def use(self, counters: memoryview) -> None:
+        """Keep the counters in this memory from now on, with their present values."""
+        if hasattr(self, "counters"):
+            counters[:] = self.counters
+        self.counters = counters
+        self.seconds = counters[_SECONDS:]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Models and optimizers refer to it in their hooks; their pickles and copies are not measured.
@@ -81,6 +138,11 @@ class Recorder:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return Recorder()
+
+    def begin_at(self, step: int) -> None:
+        """Set how many optimizer steps are in the state that the script has loaded."""
+        self.step = step
+        self.counters[_STEP] = step
 
     def switch(self, part: int) -> None:
         """End the current part, and begin another."""
@@ -94,19 +156,36 @@ class Recorder:
         self.samples += samples
         self.tokens += tokens
         self.idle = Part.OTHER
+        self.backwards = 0
 
     def step_done(self) -> None:
         """Count an optimizer step, after :meth:`switch`."""
-        self.step += 1
-        self.step_at = self.since
+        self.step = step = self.step + 1
+        self.step_at = since = self.since
+        counters = self.counters
+        counters[_STEP] = step
+        counters[_SAMPLES] = self.samples
+        counters[_TOKENS] = self.tokens
+        counters[_STEP_AT] = since - self.start
+        # A plain tuple, read as a StepRecord: making an object costs the loop a microsecond.
+        self.recent.append((step, self.seconds.tolist(), self.loss, self.norm, self.indices))
+        self.norm = self.indices = None
         if self.on_step is not None:
             self.on_step(self)
+
+    def latest(self) -> list[StepRecord]:
+        """The latest steps, oldest first; may be called from another thread."""
+        while True:
+            try:
+                return [StepRecord(*record) for record in tuple(self.recent)]
+            except RuntimeError:  # the loop has appended meanwhile
+                continue
 
     def snapshot(self) -> Snapshot:
         """The counters now; may be called from another thread."""
         while True:
             since, part = self.since, self.part
-            seconds = list(self.seconds)
+            seconds = self.seconds.tolist()
             samples, tokens, step, step_at = self.samples, self.tokens, self.step, self.step_at
             if since == self.since:
                 break
@@ -123,3 +202,16 @@ class Recorder:
             tokens,
             None if step_at is None else step_at - self.start,
         )
+
+
+_alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked process must not write to the counters of its parent."""
+    for recorder in _alive:
+        recorder.use(memoryview(array("d", bytes(8 * COUNTERS))))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -92,14 +92,13 @@ class Reporter:
 
     def _make_live(self) -> LiveRecord | None:
         try:
-            live = LiveRecord()
+            live = LiveRecord(self.recorder)
         except OSError as error:
             logger.warning(
                 f"the monitor has no shared memory ({error}): steps between the last report and a kill are lost"
             )
             return None
         self._start["live"] = live.path
-        self.recorder.on_step = live.write
         return live
 
     def start(self) -> None:
