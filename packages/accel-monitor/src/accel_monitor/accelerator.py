@@ -13,9 +13,20 @@ from accel_state.errors import ConfigurationError
 
 from .monitor import Monitor
 
+COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "wait_for_everyone")
+"""Methods in which a rank waits for the others."""
+REPLACED = ("backward", "clip_grad_norm_", *COLLECTIVES)
+"""Methods of an Accelerator that are measured: attributes of the object while the monitor runs."""
+
 
 class AcceleratorMonitor:
-    """The monitor that an Accelerator holds."""
+    """The monitor that an Accelerator holds.
+
+    Attributes:
+        replaced: names of the Accelerator's methods that it has replaced, which are no part of a pickle.
+    """
+
+    replaced = REPLACED
 
     def __init__(self, accelerator: Any, launched: bool) -> None:
         device = accelerator.device
@@ -37,6 +48,10 @@ class AcceleratorMonitor:
             launcher=os.getppid() if launched else None,
         )
         accelerator.backward = self._monitor.timed_backward(accelerator.backward)
+        accelerator.clip_grad_norm_ = self._monitor.timed_clipping(accelerator.clip_grad_norm_)
+        if accelerator.num_processes > 1:
+            for name in COLLECTIVES:
+                setattr(accelerator, name, self._monitor.timed_waiting(getattr(accelerator, name)))
 
     def prepared(self) -> None:
         """Measure the objects that were prepared since the last call."""
@@ -58,8 +73,8 @@ class AcceleratorMonitor:
 
     def finish(self) -> None:
         """Write the last counters and end the measurement."""
-        if "backward" in vars(self._accelerator):
-            del self._accelerator.backward
+        for name in REPLACED:
+            vars(self._accelerator).pop(name, None)
         self._monitor.finish()
 
 

@@ -20,6 +20,7 @@ class Cause(Enum):
     COMPILING = "compiling"
     DATA = "waiting for data"
     WAITING = "waiting for other ranks"
+    STRAGGLER = "waiting for a slow rank"
     SAVING = "saving"
     LOADING = "loading"
     EVALUATION = "evaluation"
@@ -137,7 +138,7 @@ def make_ledger(run: Run) -> Ledger:
     entries, repeated, failures = {}, 0, 0
     newest = max((attempts[-1] for attempts in run.attempts.values()), key=lambda attempt: attempt.begin)
     for slot, attempts in run.attempts.items():
-        life = _Life(attempts)
+        life = _Life(attempts, _slow_steps(run, slot, len(attempts)))
         entries[slot] = life.entries
         last = attempts[-1]
         in_use = slot[0] != newest.slot[0] or slot[1] < newest.start["world_size"]
@@ -156,16 +157,32 @@ def _dead(begin: float, end: float) -> Entry:
     return Entry(begin, end, {Cause.DEAD: end - begin})
 
 
-class _Life:
-    """The entries of one rank, over its processes."""
+def _slow_steps(run: Run, slot: tuple[int, int], count: int) -> list[list[tuple[int, float]]]:
+    """For each process of a rank, the first and last steps in which other ranks were slow.
 
-    def __init__(self, attempts: list[Attempt]) -> None:
+    Rank 0 of each replica finds them. Its processes are restarted with those of the other ranks.
+    """
+    leaders = run.attempts.get((slot[0], 0), [])[-count:]
+    found = []
+    for leader in [None] * (count - len(leaders)) + leaders:
+        spans = []
+        for item in leader.stragglers if leader is not None else ():
+            if item.rank != slot[1]:
+                spans.append((item.first - 1, item.last))
+        found.append(spans)
+    return found
+
+
+class _Life:
+    """The entries of one rank, over its processes; ``slow`` are the steps of each in which others were slow."""
+
+    def __init__(self, attempts: list[Attempt], slow: list[list[tuple[int, float]]]) -> None:
         self.entries: list[Entry] = []
         self.repeated_steps = 0
         self._reached = 0  # the highest step so far
         self._frontier = 0  # the highest step before the latest start or load: up to it, steps are repetitions
         end: float | None = None
-        for attempt in attempts:
+        for attempt, self._slow in zip(attempts, slow, strict=True):
             shift = 0.0
             if end is not None and attempt.begin > end:
                 self.entries.append(_dead(end, attempt.begin))
@@ -195,9 +212,21 @@ class _Life:
             self.repeated_steps += repeated
             # Between two steps, that is in the middle of one.
             again = repeated / steps if steps > 0 else float(step < self._frontier)
-            yield Entry(made + before.at, made + sample.at, _seconds(before, sample, again))
+            seconds = _seconds(before, sample, again)
+            self._blame(seconds, before.step, sample.step)
+            yield Entry(made + before.at, made + sample.at, seconds)
             before, step = sample, max(sample.step, step)
             self._reached = max(self._reached, step)
+
+    def _blame(self, seconds: dict[Cause, float], first: int, last: int) -> None:
+        """Book the waiting of steps with a slow rank as such."""
+        if Cause.WAITING not in seconds or last <= first:
+            return
+        steps = sum(max(0.0, min(last, end) - max(first, begin)) for begin, end in self._slow)
+        share = min(1.0, steps / (last - first))
+        if share:
+            seconds[Cause.STRAGGLER] = seconds[Cause.WAITING] * share
+            seconds[Cause.WAITING] *= 1 - share
 
     def _repeated(self, first: int, last: int) -> int:
         """How many of the steps after ``first``, up to ``last``, had been computed before."""

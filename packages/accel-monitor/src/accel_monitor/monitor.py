@@ -23,6 +23,7 @@ from .parts import Part
 from .recorder import Recorder, Snapshot
 from .records import FOLDER
 from .reporter import Reporter
+from .stragglers import OwnParts
 
 INTERVAL = 2.0
 """Seconds between two reports."""
@@ -78,7 +79,7 @@ class Monitor:
             "step": step,
         }
         self._reporter = Reporter(self._recorder, directory, interval, identity, launcher, device)
-        self._world_size = world_size
+        self._world_size, self._device = world_size, device
         if device.type != "cpu":
             self._reporter.event(
                 "note",
@@ -125,6 +126,7 @@ class Monitor:
                     "communicates inside of them.",
                 )
             recorder.models.append(model)
+            self._reporter.own_parts = self._own_parts(device=self._device)
             self._removals.append(hooks.remove)
         if optimizer is not None:
             inner = getattr(optimizer, "optimizer", optimizer)
@@ -135,6 +137,11 @@ class Monitor:
         if loader is not None:
             self._removals.append(watch_loader(loader, recorder))
         self._watch_compilation()
+
+    def _own_parts(self, device: torch.device) -> OwnParts:
+        if device.type != "cpu":
+            return OwnParts.DATA  # times are those of the host, which queues work
+        return OwnParts.ALL if all(hooks.separates_waiting for hooks in self._models) else OwnParts.COMPUTE
 
     def _watch_compilation(self) -> None:
         if not self._watches_compilation:
@@ -199,6 +206,22 @@ class Monitor:
 
         return run
 
+    def timed_waiting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs ``collective(...)``, whose time counts as waiting for other ranks."""
+        recorder, waiting, evaluation = self._recorder, int(Part.WAITING), int(Part.EVALUATION)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer = recorder.part
+            if outer == evaluation:
+                return collective(*args, **kwargs)
+            recorder.switch(waiting)
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                recorder.switch(outer)
+
+        return run
+
     def timed_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
         recorder = self._recorder
@@ -234,7 +257,7 @@ class Monitor:
 
 
 def value_of(tensor: Any) -> Any:
-    """A loss or a norm to remember: a number on the CPU, a tensor without its graph on devices, which are not waited for.
+    """A loss or a norm to remember: a number on the CPU, on devices a tensor without its graph.
 
     None for subclasses of tensors: reading the value of a DTensor may communicate.
     """

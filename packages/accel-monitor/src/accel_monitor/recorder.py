@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from .parts import Part
 
-RECENT_STEPS = 32
+RECENT_STEPS = 1024
 """Steps of which the time by part is kept."""
 _STEP, _SAMPLES, _TOKENS, _STEP_AT, _SECONDS = range(5)
 COUNTERS = _SECONDS + len(Part)
@@ -50,6 +49,7 @@ class StepRecord:
     Attributes:
         step: its number, from 1.
         seconds: counters of the seconds by part at its end.
+        ran: processor time of the loop's thread at its end.
         loss: the last loss of the step: a number on the CPU, else a tensor; None if unknown.
         norm: the gradient norm that the script computed, likewise.
         indices: those of the samples of the step's batches on this rank; None if the loader does not tell.
@@ -57,9 +57,14 @@ class StepRecord:
 
     step: int
     seconds: list[float]
+    ran: float
     loss: Any
     norm: Any
     indices: Any
+
+
+def _own_memory() -> memoryview[float]:
+    return memoryview(bytearray(8 * COUNTERS)).cast("d")
 
 
 class Recorder:
@@ -122,10 +127,10 @@ class Recorder:
         self.on_step: Callable[[Recorder], None] | None = None
         """Called after each step."""
         self.recent: deque[StepRecord | tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
-        self.use(memoryview(array("d", bytes(8 * COUNTERS))))
+        self.use(_own_memory())
         _alive.add(self)
 
-    def use(self, counters: memoryview) -> None:
+    def use(self, counters: memoryview[float]) -> None:
         """Keep the counters in this memory from now on, with their present values."""
         if hasattr(self, "counters"):
             counters[:] = self.counters
@@ -168,7 +173,7 @@ class Recorder:
         counters[_TOKENS] = self.tokens
         counters[_STEP_AT] = since - self.start
         # A plain tuple, read as a StepRecord: making an object costs the loop a microsecond.
-        self.recent.append((step, self.seconds.tolist(), self.loss, self.norm, self.indices))
+        self.recent.append((step, self.seconds.tolist(), thread_time(), self.loss, self.norm, self.indices))
         self.norm = self.indices = None
         if self.on_step is not None:
             self.on_step(self)
@@ -210,7 +215,7 @@ _alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
 def _after_fork() -> None:
     """A forked process must not write to the counters of its parent."""
     for recorder in _alive:
-        recorder.use(memoryview(array("d", bytes(8 * COUNTERS))))
+        recorder.use(_own_memory())
 
 
 if hasattr(os, "register_at_fork"):

@@ -27,7 +27,7 @@ from .process import start_time
 
 FOLDER = "monitor"
 _FILE = re.compile(r"(?:replica-(\d+)-)?rank-(\d+)\.jsonl")
-_NOW_BYTES = 1024
+_NOW_BYTES = 2048
 _CLOCK_TOLERANCE = 30.0
 
 
@@ -87,6 +87,17 @@ class Load:
 
 
 @dataclass
+class SlowRank:
+    """A rank that the others waited for, from its first to its last slow step."""
+
+    rank: int
+    part: str
+    seconds: float
+    first: int
+    last: float = float("inf")
+
+
+@dataclass
 class Attempt:
     """One process of a run: from its start to its end.
 
@@ -104,6 +115,10 @@ class Attempt:
     samples: list[Sample] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
+    stragglers: list[SlowRank] = field(default_factory=list)
+    """Ranks that others waited for, as rank 0 found them."""
+    bad_steps: list[dict[str, Any]] = field(default_factory=list)
+    """Losses and gradient norms that are not finite, or far too large; see :mod:`accel_monitor.bad_steps`."""
     finished: bool | None = None
     running: bool | None = None
     notes: list[str] = field(default_factory=list)
@@ -246,6 +261,12 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
         attempt.loads.append(Load(line["at"], line["step"], line["before"]))
     elif line["kind"] == "save":
         attempt.saves.append(line["seconds"])
+    elif line["kind"] == "straggler":
+        attempt.stragglers.append(SlowRank(line["rank"], line["part"], line["seconds"], line["first"]))
+    elif line["kind"] == "recovered" and attempt.stragglers:
+        attempt.stragglers[-1].last = line["step"]
+    elif line["kind"] == "bad_step":
+        attempt.bad_steps.append(line)
     elif line["kind"] == "note":
         attempt.notes.append(str(line["text"]))
     elif line["kind"] == "end":

@@ -8,7 +8,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .live import LiveRecord, read_live, remove_live
 from .parts import NAMES
 from .recorder import Recorder
 from .records import FOLDER, encode, encode_now, file_name, read_attempts, to_sample
+from .stragglers import REPORTED_STEPS, OwnParts, Straggler, Watch, encode_recent
 
 # Not that of accel_state, which needs a PartialState: scripts without an Accelerator may have none.
 logger = logging.getLogger(__name__)
@@ -31,6 +33,11 @@ logger = logging.getLogger(__name__)
 # has some thousand lines a rank.
 _INTERVALS = 5
 _GROWTH = 0.002
+# Several reports in the steps in which a slow rank is to be found, but no more than a few a second.
+_STEPS_A_REPORT = 6
+_FASTEST_SECONDS = 0.25
+# A shared directory takes about this long for each file that rank 0 reads.
+_SECONDS_A_RANK = 0.002
 # How long the end of the process waits for its last line, if the file system does not answer.
 _LAST_LINE_SECONDS = 5.0
 
@@ -63,6 +70,17 @@ class Reporter:
         self._name = file_name(identity["replica"], identity["rank"])
         self._folder = project_dir / FOLDER
         self._started_with = started_with
+        self._identity = {"host": socket.gethostname(), "device": identity["device"]}
+        self._world_size = identity["world_size"]
+        self._watch: Watch | None = None
+        if identity["rank"] == 0 and self._world_size > 1:
+            self._watch = Watch(self._folder, identity["replica"], self._world_size)
+        self.own_parts: OwnParts = OwnParts.DATA
+        """Which parts of a step are known to be this rank's own, without waiting for others."""
+        self.on_straggler: Callable[[Straggler], None] | None = None
+        """Called by the thread when rank 0 finds a rank that the others wait for."""
+        self._queued: tuple[int, float] | None = None  # of the last report, with its step
+        self._pause = interval if self._world_size == 1 else min(interval, _FASTEST_SECONDS)
         self._thread_id = threading.get_native_id()
         self._pid = os.getpid()
         self._id = f"{self._pid:x}-{time.time_ns():x}"
@@ -72,7 +90,7 @@ class Reporter:
             "id": self._id,
             "format": 1,
             **identity,
-            "host": socket.gethostname(),
+            "host": self._identity["host"],
             "pid": self._pid,
             "parts": NAMES,
             "time": now - (time.perf_counter() - recorder.start),
@@ -131,7 +149,7 @@ class Reporter:
                 self._report(stop)
             if stop:
                 return
-            self._wake.wait(self.interval)
+            self._wake.wait(self._pause)
             self._wake.clear()
 
     @contextlib.contextmanager
@@ -150,9 +168,12 @@ class Reporter:
     def _report(self, stop: bool) -> None:
         if not self._started:
             self._begin()
+        line = {"kind": "sample", "id": self._id, **self._counters()}
+        assert self._now is not None
+        os.pwrite(self._now, encode_now({**line, **self._recent(line)}), 0)
+        self._compare(line["step"])
         with self._lock:
             events, self._events = self._events, []
-        line = {"kind": "sample", "id": self._id, **self._counters()}
         lines = [*events]
         if stop:
             lines.append({**line, "kind": "end", "finished": self._finished})
@@ -167,12 +188,43 @@ class Reporter:
                 self._events = events + self._events
             self._line_due = 0.0
             raise
-        assert self._now is not None
-        os.pwrite(self._now, encode_now(line), 0)
         if stop:
             os.close(self._now)
             if self._live is not None:
                 self._live.remove()
+
+    def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The latest steps, for rank 0 to compare, if there are other ranks. Sets the pause to the next report."""
+        records = self.recorder.latest()[-REPORTED_STEPS - 1 :]
+        if self._world_size == 1 or len(records) < 2:
+            return {}
+        first, last = records[0], records[-1]
+        mean = (sum(last.seconds) - sum(first.seconds)) / (len(records) - 1)
+        # Rank 0 reads the reports of all ranks.
+        pause = max(_FASTEST_SECONDS, _STEPS_A_REPORT * mean, _SECONDS_A_RANK * self._world_size)
+        self._pause = min(self.interval, pause)
+        queued = line["queued"] or 0.0
+        before, self._queued = self._queued, (last.step, queued)
+        held = 0.0
+        if before is not None and last.step > before[0]:
+            held = (queued - before[1]) / (last.step - before[0])
+        recent = encode_recent(records, self.own_parts)
+        return {**self._identity, "held": round(held, 6), "recent": recent}
+
+    def _compare(self, step: int) -> None:
+        """On rank 0: name a rank that the others wait for."""
+        if self._watch is None:
+            return
+        before = self._watch.named
+        found = self._watch.check()
+        if found is not None:
+            logger.warning(found.sentence())
+            self.event("straggler", **asdict(found))
+            if self.on_straggler is not None:
+                self.on_straggler(found)
+        elif before is not None and self._watch.named is None:
+            logger.warning(f"rank {before.rank} does not make the other ranks wait any longer.")
+            self.event("recovered", rank=before.rank, step=step)
 
     def _begin(self) -> None:
         make_directory(self._folder)

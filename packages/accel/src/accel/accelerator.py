@@ -183,9 +183,9 @@ class Accelerator(AcceleratorProperties):
         self._monitor = monitoring.start(monitor, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Signal handlers and measurements belong to this process; a monitor sets a backward of its own.
+        # Signal handlers and measurements belong to this process; a monitor replaces some methods.
         own = {"preemption": None, "_startup_checks": None, "_monitor": monitoring.NO_MONITOR}
-        return {name: value for name, value in {**self.__dict__, **own}.items() if name != "backward"}
+        return {name: value for name, value in {**self.__dict__, **own}.items() if name not in self._monitor.replaced}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 

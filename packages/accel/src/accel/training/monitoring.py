@@ -14,7 +14,13 @@ MONITORS: Registry[Callable[[Any, bool], Any]] = Registry("monitor", {}, "accel.
 
 
 class NoMonitor:
-    """The interface of a monitor, which does nothing here."""
+    """The interface of a monitor, which does nothing here.
+
+    Attributes:
+        replaced: names of the Accelerator's methods that it has replaced by attributes of the object.
+    """
+
+    replaced: tuple[str, ...] = ()
 
     def prepared(self) -> None:
         """Objects were prepared."""

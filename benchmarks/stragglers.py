@@ -1,0 +1,220 @@
+"""How reliably the monitor names a slow rank: drawn cases of real slowness, and undisturbed runs.
+
+    python benchmarks/stragglers.py --cases 100 --undisturbed 100 [--seed 0]
+
+Each case trains a model with DDP on 2 to 4 ranks. After some steps one of them becomes slow: its data set sleeps
+("data"), its samples are written to a disk and read back ("disk"), its sequences are longer ("compute"), or a busy
+process is bound to its core ("host"). A case is found if the first rank that the monitor names is the slow one, and
+right if the part is, too. Run it on a machine that does nothing else; undisturbed runs are made next to a process that
+is busy now and then, on any core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from accel import Accelerator
+from accel_state.testing import preload, run_world
+
+PARTS = {"data": "data", "disk": "data", "compute": "compute", "host": "host"}
+WIDTH = 160
+STEPS_AFTER = 45
+NOISE = """
+import time
+while True:
+    end = time.time() + 0.05
+    while time.time() < end:
+        pass
+    time.sleep(0.2)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        kind: what makes the rank slow; None for an undisturbed run.
+        world: number of ranks.
+        rank: the slow one.
+        begin: the step at which it becomes slow.
+        amount: by how much of a step.
+        length: rows of a batch.
+    """
+
+    kind: str | None
+    world: int
+    rank: int
+    begin: int
+    amount: float
+    length: int
+
+
+def draw(random_: random.Random, kind: str | None) -> Case:
+    """A case of a kind."""
+    world = random_.choice([2, 2, 3, 4])
+    return Case(
+        kind,
+        world,
+        random_.randrange(world),
+        random_.randint(20, 30),
+        random_.uniform(0.5, 1.5),
+        random_.choice([300, 500]),
+    )
+
+
+class Rows(Dataset):
+    """Rows for training; the slow rank's are slow from some step on."""
+
+    def __init__(self, case: Case, rank: int, folder: str) -> None:
+        self.case, self.slow, self.step, self.seconds = case, rank == case.rank, 0, 0.0
+        self.file = Path(folder) / f"rows-{rank}"
+        self.file.write_bytes(os.urandom(1 << 20))
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        case = self.case
+        late = self.slow and self.step >= case.begin
+        length = case.length
+        if late and case.kind == "data":
+            time.sleep(self.seconds)
+        elif late and case.kind == "disk":
+            self._read(self.seconds)
+        elif late and case.kind == "compute":
+            length = int(length * (1 + case.amount))
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(length, WIDTH, generator=generator)
+
+    def _read(self, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            descriptor = os.open(self.file, os.O_RDWR)
+            try:
+                os.pwrite(descriptor, os.urandom(4096), 0)
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.pread(descriptor, 1 << 20, 0)
+            finally:
+                os.close(descriptor)
+
+
+def _busy(core: int | None) -> subprocess.Popen[bytes]:
+    bind = "" if core is None else f"import os; os.sched_setaffinity(0, {{{core}}})\n"
+    return subprocess.Popen([sys.executable, "-c", f"{bind}while True: pass"])
+
+
+def train(case: Case, folder: str) -> list[float]:
+    """Train on one rank; returns the seconds of each step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    accelerator = Accelerator(monitor=True, project_dir=folder)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+    rows = Rows(case, accelerator.process_index, folder)
+    loader = torch.utils.data.DataLoader(rows, batch_size=None, sampler=range(10_000))
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+    cores = sorted(os.sched_getaffinity(0))
+    busy = None
+    times = [time.perf_counter()]
+    try:
+        for step, inputs in zip(range(case.begin + STEPS_AFTER), loader, strict=False):
+            rows.step = step + 1
+            if step == case.begin - 1:
+                typical = statistics.median(late - early for early, late in itertools.pairwise(times[5:]))
+                rows.seconds = case.amount * typical
+                if case.kind == "host" and rows.slow:
+                    core = cores[case.rank % len(cores)]
+                    os.sched_setaffinity(0, {core})
+                    busy = _busy(core)
+            accelerator.backward(model(inputs).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter())
+    finally:
+        if busy is not None:
+            busy.kill()
+            busy.wait()
+    accelerator.end_training()
+    return times
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Run a case; returns what the monitor named first, and the step at which it was named."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_world(train, case.world, case, folder, timeout=180)
+        lines = [json.loads(line) for line in (Path(folder) / "monitor" / "rank-00000.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "straggler"]
+    steps = [line for line in lines if line["kind"] == "sample"]
+    if not found:
+        return {"named": None}
+    first = found[0]
+    at = next((line["step"] for line in steps if line["at"] >= first["at"]), first["last"])
+    return {"named": first["rank"], "part": first["part"], "step": at, "last": first["last"]}
+
+
+def main() -> None:
+    """Run the drawn cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--undisturbed", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    preload("accel", "accel.accelerator", "accel_monitor", "torch.nn.parallel")
+    drawn = random.Random(arguments.seed)
+    kinds = [list(PARTS)[number % len(PARTS)] for number in range(arguments.cases)]
+    found, right, total, delays = Counter(), Counter(), Counter(), []
+    for kind in kinds:
+        case = draw(drawn, kind)
+        result = run(case)
+        total[kind] += 1
+        is_found = result["named"] == case.rank
+        is_right = is_found and result["part"] == PARTS[kind]
+        found[kind] += is_found
+        right[kind] += is_right
+        if is_found:
+            delays.append(result["last"] - case.begin)
+        if arguments.verbose or not is_right:
+            print(f"  {asdict(case)}: {result}", flush=True)
+    alarms = 0
+    for _ in range(arguments.undisturbed):
+        case = draw(drawn, None)
+        noise = subprocess.Popen([sys.executable, "-c", NOISE])
+        try:
+            result = run(case)
+        finally:
+            noise.send_signal(signal.SIGKILL)
+            noise.wait()
+        if result["named"] is not None:
+            alarms += 1
+            print(f"  false alarm {asdict(case)}: {result}", flush=True)
+    print("| slowness | cases | right rank | right rank and part |\n| --- | ---: | ---: | ---: |")
+    for kind in PARTS:
+        print(f"| {kind} | {total[kind]} | {found[kind]} | {right[kind]} |")
+    print(f"| all | {total.total()} | {found.total()} | {right.total()} |")
+    if delays:
+        print(f"steps to the report: median {statistics.median(delays):g}, largest {max(delays)}")
+    print(f"false alarms in {arguments.undisturbed} undisturbed runs: {alarms}")
+
+
+if __name__ == "__main__":
+    main()

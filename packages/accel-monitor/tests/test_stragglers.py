@@ -1,0 +1,143 @@
+"""Which rank the others wait for: found by comparing reports, in synthetic steps and in real ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from accel_monitor import make_ledger, read_runs
+from accel_monitor.ledger import Cause
+from accel_monitor.records import encode_now, file_name
+from accel_monitor.stragglers import Recent, Watch, find_straggler
+from accel_state.testing import run_world
+
+
+def reports(
+    world: int, seed: int, slow: int | None = None, column: int = 0, extra: float = 0.0, noise: float = 0.05
+) -> dict[int, Recent]:
+    """Reports of 28 steps of 20 ms by ranks that report at different moments, one of them slower."""
+    drawn = random.Random(seed)
+    found = {}
+    for rank in range(world):
+        rows = []
+        for _ in range(28):
+            row = [0.002, 0.015, 0.003]
+            if drawn.random() < 0.08:
+                row[drawn.randrange(3)] += 0.04  # an interruption
+            row = [value * drawn.gauss(1, noise) for value in row]
+            if rank == slow:
+                row[column] += extra
+            rows.append(tuple(row))
+        found[rank] = Recent("host", "cpu", 100 + drawn.randrange(10), rows, 0.0)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4, 64])
+@pytest.mark.parametrize(("column", "part"), [(0, "data"), (1, "compute"), (2, "host")])
+def test_a_rank_that_is_slow_in_one_part_is_named_with_it(world: int, column: int, part: str) -> None:
+    for seed in range(40):
+        slow = seed % world
+        found = find_straggler(reports(world, seed, slow, column, 0.014))
+        assert found is not None and (found.rank, found.part) == (slow, part), seed
+        assert found.seconds == pytest.approx(0.014, rel=0.5) and found.last - found.first == 15
+
+
+@pytest.mark.parametrize("world", [2, 4, 64])
+def test_interruptions_and_noise_name_no_rank(world: int) -> None:
+    assert not any(find_straggler(reports(world, seed)) for seed in range(200))
+
+
+def test_a_rank_without_a_processor_and_too_few_common_steps() -> None:
+    ranks = reports(3, 0)
+    ranks[1] = Recent("other", "cpu", ranks[1].step, ranks[1].own, 0.02)
+    found = find_straggler(ranks)
+    assert found is not None and (found.rank, found.part, found.host) == (1, "host", "other")
+    far = reports(2, 0, 1, 0, 0.05)
+    far[1] = Recent("host", "cpu", far[0].step + 24, far[1].own, 0.0)
+    assert find_straggler(far) is None and find_straggler({0: far[0]}) is None
+
+
+def write(folder: Path, rank: int, process: str, recent: Recent) -> None:
+    own = [round(value / 1e-5) for row in recent.own for value in row]
+    line = {"kind": "sample", "id": process, "at": 1.0, "host": "host", "device": "cpu", "held": 0.0}
+    line["recent"] = {"last": recent.step, "own": own}
+    (folder / f"{file_name(None, rank)}.now").write_bytes(encode_now(line))
+
+
+def test_reports_of_an_earlier_process_are_not_compared_and_a_rank_is_named_once(tmp_path: Path) -> None:
+    ranks = reports(2, 3, 1, 0, 0.05)
+    watch = Watch(tmp_path, None, 2)
+    assert watch.check() is None  # no file yet
+    for rank, recent in ranks.items():
+        write(tmp_path, rank, "old", recent)
+    assert watch.check() is None and watch.check() is None
+    for rank, recent in ranks.items():
+        write(tmp_path, rank, "new", recent)
+    found = watch.check()
+    assert found is not None and found.rank == 1 and "rank 1" in found.sentence()
+    assert watch.check() is None and watch.named is not None
+    quick = reports(2, 4)
+    for rank, recent in quick.items():
+        write(tmp_path, rank, "new", recent)
+    for _ in range(20):
+        assert watch.check() is None
+    assert watch.named is None
+    (tmp_path / f"{file_name(None, 0)}.now").write_text("{")
+    assert watch.check() is None
+
+
+class Rows(Dataset):
+    """Samples that take 25 ms each on rank 1, from the 20th on."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.count = rank, 0
+
+    def __len__(self) -> int:
+        return 240
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.count += 1
+        if self.rank == 1 and self.count > 20:
+            time.sleep(0.025)
+        return torch.ones(64)
+
+
+def train(folder: str) -> None:
+    from accel import Accelerator
+
+    accelerator = Accelerator(monitor=True, project_dir=folder)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    rows = Rows(accelerator.process_index)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(rows, batch_size=1)
+    )
+    for inputs in loader:
+        loss = model(inputs).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.gather(loss.detach())  # in which rank 0 waits, too
+    accelerator.end_training()
+
+
+def test_a_rank_with_slow_data_is_named_in_a_real_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accel")
+    run_world(train, 2, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "monitor" / "rank-00000.jsonl").read_text().splitlines()]
+    (found,) = [line for line in lines if line["kind"] == "straggler"]
+    assert (found["rank"], found["part"]) == (1, "data") and found["seconds"] > 0.015 and found["last"] < 100
+    assert "rank 1" in capfd.readouterr().err
+    (run,) = read_runs(tmp_path)
+    ledger = make_ledger(run)
+    # Rank 0 waits for 25 ms in nearly each of the last 100 steps; rank 1, which is the cause, does not.
+    assert 1.0 < ledger.seconds[Cause.STRAGGLER] < 5.0 and ledger.total == pytest.approx(
+        sum(entry.end - entry.begin for of_rank in ledger.entries.values() for entry in of_rank), rel=0.01
+    )
+    assert Cause.STRAGGLER not in {cause for entry in ledger.entries[0, 1] for cause in entry.seconds}
