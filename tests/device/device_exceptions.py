@@ -5,7 +5,6 @@ from __future__ import annotations
 # Part of a test's id -> why.
 EXCEPTIONS: dict[str, str] = {
     "test_accelerators.py::test_the_next_weights_arrive_while": "times copies and products of a real device",
-    "test_accelerators.py::test_a_host_that_is_ahead": "needs products that take a CPU hours",
 }
 
 

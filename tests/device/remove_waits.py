@@ -3,15 +3,18 @@
     python tests/device/remove_waits.py                  all places
     python tests/device/remove_waits.py staging          those whose path contains a word
 
-It edits the sources of this checkout, and restores each file before the next place. Exit status 1: no test noticed one.
+It changes a copy of the sources, which the tests import instead of those of this checkout. Exit status 1: no test
+noticed one.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -60,41 +63,58 @@ def places() -> list[tuple[Path, int, str]]:
     return found
 
 
-def test_without(path: Path, number: int, replacement: str, tests: list[str]) -> str:
-    """The first tests that fail with a line replaced; empty if all pass."""
-    original = path.read_text(encoding="utf-8")
-    lines = original.splitlines(keepends=True)
-    lines[number] = replacement + "\n"
-    variables = {**os.environ, "ACCEL_TEST_DEVICE": "simgpu", "OMP_NUM_THREADS": "1"}
-    variables["PYTHONPATH"] = str(ROOT / "tests" / "device")
-    path.write_text("".join(lines), encoding="utf-8")
-    try:
+class Copy:
+    """A copy of the packages' sources, of which one line at a time is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for source in sorted(ROOT.glob("packages/*/src")):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / source.relative_to(ROOT), ignore=ignored)
+        copies = map(str, sorted(folder.glob("packages/*/src")))
+        self._variables = {**os.environ, "ACCEL_TEST_DEVICE": "simgpu", "OMP_NUM_THREADS": "1"}
+        self._variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "device"), *copies])
+
+    def failing(self, tests: list[str]) -> str:
+        """The first of some tests that fails; empty if all pass."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "device_plugin", "-p", "no:cacheprovider", *tests]
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-    finally:
-        path.write_text(original, encoding="utf-8")
-    noticed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
-    return ", ".join(dict.fromkeys(noticed)) or (f"pytest ended with {done.returncode}" if done.returncode else "")
+        done = subprocess.run(command, cwd=ROOT, env=self._variables, capture_output=True, text=True, check=False)
+        noticed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
+        return ", ".join(dict.fromkeys(noticed)) or (f"pytest ended with {done.returncode}" if done.returncode else "")
+
+    def failing_without(self, path: Path, number: int, replacement: str, tests: list[str]) -> str:
+        """The first of some tests that fails with a line replaced; empty if all pass."""
+        copied = self._folder / path.relative_to(ROOT)
+        original = copied.read_text(encoding="utf-8")
+        lines = original.splitlines(keepends=True)
+        lines[number] = replacement + "\n"
+        copied.write_text("".join(lines), encoding="utf-8")
+        try:
+            return self.failing(tests)
+        finally:
+            copied.write_text(original, encoding="utf-8")
 
 
 def main() -> int:
     words = sys.argv[1:]
     unnoticed, passing = 0, set()
     print("| place | line | noticed by |\n| --- | --- | --- |")
-    for path, number, replacement in places():
-        name = path.as_posix().split("/src/", 1)[1]
-        if words and not any(word in name for word in words):
-            continue
-        line = path.read_text(encoding="utf-8").splitlines()[number].strip()
-        excuse = next((why for part, why in EXCUSED.items() if part in name), None)
-        tests = next((files for part, files in TESTS.items() if part in name), ["tests/device"])
-        if not excuse and " ".join(tests) not in passing:
-            if failed := test_without(path, number, path.read_text(encoding="utf-8").splitlines()[number], tests):
-                sys.exit(f"{tests} fail without a change: {failed}. Repair them first.")
-            passing.add(" ".join(tests))
-        result = f"not run: {excuse}" if excuse else test_without(path, number, replacement, tests) or "NOTHING"
-        unnoticed += result == "NOTHING"
-        print(f"| {name}:{number + 1} | `{line}` | {result} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        for path, number, replacement in places():
+            name = path.as_posix().split("/src/", 1)[1]
+            if words and not any(word in f"{name}:{number + 1}" for word in words):
+                continue
+            line = path.read_text(encoding="utf-8").splitlines()[number].strip()
+            excuse = next((why for part, why in EXCUSED.items() if part in name), None)
+            tests = next((files for part, files in TESTS.items() if part in name), ["tests/device"])
+            if not excuse and " ".join(tests) not in passing:
+                if failed := copy.failing(tests):
+                    sys.exit(f"{tests} fail without a change: {failed}. Repair them first.")
+                passing.add(" ".join(tests))
+            result = f"not run: {excuse}" if excuse else copy.failing_without(path, number, replacement, tests)
+            unnoticed += not result
+            print(f"| {name}:{number + 1} | `{line}` | {result or 'NOTHING'} |", flush=True)
     return 1 if unnoticed else 0
 
 

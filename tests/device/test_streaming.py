@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,62 @@ def test_streamed_weights_are_those_that_were_given(where: str, tmp_path: Path) 
         for _ in range(4):
             torch.testing.assert_close(model(x.to(DEVICE)).cpu(), expected)
         assert torch.simgpu.counters()["queued"] - before > 20, "copies that could be late"
+    assert torch.simgpu.races() == []
+
+
+class Scaled(torch.Tensor):
+    """A weight as quantization libraries make them: small numbers and a scale, each with memory of its own."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        self = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=scale.device)
+        self.numbers, self.scale = numbers, scale
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            return cls(*(function(part, **kwargs) for part in (args[0].numbers, args[0].scale)))
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        raise NotImplementedError(function)
+
+
+class WithState(torch.Tensor):
+    """A weight whose scale is an attribute, as those of bitsandbytes are."""
+
+    def to(self, *args: Any, **kwargs: Any) -> WithState:
+        moved = self.as_subclass(torch.Tensor).to(*args, **kwargs).as_subclass(WithState)
+        moved.scale = self.scale.to(*args, **kwargs)
+        return moved
+
+
+def _quantized(kind: str) -> torch.Tensor:
+    numbers, scale = torch.full((64, 32), 3.0).pin_memory(), torch.full((64, 1), 0.5).pin_memory()
+    if kind == "inner":
+        return Scaled(numbers, scale)
+    weight = numbers.as_subclass(WithState)
+    weight.scale = scale
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["inner", "attribute"])
+def test_the_memory_inside_of_a_quantized_weight_is_kept_while_it_is_read(kind: str) -> None:
+    copies = staging.StagedCopies(DEVICE, 1 << 16)
+    with torch.no_grad():
+        for _ in range(3):
+            values, arrival = copies.send({"weight": _quantized(kind)})
+            copies.receive(values, arrival)
+            weight: Any = values["weight"]
+            numbers = weight.numbers if kind == "inner" else weight.as_subclass(torch.Tensor)
+            result = numbers * weight.scale
+            # Their memory is free for the next copies, which must not overwrite what the product reads.
+            del values, weight, numbers
+            copies.send({"weight": _quantized(kind)})
+            assert result.unique().tolist() == [1.5]
     assert torch.simgpu.races() == []
 
 

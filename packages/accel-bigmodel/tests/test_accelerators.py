@@ -203,15 +203,19 @@ def test_the_next_weights_arrive_while_the_current_ones_are_used(
 
 def test_a_host_that_is_ahead_does_not_copy_the_whole_model(device: torch.device) -> None:
     kind = devices.get(device.type)
-    layers, width = 24, 2048  # 16 MB each
+    if not hasattr(kind.module, "memory_stats"):
+        pytest.skip(f"{device.type} does not count the memory that is still in use by its streams")
+    # The simulated GPU computes at once, and keeps what was freed until the host knows that it may be used again.
+    layers, width, length = (24, 64, 4) if device.type == "simgpu" else (24, 2048, 2**16)
     model = timed_layers(device, layers, width)
-    rows = torch.ones(2**16, width, device=device)
+    rows = torch.ones(length, width, device=device)
     with torch.no_grad():
         for _ in range(2):
             kind.module.synchronize()
+            kind.module.empty_cache()
             kind.module.reset_peak_memory_stats()
-            base = kind.memory_allocated(0)
+            base = kind.module.memory_stats()["active_bytes.all.current"]
             model(rows)
+            peak = kind.module.memory_stats()["active_bytes.all.peak"]
             kind.module.synchronize()
-    activations = 3 * rows.nbytes
-    assert kind.module.max_memory_allocated() - base <= activations + 5 * width * width * 4
+    assert peak - base <= 3 * rows.nbytes + 5 * width * width * 4

@@ -134,6 +134,17 @@ def max_memory_allocated(device: Any = None) -> int:
     return int(_ops.stats(_index(device))[1])
 
 
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """As torch.cuda: active bytes include blocks that were freed and are still in use by a stream."""
+    allocated, peak, *_, active, active_peak = _ops.stats(_index(device))
+    return {
+        "allocated_bytes.all.current": allocated,
+        "allocated_bytes.all.peak": peak,
+        "active_bytes.all.current": active,
+        "active_bytes.all.peak": active_peak,
+    }
+
+
 def memory_reserved(device: Any = None) -> int:
     return int(_ops.stats(_index(device))[3])
 

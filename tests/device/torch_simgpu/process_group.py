@@ -70,8 +70,14 @@ class SimGroup(dist.ProcessGroup):
     def pg_name(self) -> str:
         return self._name
 
-    def _run(self, name: str, outputs: Any, inputs: Any, call: Callable[[Any, Any], Any]) -> SimWork:
-        """``call`` with host copies of the tensors; ``inputs`` may be ``outputs``."""
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("simgpu"), torch.device("cpu")]  # torch moves state dicts to the first one
+
+    def _run(
+        self, name: str, outputs: Any, inputs: Any, call: Callable[[Any, Any], Any], writes: bool = True
+    ) -> SimWork:
+        """``call`` with host copies of the tensors; ``inputs`` may be ``outputs``, which ``writes`` says is written."""
         tensors = [tensor for tensor in flat([outputs, inputs]) if tensor.device.type == "simgpu"]
         if not tensors:
             call(outputs, inputs).wait()
@@ -87,7 +93,7 @@ class SimGroup(dist.ProcessGroup):
         with torch.simgpu.stream(stream), torch.no_grad():
             on_host = to_host(outputs)
             call(on_host, on_host if inputs is outputs else to_host(inputs)).wait()
-            for tensor, value in zip(flat(outputs), flat(on_host), strict=True):
+            for tensor, value in zip(flat(outputs), flat(on_host), strict=True) if writes else ():
                 if tensor.device.type == "simgpu":
                     tensor.copy_(value.pin_memory(), non_blocking=True)
                     tensor.record_stream(stream)
@@ -107,10 +113,12 @@ class SimGroup(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> SimWork:
-        return self._run("broadcast", tensors, tensors, lambda out, _: self._gloo.broadcast(out, *some(opts)))
+        receives = opts is None or opts.rootRank != self.rank()  # the root's tensor is only read
+        return self._run("broadcast", tensors, tensors, lambda out, _: self._gloo.broadcast(out, *some(opts)), receives)
 
     def reduce(self, tensors: Any, opts: Any = None) -> SimWork:
-        return self._run("reduce", tensors, tensors, lambda out, _: self._gloo.reduce(out, *some(opts)))
+        receives = opts is None or opts.rootRank == self.rank()
+        return self._run("reduce", tensors, tensors, lambda out, _: self._gloo.reduce(out, *some(opts)), receives)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         return self._run(

@@ -26,6 +26,7 @@ struct Arena {
   char *address, *shadow;
   size_t limit = std::min<size_t>(setting("SIMGPU_MEMORY", int64_t(8) << 30), ARENA);
   size_t used = 0, peak = 0, cached = 0;
+  size_t held = 0, active_peak = 0;  // held: freed, but not free before a stream is known to be done
   int64_t failures = 0;
   std::map<char*, Block> blocks;                            // handed out, kept or cached
   std::map<std::pair<int, size_t>, std::vector<char*>> cache;  // freed, by stream and size
@@ -146,6 +147,7 @@ inline void release(void* pointer) {
   if (needed.empty()) into_cache(a, p);
   else {
     ++counters[BLOCKS_KEPT];
+    a.held += b.bytes;
     a.kept.push_back({p, needed});
   }
 }
@@ -154,7 +156,7 @@ inline void collect(Arena& a) {  // blocks whose recorded streams are known to b
   for (auto& item : a.kept) {
     bool done = true;
     for (auto& [other, tick] : item.needed) done = done && at(host_clock(), other) >= tick;
-    if (done) into_cache(a, item.address);
+    if (done) { a.held -= a.blocks.at(item.address).bytes; into_cache(a, item.address); }
     else still.push_back(item);
   }
   a.kept.swap(still);
@@ -222,6 +224,7 @@ struct Allocator final : c10::DeviceAllocator {
     char* p = take(a, current, current_key(current), bytes);
     a.used += bytes;
     a.peak = std::max(a.peak, a.used);
+    a.active_peak = std::max(a.active_peak, a.used + a.held);
     return {p, p, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -248,14 +251,21 @@ struct Allocator final : c10::DeviceAllocator {
     Lock lock(mutex());
     auto& a = arena(device);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* x : {&stats.allocated_bytes[0], &stats.active_bytes[0]}) { x->current = a.used; x->peak = a.peak; }
+    stats.allocated_bytes[0].current = a.used;
+    stats.allocated_bytes[0].peak = a.peak;
+    stats.active_bytes[0].current = a.used + a.held;
+    stats.active_bytes[0].peak = a.active_peak;
     stats.reserved_bytes[0].current = a.used + a.cached;
     stats.reserved_bytes[0].peak = std::max(a.peak, a.used + a.cached);
     stats.num_ooms = a.failures;
     return stats;
   }
   void resetAccumulatedStats(Index device) override { arena(device).failures = 0; }
-  void resetPeakStats(Index device) override { arena(device).peak = arena(device).used; }
+  void resetPeakStats(Index device) override {
+    auto& a = arena(device);
+    a.peak = a.used;
+    a.active_peak = a.used + a.held;
+  }
   std::pair<size_t, size_t> getMemoryInfo(Index device) override {
     Lock lock(mutex());
     auto& a = arena(device);

@@ -54,7 +54,8 @@ struct Registration {
 std::vector<int64_t> stats(int64_t device) {
   Lock lock(mutex());
   auto& a = arena(device);
-  return {int64_t(a.used), int64_t(a.peak), int64_t(a.limit), int64_t(a.used + a.cached), a.failures};
+  return {int64_t(a.used), int64_t(a.peak), int64_t(a.limit), int64_t(a.used + a.cached), a.failures,
+          int64_t(a.used + a.held), int64_t(a.active_peak)};
 }
 std::vector<int64_t> counts() {
   Lock lock(mutex());
