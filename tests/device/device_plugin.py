@@ -17,6 +17,7 @@ from device_exceptions import reason_to_skip
 
 NAME = os.environ["ACCEL_TEST_DEVICE"]
 if NAME == "simgpu":
+    os.environ.setdefault("SIMGPU_DEVICES", "4")  # for tests with four ranks
     import torch_simgpu  # noqa: F401 - adds torch.simgpu
 
 _reports = Path(tempfile.mkdtemp(prefix="simgpu-")) / "races"
