@@ -158,13 +158,14 @@ def _launch(*options: str) -> subprocess.CompletedProcess[str]:
 def test_the_launcher_starts_one_process_on_each() -> None:
     done = _launch("--multi_gpu")
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if " of " in line) == ["simgpu:0 of 2", "simgpu:1 of 2"]
+    found = sorted(line for line in done.stdout.splitlines() if " of " in line)
+    assert found == [f"simgpu:{index} of 4" for index in range(4)]
 
 
 def test_the_launcher_knows_how_many_there_are() -> None:
-    for options in (["--multi_gpu", "--num_processes", "3"], ["--gpu_ids", "0,5"]):
+    for options in (["--multi_gpu", "--num_processes", "5"], ["--gpu_ids", "0,5"]):
         done = _launch(*options)
-        assert done.returncode != 0 and "2" in done.stderr
+        assert done.returncode != 0 and "4" in done.stderr
     chosen = _launch("--gpu_ids", "1", "--num_processes", "1")
     assert "simgpu:0 of 1" in chosen.stdout, chosen.stderr
 
@@ -178,7 +179,7 @@ def test_commands_that_describe_the_machine(command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "env":
         facts = json.loads(done.stdout)
-        assert facts["Visible GPUs"] == 2 and facts["PyTorch device"] == "simgpu (2)"
+        assert facts["Visible GPUs"] == 4 and facts["PyTorch device"] == "simgpu (4)"
     else:
         assert "simgpu:1 computes correct" in done.stdout and "simccl" in done.stdout
 

@@ -15,6 +15,7 @@ from accel.utils import FullyShardedDataParallelPlugin, set_seed
 from accel_state.testing import run_world
 
 STEPS, BATCH, RANKS = 4, 4, 2
+SHARED = ("tp", "cp")  # each batch is computed by both ranks
 LAYERS = 12  # of the model that is too large
 
 # Next to other suites, on two cores, operators that fall back to the CPU take several times as long.
@@ -65,20 +66,22 @@ def _settings(kind: str) -> dict[str, Any]:
                 state_dict_type="FULL_STATE_DICT",
             )
         }
-    return {"parallelism_config": ParallelismConfig(tp_size=2)} if kind == "tp" else {}
+    axes = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
+    return {"parallelism_config": ParallelismConfig(**axes[kind])} if kind in axes else {}
 
 
 def _train(kind: str) -> dict[str, Any]:
     accelerator = Accelerator(**_settings(kind))
     model = _model()
-    data = TensorDataset(_tokens(STEPS * BATCH * (1 if kind == "tp" else RANKS)))
+    data = TensorDataset(_tokens(STEPS * BATCH * (1 if kind in SHARED else RANKS)))
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(data, batch_size=BATCH)
     )
     losses = []
     for (tokens,) in loader:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
+        with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -93,14 +96,16 @@ def _train(kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "cp"])
 def test_trains_as_one_process(kind: str) -> None:
-    losses, weights = _plain(BATCH if kind == "tp" else BATCH * RANKS)
+    losses, weights = _plain(BATCH if kind in SHARED else BATCH * RANKS)
     ranks = run_world(_train, RANKS, kind, state=False, timeout=300)
     assert [rank["device"] for rank in ranks] == ["simgpu:0", "simgpu:1"]
     for rank in ranks:
         assert rank["races"] == []
-        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+    # With cp each rank has the loss of its part of the sequences.
+    means = [sum(of_ranks) / RANKS for of_ranks in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-5)
     assert set(ranks[0]["weights"]) >= {name for name in weights if "rotary" not in name}
     for name, value in ranks[0]["weights"].items():
         torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)

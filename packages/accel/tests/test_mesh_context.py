@@ -27,7 +27,14 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.parallel.config import ParallelismConfig, TorchContextParallelConfig
-from accel.parallel.context_parallel import ContextParallel, positions_of
+from accel.parallel.context_parallel import (
+    ContextParallel,
+    _cpu_backward,
+    _cpu_forward,
+    _plain_backward,
+    _plain_forward,
+    positions_of,
+)
 from accel.utils import shift_labels
 from accel_state import is_torch_version
 from accel_state.errors import ConfigurationError
@@ -75,6 +82,26 @@ def test_attention_over_shared_sequences_is_that_over_whole_ones(size: int) -> N
         for case, errors in found.items():
             # bf16 has 8 bits, and gradients near 4.
             assert max(errors) < (1e-5 if case[1] == torch.float32 else 0.05), case
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.05)], ids=str)
+def test_devices_without_fused_kernels_compute_the_same(is_causal: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """A block of the ring in products, against the CPU's fused kernels: keys for two heads each, a given scale."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 6, 8), "value": (2, 2, 6, 8)}
+    inputs = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    settings = {"is_causal": is_causal, "dropout_p": 0.0}
+    for scale in (None, 0.7):
+        expected, found = (kernel(**inputs, **settings, scale=scale) for kernel in (_cpu_forward, _plain_forward))
+        gradient = torch.randn(2, 4, 6, 8, generator=generator).to(dtype)
+        # logsumexp is that of a row that has keys on other ranks too
+        known = {"grad_out": gradient, "out": expected[0], "logsumexp": expected[1] + 0.3}
+        expected += _cpu_backward(**inputs, **known, **settings, scale=scale)
+        found += _plain_backward(**inputs, **known, **settings, scale=scale)
+        assert len(found) == len(expected) == 5
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def shared_memory() -> None:

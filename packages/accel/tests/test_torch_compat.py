@@ -151,6 +151,9 @@ def test_context_parallelism() -> None:
     forward, backward = compat.ring_attention_templates()
     assert callable(forward) and callable(backward)
     compat.set_rotate_method("allgather")
+    assert not compat.has_ring_kernels("cpu")
+    # Where torch has kernels for a device, the question names an operator and a key that exist.
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", "Meta")
 
 
 def flattened_size() -> int:

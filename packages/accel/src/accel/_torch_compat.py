@@ -294,6 +294,15 @@ def ring_attention_templates() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _attention._templated_ring_attention, _attention._templated_ring_attention_backward
 
 
+def has_ring_kernels(device_type: str) -> bool:
+    """Whether a type of device has the fused kernel of attention that torch's ring calls. Devices of plug-ins, and the
+    CPU, have none. There is no public question of this kind.
+    """
+    key = torch._C._dispatch_key_for_device(device_type)
+    name = "aten::_scaled_dot_product_flash_attention"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
 def set_rotate_method(rotation: str) -> None:
     """How keys and values travel in torch's ``context_parallel``, which has no argument for it. Torch 2.7."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method as set_method

@@ -135,6 +135,7 @@ inline at::Scalar local_scalar(const Tensor& t) {
   operation(t.device().index(), "item", {t}, {});
   Lock lock(mutex());
   host_waits(current_key(t.device().index()));
+  ++counters[BLOCKING];
   return at::native::_local_scalar_dense_cpu(on_host(t));
 }
 inline Tensor& set_storage(Tensor& self, at::Storage storage, int64_t offset, IntArrayRef size, IntArrayRef stride) {
@@ -228,6 +229,16 @@ inline Optional<c10::Device> common_device(const std::string& name, const std::v
   }
   return device;
 }
+// Operators whose result, or its shape, the host reads: on a GPU they wait.
+inline bool host_reads(const std::string& name, const std::vector<c10::IValue>& arguments) {
+  static const std::unordered_set<std::string> names = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+                                                        "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"};
+  if (names.count(name)) return true;
+  if (name != "aten::index") return false;
+  bool masks = false;
+  for_each_tensor(arguments[1], [&](const Tensor& t) { masks = masks || (t.defined() && on_device(t) && t.scalar_type() == at::kBool); });
+  return masks;
+}
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
@@ -241,6 +252,10 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Lock lock(mutex());
     int k = current_key(index);
     run(k);
+    if (host_reads(name, arguments)) {
+      host_waits(k);
+      ++counters[BLOCKING];
+    }
     for (size_t i = 0; i < arguments.size(); ++i) {
       auto* alias = schema.arguments()[i].alias_info();
       bool writes = alias && alias->isWrite();

@@ -1,4 +1,4 @@
-"""Context parallelism: torch's ring attention, with CPU kernels, and errors where its results would be wrong."""
+"""Context parallelism: torch's ring attention, with kernels for every device, and errors where it would be wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn import functional
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import ring_attention_templates, set_rotate_method
-from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, is_true
+from .._torch_compat import has_ring_kernels, ring_attention_templates, set_rotate_method
+from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards
 
 logger = get_logger(__name__)
 
@@ -33,13 +33,13 @@ def _add_heads(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.shape == like.shape else gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-def _forward_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> Any:
+def _cpu_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> Any:
     # Heads are repeated here, not earlier, so that the ring sends every key and value once.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, _repeat_heads(key, query), _repeat_heads(value, query), **settings)
 
 
-def _backward_kernel(
+def _cpu_backward(
     *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
 ) -> tuple[torch.Tensor, ...]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -49,19 +49,69 @@ def _backward_kernel(
     return of_query, _add_heads(of_key, key), _add_heads(of_value, value)
 
 
+def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
+    """Scaled scores ``[B, H, queries, keys]`` in float32; queries and keys of a causal block are at the same places."""
+    scores = query.float() @ _repeat_heads(key, query).float().mT
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if not is_causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+
+
+def _plain_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithms of its sums, of products: for devices without a fused kernel."""
+    scores = _scores(query, key, is_causal, scale)
+    out = scores.softmax(-1) @ _repeat_heads(value, query).float()
+    return out.to(query.dtype), scores.logsumexp(-1)
+
+
+def _plain_backward(
+    *,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    **_: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of a block of which the whole row's sums are known: Dao et al., FlashAttention, appendix B.2."""
+    gradient = grad_out.float()
+    weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    of_value = weights.mT @ gradient
+    of_weights = gradient @ _repeat_heads(value, query).float().mT
+    of_scores = weights * (of_weights - (gradient * out.float()).sum(-1, keepdim=True))
+    of_scores = of_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    of_query = of_scores @ _repeat_heads(key, query).float()
+    of_key = of_scores.mT @ query.float()
+    return (
+        of_query.to(query.dtype),
+        _add_heads(of_key, key).to(key.dtype),
+        _add_heads(of_value, value).to(value.dtype),
+    )
+
+
+def _kernels(device_type: str) -> tuple[Kernel, Kernel]:
+    return (_cpu_forward, _cpu_backward) if device_type == "cpu" else (_plain_forward, _plain_backward)
+
+
 def _templates() -> tuple[Kernel, Kernel]:
-    """Torch's ring, forward and backward, which torch itself uses with kernels of accelerators only."""
+    """Torch's ring, forward and backward, which torch itself uses with its fused kernels only."""
     try:
         return ring_attention_templates()
     except ImportError as error:
         raise ConfigurationError(
-            f"context parallelism on the CPU needs torch 2.10 or newer, and this is {torch.__version__}. Upgrade "
-            "torch, or set cp_size=1."
+            "context parallelism on a device without torch's fused attention, such as the CPU, needs torch 2.10 or "
+            f"newer, and this is {torch.__version__}. Upgrade torch, or set cp_size=1."
         ) from error
 
 
-class _RingOnCPU(torch.autograd.Function):
-    """Torch's ring with the CPU's flash kernels, which its own dispatcher lacks."""
+class _Ring(torch.autograd.Function):
+    """Torch's ring with kernels that its own dispatcher lacks."""
 
     @staticmethod
     def forward(
@@ -74,8 +124,9 @@ class _RingOnCPU(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         forward, _ = _templates()
+        kernel, _ = _kernels(query.device.type)
         ctx.group, ctx.settings = group, {"is_causal": is_causal, "dropout_p": 0.0, "scale": scale}
-        out, logsumexp = forward(group, 2, _forward_kernel, query=query, key=key, value=value, **ctx.settings)
+        out, logsumexp = forward(group, 2, kernel, query=query, key=key, value=value, **ctx.settings)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         return out
 
@@ -86,7 +137,7 @@ class _RingOnCPU(torch.autograd.Function):
         gradients_of_inputs = backward(
             ctx.group,
             2,
-            _backward_kernel,
+            _kernels(query.device.type)[1],
             grad_out=gradients[0].contiguous(),
             grad_out_name="grad_out",
             query=query,
@@ -122,8 +173,8 @@ class RingAttention:
         """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``."""
         self.calls += 1
         _check_call(query, key, attn_mask, dropout_p, is_causal)
-        if query.device.type == "cpu":
-            out: torch.Tensor = _RingOnCPU.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
+        if not has_ring_kernels(query.device.type):
+            out: torch.Tensor = _Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
         else:
             key, value = _repeat_heads(key, query), _repeat_heads(value, query)
             with _fused_kernels():
@@ -333,7 +384,7 @@ def _shard_of_buffers(
             shard.tables.append(tensor)
             continue
         shard.tensors.append((tensor, whole))
-        shard.counted = shard.counted or is_true((whole.long().diff(dim=dim) == 1).all())
+        shard.counts.append((whole, dim))
     return shard
 
 

@@ -27,6 +27,7 @@ from ..core.computed_loss import ComputedLoss
 from ..core.local_part import local
 from ..core.unwrap import clean_name
 from .config import SCHEDULES, PipelineParallelConfig
+from .late_checks import LateChecks
 from .sequence_inputs import IGNORED, check_documents, shift_labels
 
 
@@ -258,7 +259,8 @@ class TrainingPipeline:
                 "model(input_ids=..., labels=...), then accelerator.backward(output.loss); or use model.eval() and "
                 "torch.no_grad() for outputs."
             )
-        check_documents(kwargs, "the recorded stages of a pipeline")
+        checks = LateChecks()
+        check_documents(kwargs, "the recorded stages of a pipeline", checks)
         inputs = args, {name: value for name, value in kwargs.items() if value is not None}
         try:  # on every rank: later only that of the stage concerned would fail
             self._signature.bind(*args, **kwargs)
@@ -269,8 +271,12 @@ class TrainingPipeline:
             raise ConfigurationError("a pipeline was called without a tensor to split into micro-batches.")
         batches = microbatches.split(inputs, samples, self.settings.check_batch(samples, self.size))
         if is_training:
-            return self._train(model, batches, labels)  # type: ignore[arg-type]
-        return self._evaluate(batches, samples, labels)
+            assert labels is not None
+            output = self._train(model, batches, labels)
+        else:
+            output = self._evaluate(batches, samples, labels)
+        checks.settle()  # when the device has all of its work
+        return output
 
     def _train(self, model: nn.Module, batches: list[Any], labels: torch.Tensor) -> PipelineOutput:
         assert self._runtime is not None

@@ -14,15 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import FakeTensor
 from ..core.unwrap import is_compiled_wrapper
+from .late_checks import LateChecks
 
 IGNORED = -100
-
-
-def is_true(condition: torch.Tensor) -> bool:
-    """Whether a condition holds; False for a tensor without values, in a model that is only traced."""
-    return not isinstance(condition, FakeTensor) and bool(condition)
 
 
 def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
@@ -56,7 +51,8 @@ class SequenceShard:
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     mask: torch.Tensor | None = None  # of ones, which corrected calls pass on
     tables: list[torch.Tensor] = field(default_factory=list)  # shards that may be tables of positions
-    counted: bool = False  # whether positions were split along with the tokens
+    # buffers that are positions, if they count up along a dimension
+    counts: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The full tensor of a shard; the tensor itself if it has the full length; None if it is not known."""
@@ -103,6 +99,7 @@ class SequenceCalls:
         self._shard: SequenceShard | None = None
         self._labels: torch.Tensor | None = None  # of the call, until a corrected module gets them
         self._corrected = False
+        self._checks = LateChecks()
         recognised = [module for module in model.modules() if _takes_positions(module)]
         self._recognised = sorted({type(module).__name__ for module in recognised})
         # Hooks run outside of compiled code: they compare tensors by identity, and read values.
@@ -120,14 +117,24 @@ class SequenceCalls:
         labels = _bound(model, args, kwargs).get("labels")
         self._labels = labels if any(labels is tensor for tensor, _ in shard.tensors) else None
         self._corrected = False
+        self._checks.drop()
         # The first tensor of a call is what is computed on, not a table.
-        if not (self._recognised or shard.counted or any(table is not passed[0] for table in shard.tables)):
-            raise ConfigurationError(
+        if not (self._recognised or any(table is not passed[0] for table in shard.tables)):
+            self._require_positions(model, shard)
+
+    def _require_positions(self, model: nn.Module, shard: SequenceShard) -> None:
+        def error() -> ConfigurationError:
+            return ConfigurationError(
                 f"{type(model).__name__}.forward takes no input_ids and position_ids, so it cannot be told which "
                 f"{len(shard.positions)} of the {shard.length} positions of each sequence this rank has. Pass "
                 "positions, or a table of them such as rotary angles, in buffers with their sequence dimension; shift "
                 "labels with accel.utils.shift_labels before the split."
             )
+
+        if not shard.counts:
+            raise error()
+        counted = [(whole.long().diff(dim=dim) == 1).all() for whole, dim in shard.counts]
+        self._checks.refuse_if(~torch.stack(counted).any(), error)
 
     def _correct(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,7 +142,7 @@ class SequenceCalls:
         if self._shard is None:
             return None
         self._corrected = True
-        call = ShardedCall(module, args, kwargs, self._shard, self._attention)
+        call = ShardedCall(module, args, kwargs, self._shard, self._attention, self._checks)
         if call.has_labels:
             self._labels = None
         return call.correct()
@@ -143,7 +150,11 @@ class SequenceCalls:
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         shard, labels = self._shard, self._labels
         self._shard = self._labels = None
-        if shard is None or output is None or not self._recognised:  # without an output, an error is on its way
+        if shard is None or output is None:  # without an output, an error is on its way
+            self._checks.drop()
+            return
+        self._checks.settle()
+        if not self._recognised:
             return
         if not self._corrected:
             raise ConfigurationError(
@@ -177,9 +188,15 @@ class ShardedCall:
     """The arguments of a model's call on a shard of sequences, and their correction."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: SequenceShard, attention: str
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shard: SequenceShard,
+        attention: str,
+        checks: LateChecks,
     ) -> None:
-        self.model, self.shard, self.attention = model, shard, attention
+        self.model, self.shard, self.attention, self.checks = model, shard, attention, checks
         self._names = set(inspect.signature(model.forward).parameters)
         self._arguments = _bound(model, args, kwargs)
 
@@ -251,19 +268,18 @@ class ShardedCall:
         wrong = steps != expected if values.ndim < 3 else steps < 0  # with a third axis: of images, which may repeat
         if whole_mask is not None and whole_mask.ndim == 2 and whole_mask.shape == values.shape:
             wrong = wrong & whole_mask[:, 1:].bool()  # positions of padding do not matter
-        if is_true(wrong.any()):
-            raise _packed(f"position_ids {values.reshape(-1, values.shape[-1])[0].tolist()[:16]} mark", self.shard)
+        self.checks.refuse_if(
+            wrong.any(),
+            lambda: _packed(f"position_ids {values.reshape(-1, values.shape[-1])[0].tolist()[:16]} mark", self.shard),
+        )
 
     def _set_mask(self, tokens: torch.Tensor) -> None:
         mask = self._tensor("attention_mask")
         if mask is not None and mask is not self.shard.mask:
-            full = self.shard.full(mask)
-            if full is None or full.ndim != 2 or is_true((full[:, 1:] > full[:, :-1]).any() | (full > 1).any()):
-                raise ConfigurationError(
-                    f"attention_mask of shape {tuple(mask.shape)} hides more than padding at the end (or was not in "
-                    "buffers). With split sequences, attention is causal and has no mask: pad on the right, and leave "
-                    "attention_mask out."
-                )
+            full, shape = self.shard.full(mask), tuple(mask.shape)
+            if full is None or full.ndim != 2:
+                raise _hiding_mask(shape)
+            self.checks.refuse_if((full[:, 1:] > full[:, :-1]).any() | (full > 1).any(), lambda: _hiding_mask(shape))
         self._arguments["attention_mask"] = self.shard.mask_for(tokens)
 
     def _set_labels(self) -> None:
@@ -304,17 +320,23 @@ class ShardedCall:
             )
 
 
-def check_documents(kwargs: Mapping[str, Any], where: str) -> None:
+def check_documents(kwargs: Mapping[str, Any], where: str, checks: LateChecks) -> None:
     """Refuse packed documents where attention has been fixed before it could see them."""
-    positions = kwargs.get("position_ids")
-    marks = [name for name in DOCUMENT_ARGUMENTS if kwargs.get(name) is not None]
-    if isinstance(positions, torch.Tensor) and positions.ndim < 3 and bool((positions.diff(dim=-1) != 1).any()):
-        marks.append("position_ids")
-    if marks and kwargs.get("attention_mask") is None:
-        raise ConfigurationError(
-            f"{marks[0]} marks several documents packed into a sequence, and {where} would let each attend to those "
+    if kwargs.get("attention_mask") is not None:
+        return
+
+    def error(mark: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{mark} marks several documents packed into a sequence, and {where} would let each attend to those "
             "before it. Pad documents instead of packing them."
         )
+
+    for name in DOCUMENT_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise error(name)
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim < 3:
+        checks.refuse_if((positions.diff(dim=-1) != 1).any(), lambda: error("position_ids"))
 
 
 DOCUMENT_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "document_ids")
@@ -326,6 +348,13 @@ def _packed(what: str, shard: SequenceShard) -> ConfigurationError:
         f"{what} several documents packed into a sequence of {shard.length} positions, and attention over split "
         "sequences would let each attend to those before it. Pad documents instead of packing them, or set cp_size=1 "
         "and sp_size=1."
+    )
+
+
+def _hiding_mask(shape: tuple[int, ...]) -> ConfigurationError:
+    return ConfigurationError(
+        f"attention_mask of shape {shape} hides more than padding at the end (or was not in buffers). With split "
+        "sequences, attention is causal and has no mask: pad on the right, and leave attention_mask out."
     )
 
 
