@@ -46,6 +46,7 @@ TESTS = {
     "accel_bigmodel/pipeline/": ["packages/accel-bigmodel/tests/test_inference.py"],
     "accel_track/": ["tests/device/test_streaming.py"],
     "accel_checkpoint/": [f"tests/device/test_accel.py::{name}" for name in SAVES],
+    "accel/parallel/late_checks": ["tests/device/test_syncs.py"],
     "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py"],
 }
 

@@ -6,13 +6,16 @@ folder on ``PYTHONPATH``, accel takes such a request for one of the device. Noth
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
+
+_NAME = os.environ.get("ACCEL_TEST_DEVICE")
 
 
 def _detect_device(module: ModuleType) -> None:
@@ -39,25 +42,54 @@ def _compare_values(module: ModuleType) -> None:
     module.assert_close = close
 
 
-def _compare_bits(module: ModuleType) -> None:
-    """As above."""
+def _is_in_test(frame: FrameType) -> bool:
+    return "tests" in Path(frame.f_code.co_filename).parts
+
+
+def _do_as_a_user_would(module: ModuleType) -> None:
+    """Tests hand tensors of the CPU to models and losses, and compare bits: here they move them first, as a user does.
+
+    Only what a test calls itself is changed. What accel calls gets what accel has moved.
+    """
     import torch
+    from torch.nn import functional
+    from torch.utils import _pytree as pytree
 
-    equal = torch.equal
+    def compared(function: Any) -> Any:
+        def compare(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+            if input.device != other.device and _is_in_test(sys._getframe(1)):
+                input, other = input.cpu(), other.cpu()
+            return function(input, other, *args, **kwargs)
 
-    def same(input: torch.Tensor, other: torch.Tensor) -> bool:
-        if input.device != other.device and "tests" in Path(sys._getframe(1).f_code.co_filename).parts:
-            return equal(input.cpu(), other.cpu())
-        return equal(input, other)
+        return compare
 
-    torch.equal = same
+    def with_inputs_moved(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _is_in_test(sys._getframe(1)):
+                given = pytree.tree_leaves((args, kwargs))
+                module = args[0] if isinstance(args[0], torch.nn.Module) else None
+                weights = [] if module is None else [weight for weight in module.parameters() if not weight.is_meta][:1]
+                places = [item.device for item in weights or given if isinstance(item, torch.Tensor)]
+                place = next((device for device in places if device.type == _NAME), None)
+                if place is not None and any(isinstance(item, torch.Tensor) and item.is_cpu for item in given):
+                    args, kwargs = pytree.tree_map_only(
+                        torch.Tensor, lambda item: item.to(place) if item.is_cpu else item, (args, kwargs)
+                    )
+            return function(*args, **kwargs)
+
+        return functools.wraps(function)(call)
+
+    torch.equal, torch.allclose = compared(torch.equal), compared(torch.allclose)
+    for name in ("mse_loss", "l1_loss", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits"):
+        setattr(functional, name, with_inputs_moved(getattr(functional, name)))
+    torch.nn.Module.__call__ = with_inputs_moved(torch.nn.Module.__call__)
 
 
 _CHANGES = {
     "accel_state.devices.registry": _detect_device,
     "accel_state.state.partial": _start_on_device,
     "torch.testing._comparison": _compare_values,
-    "accel_state.devices.base": _compare_bits,  # imported with the first part of accel, when torch is complete
+    "accel_state.devices.base": _do_as_a_user_would,  # imported with the first part of accel, when torch is complete
 }
 
 
@@ -79,5 +111,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if os.environ.get("ACCEL_TEST_DEVICE") and os.environ.get("ACCEL_TEST_IN_PLACE", "1") == "1":
+if _NAME and os.environ.get("ACCEL_TEST_IN_PLACE", "1") == "1":
     sys.meta_path.insert(0, _Finder())
