@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.paths import as_path
+from accel_state.storage.url import Location, as_location
 from accel_state.tensor_storage import id_tensor_storage
 
 from . import rng_state
-from .atomic_dir import CheckpointDirectory, recover
+from .atomic_dir import recover
 from .catalog import why_no_checkpoint
 from .consensus import BackgroundCollectives, on_all_ranks
 from .manifest import Manifest, Verification, Workers
@@ -30,6 +30,7 @@ from .parts import Part, WeightsPart
 from .safe_load import read, read_safetensors
 from .safetensors_content import safetensors_content
 from .staging import HostCopies
+from .target import agreed_directory, opened
 from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
 from .writer import BackgroundSave, StateWriter
 
@@ -42,7 +43,7 @@ def save(
     per_rank: Collection[str] = (),
     rng: bool = True,
     keep: int | None = None,
-) -> Path:
+) -> Location:
     """Save the state of a training loop, and return when it is complete and on the disk.
 
     The directory gets its name only when every file in it is written and flushed; until then, and if saving fails on
@@ -51,7 +52,7 @@ def save(
     Args:
         state: by name, objects with ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, loaders),
             tensors, or plain values: numbers, texts, and lists, tuples and dictionaries of all these.
-        path: the directory of this checkpoint, which replaces an older one.
+        path: the directory of this checkpoint, which replaces an older one, or the URL of a place in object storage.
         step: the number of optimizer steps taken, which ``accel checkpoint list`` shows.
         per_rank: the names whose values differ between ranks, such as loaders: every rank saves its own. Of the others
             rank 0 saves what it has.
@@ -67,7 +68,7 @@ def save(
         ConfigurationError: an argument that cannot be used; sharded tensors (DTensors).
     """
     process = PartialState()
-    saving = _Saving(process, state, as_path("path", path), step, per_rank, rng, keep)
+    saving = _Saving(process, state, as_location("path", path), step, per_rank, rng, keep)
     saving.collect(None).finish(partial(on_all_ranks, process.collectives))
     return saving.directory.target
 
@@ -108,14 +109,14 @@ class AsyncSaver:
         per_rank: Collection[str] = (),
         rng: bool = True,
         keep: int | None = None,
-    ) -> Path:
+    ) -> Location:
         """Copy the state, and write it in the background; arguments and errors are those of :func:`save`.
 
         Raises:
             CheckpointError: the previous save failed, or copying did.
         """
         self.wait()
-        saving = _Saving(self._process, state, as_path("path", path), step, per_rank, rng, keep)
+        saving = _Saving(self._process, state, as_location("path", path), step, per_rank, rng, keep)
         collectives = self._collectives()
         writer = saving.collect(self._copies)
         writer.workers = 1  # the training loop has the processors
@@ -147,7 +148,7 @@ def load(
     Files are compared with their digests, and reading them runs no code. Every rank must call it.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, also as a URL.
         state: objects to load in place, by the names they were saved under.
         rng: also restore the random number generators of this rank, if they were saved. A rank that did not exist
             then gets a seed of its own, which is the same whenever this checkpoint is loaded.
@@ -162,11 +163,13 @@ def load(
         ConfigurationError: there is no checkpoint there.
     """
     process = PartialState()
-    loading_state = _Loading(process, as_path("path", path), dict(state or {}), rng, map_location, strict)
-    what = f"loading {path}"
-    with on_all_ranks(process.collectives, what):
-        loading_state.read()
-    apply_changes(loading_state.changes, [], loading_state.calls, partial(on_all_ranks, process.collectives, what))
+    place = as_location("path", path)
+    what = f"loading {place}"
+    with opened(place, process) as checkpoint:
+        loading_state = _Loading(process, checkpoint.folder, dict(state or {}), rng, map_location, strict)
+        with on_all_ranks(process.collectives, what):
+            loading_state.read()
+        apply_changes(loading_state.changes, [], loading_state.calls, partial(on_all_ranks, process.collectives, what))
     return loading_state.values
 
 
@@ -176,7 +179,7 @@ class _Saving:
 
     process: PartialState
     state: Mapping[str, Any]
-    target: Path
+    target: Location
     step: int
     per_rank: Collection[str]
     rng: bool
@@ -200,10 +203,7 @@ class _Saving:
             )
         if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
             raise ConfigurationError(f"step={self.step!r} must be an integer of 0 or more.")
-        # A path that is made of the time, for example, may differ between ranks.
-        if self.process.num_processes > 1:
-            self.target = Path(self.process.collectives.broadcast_object(str(self.target)))
-        self.directory = CheckpointDirectory(self.target)
+        self.directory = agreed_directory(self.target, self.process)
 
     def collect(self, copies: HostCopies | None) -> StateWriter:
         """The writer of the state as it is now; with ``copies``, of a copy of it."""
@@ -212,8 +212,7 @@ class _Saving:
         saving = partial(on_all_ranks, process.collectives, f"saving {self.directory.target}")
         try:
             with saving():
-                if is_writer:
-                    self.directory.begin()
+                self.directory.begin() if is_writer else self.directory.join()
             with saving():
                 parts = [part for part in self._parts() if is_writer or part.each_rank]
                 if copies is not None:
@@ -221,13 +220,13 @@ class _Saving:
                     parts = [replace(part, value=copies.copy(part.value)) for part in parts]
                     copies.finish()
         except BaseException:
-            if is_writer:
-                self.directory.abandon()
+            self.directory.abandon()
             raise
         return StateWriter(
             directory=self.directory,
             is_writer=is_writer,
             parts=parts,
+            rank=process.process_index,
             world_size=process.num_processes,
             counters={"iteration": self.step + 1, "step": 0, "optimizer_steps": self.step},
             total_limit=self.keep,

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 from accel_state.paths import refuse_link
 
-from .manifest import Manifest
+from .manifest import FileRecord, Manifest
 from .names import CheckpointError, is_checkpoint_file
 
 # Hidden names next to a checkpoint's own: while it is written (and locked, which distinguishes it from what a killed
 # process has left), an older one between the two renames of `commit` (which `recover` undoes), and one to delete.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
+# In a directory that is being written: what a rank has written into it. Deleted before the checkpoint is complete.
+_RECORDS_NAME = ".records_{}.json"
 _MAX_LOST_RACES = 10
 # A process that looks for leftovers locks each of them for a moment, which is waited for.
 _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
@@ -25,6 +29,8 @@ _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
 
 class CheckpointDirectory:
     """A checkpoint that is being written."""
+
+    shared = True  # whether ranks write into one directory
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target = Path(target).resolve()
@@ -51,6 +57,29 @@ class CheckpointDirectory:
         if self.replaced.exists():
             _finish_replacement(self.target, self.replaced)
         remove_leftovers(self.target.parent, skip=self.partial)
+
+    def exists(self) -> bool:
+        """Whether there is something of this name."""
+        return self.target.exists()
+
+    def join(self) -> None:
+        """Prepare for writing, on a rank that :meth:`begin` was not called on."""
+
+    def hand_over(self, records: Mapping[str, FileRecord], number: int) -> None:
+        """Leave what a rank has written for the one that writes the manifest, which would have to read it otherwise."""
+        table = json.dumps({name: asdict(record) for name, record in records.items()})
+        (self.partial / _RECORDS_NAME.format(number)).write_text(table)
+
+    def records_of_others(self) -> dict[str, FileRecord]:
+        """What other ranks have left, of files that still exist with that size."""
+        records: dict[str, FileRecord] = {}
+        for path in self.partial.glob(_RECORDS_NAME.format("*")):
+            for name, record in json.loads(path.read_bytes()).items():
+                file = self.partial / name
+                if file.is_file() and file.stat().st_size == record["size"]:
+                    records[name] = FileRecord(record["size"], tuple(record["digests"]))
+            path.unlink()
+        return records
 
     def _lock_partial(self) -> None:
         lost_races = 0
@@ -84,8 +113,9 @@ class CheckpointDirectory:
             _unlock(self._lock)
             self._lock = None
 
-    def commit(self) -> None:
-        """Rename what was written, which is on the disk, to its final name."""
+    def commit(self, manifest: Manifest | None = None) -> None:
+        """Rename what was written, which is on the disk with its manifest, to its final name."""
+        del manifest
         replaces = self.target.exists()
         if replaces:
             os.rename(self.target, self.replaced)
@@ -213,8 +243,13 @@ def _remove(directory: Path) -> None:
             shutil.rmtree(directory)
 
 
-def remove_leftovers(parent: Path, skip: Path | None = None) -> None:
-    """Remove what killed processes have left in a directory, and finish the replacements they had begun."""
+def remove_leftovers(parent: Path, skip: Path | None = None) -> int:
+    """Remove what killed processes have left in a directory, and finish the replacements they had begun.
+
+    Returns:
+        How many there were.
+    """
+    count = 0
     # Two passes: the first renames what the second deletes.
     for kind in (PARTIAL, DELETED):
         for entry in list(parent.iterdir()):
@@ -223,12 +258,14 @@ def remove_leftovers(parent: Path, skip: Path | None = None) -> None:
             if kind == DELETED:
                 # Another process may be deleting it too.
                 shutil.rmtree(entry, ignore_errors=True)
+                count += 1
             elif entry.is_dir():
                 _set_aside(entry)
     for entry in list(parent.iterdir()):
         if entry.name.endswith(REPLACED):
             recover_all(parent)
-            break
+            return count + 1
+    return count
 
 
 def _set_aside(partial: Path) -> None:

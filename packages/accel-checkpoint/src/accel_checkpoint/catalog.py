@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.storage.url import Location, RemotePath, as_location
 
 from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
 from .manifest import Manifest
 from .names import MANIFEST_NAME, NUMBERED, CheckpointError, is_checkpoint_file, rng_file
+
+_UNFINISHED = "was never finished"
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A checkpoint, without the contents of its files."""
 
-    path: Path  # its directory
+    path: Location  # its directory
     complete: bool  # whether every file exists with its size
     problem: str  # why it is not complete, else ""
     size: int  # of all files, in bytes
@@ -27,10 +33,20 @@ class CheckpointInfo:
     optimizer_steps: int | None  # number of optimizer steps taken; None if unknown
     world_size: int | None  # number of processes that saved it; None if unknown
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether it is what a killed process has left of a save, which never was a checkpoint."""
+        return self.problem == _UNFINISHED
+
     @classmethod
-    def of(cls, directory: Path) -> CheckpointInfo:
+    def of(cls, directory: Location) -> CheckpointInfo:
         manifest, problem = _examine(directory)
-        saved = directory.stat().st_mtime
+        if isinstance(directory, RemotePath):
+            saved = 0.0
+            size = sum(record.size for record in manifest.files.values()) if manifest else 0
+        else:
+            saved = directory.stat().st_mtime
+            size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         with suppress(ValueError):  # a later version of accel may write the time in another form
             if manifest is not None:
                 saved = datetime.fromisoformat(manifest.saved_at).timestamp()
@@ -38,16 +54,25 @@ class CheckpointInfo:
             path=directory,
             complete=not problem,
             problem=problem,
-            size=sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            size=size,
             saved=saved,
             optimizer_steps=manifest.counters.get("optimizer_steps") if manifest else None,
             world_size=manifest.world_size if manifest else None,
         )
 
 
-def _examine(directory: Path) -> tuple[Manifest | None, str]:
+def remote() -> ModuleType:
+    """The same for places in object storage, imported when one is used."""
+    from .remote import catalog
+
+    return catalog
+
+
+def _examine(directory: Location) -> tuple[Manifest | None, str]:
+    if isinstance(directory, RemotePath):
+        return remote().examine(directory)
     if name_of(directory, PARTIAL):
-        return None, "was never finished"
+        return None, _UNFINISHED
     try:
         manifest = Manifest.read(directory)
     except CheckpointError as error:
@@ -68,8 +93,10 @@ def _is_of_another_library(directory: Path) -> bool:
     return not was_saved_with_manifest(directory / rng_file(0))
 
 
-def numbered_checkpoints(directory: Path) -> dict[int, Path]:
+def numbered_checkpoints(directory: Location) -> dict[int, Any]:
     """The automatically named checkpoints in a directory by number, in ascending order."""
+    if isinstance(directory, RemotePath):
+        return remote().numbered(directory)
     numbers = {}
     for entry in directory.iterdir() if directory.is_dir() else ():
         match = NUMBERED.fullmatch(entry.name)
@@ -78,23 +105,33 @@ def numbered_checkpoints(directory: Path) -> dict[int, Path]:
     return dict(sorted(numbers.items()))
 
 
-def is_complete(directory: Path) -> bool:
+def is_complete(directory: Location) -> bool:
     """Whether a checkpoint is complete, without reading its files; without a manifest, whether it has generators."""
     return not _examine(directory)[1]
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Every checkpoint in a directory, including unfinished ones, the oldest first."""
+    place = as_location("directory", directory)
+    if isinstance(place, RemotePath):
+        return sorted(map(CheckpointInfo.of, remote().places(place)), key=_age_order)
     infos = []
-    for parent in (Path(directory), Path(directory) / "checkpoints"):
+    for parent in (place, place / "checkpoints"):
         for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
             if entry.is_dir() and _looks_like_checkpoint(entry):
                 infos.append(CheckpointInfo.of(entry))
     return sorted(infos, key=_age_order)
 
 
-def why_no_checkpoint(directory: Path) -> str | None:
+def why_no_checkpoint(directory: Location) -> str | None:
     """Why a path is not a checkpoint, with the next step; None if it looks like one."""
+    if isinstance(directory, RemotePath):
+        if remote().read_manifest(directory) is not None:
+            return None
+        names = [info.path.name for info in list_checkpoints(directory)]
+        if names:
+            return f"{directory} is not a checkpoint but contains some: {', '.join(names)}. Give one of them."
+        return f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}. Give the URL that save_state returned."
     if directory.is_dir():
         if (directory / MANIFEST_NAME).exists() or _looks_like_checkpoint(directory):
             return None
@@ -122,9 +159,10 @@ def _looks_like_checkpoint(directory: Path) -> bool:
     return NUMBERED.fullmatch(directory.name) is not None or any(map(is_checkpoint_file, os.listdir(directory)))
 
 
-def newest_complete(directory: str | os.PathLike[str]) -> Path:
+def newest_complete(directory: str | os.PathLike[str]) -> Location:
     """The complete automatically named checkpoint with the highest number."""
-    checkpoints = numbered_checkpoints(Path(directory))
+    checkpoints = numbered_checkpoints(as_location("directory", directory))
+    path: Location
     for path in reversed(checkpoints.values()):
         if is_complete(path):
             return path
@@ -136,10 +174,11 @@ def newest_complete(directory: str | os.PathLike[str]) -> Path:
     )
 
 
-def newest_saved(directory: Path) -> Path:
+def newest_saved(directory: Location) -> Location:
     """The complete checkpoint, of any name, that was saved last."""
-    if directory.is_dir():
-        recover_all(directory)
+    if isinstance(directory, RemotePath) or directory.is_dir():
+        if not isinstance(directory, RemotePath):
+            recover_all(directory)
         for info in reversed(list_checkpoints(directory)):
             if info.complete:
                 return info.path
@@ -149,11 +188,13 @@ def newest_saved(directory: Path) -> Path:
     )
 
 
-def rotate(directory: Path, total_limit: int, newest: Path) -> list[Path]:
+def rotate(directory: Location, total_limit: int, newest: Location) -> Sequence[Location]:
     """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
 
     A checkpoint that is a link to another place was put there by the user: it is neither counted nor deleted.
     """
+    if isinstance(directory, RemotePath):
+        return remote().rotate(directory, total_limit, newest)
     old = [path for path in numbered_checkpoints(directory).values() if path != newest and not path.is_symlink()]
     surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
     for path in surplus:

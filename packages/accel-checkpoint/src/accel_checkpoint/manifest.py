@@ -21,6 +21,7 @@ from types import TracebackType
 import xxhash
 
 from accel_state.paths import leads_outside
+from accel_state.storage.url import Location, RemotePath, as_location
 
 from .names import MANIFEST_NAME, CheckpointError, require_files, require_number
 
@@ -51,6 +52,7 @@ class Manifest:
     versions: Mapping[str, str]  # of accel, torch, numpy and python
     saved_at: str  # time of the save, UTC, ISO 8601
     files: Mapping[str, FileRecord]  # relative POSIX path to record
+    prefix: str = ""  # in object storage: what is in front of the files' names
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -59,7 +61,32 @@ class Manifest:
         if leads_outside(directory, MANIFEST_NAME):
             raise CheckpointError(f"{path} is a link that leads outside of the checkpoint. It is not loaded.")
         try:
-            text = path.read_bytes().decode("ascii")
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint."
+            ) from error
+        manifest = cls.parse(content, str(path))
+        for name in manifest.files:
+            if leads_outside(directory, name):
+                raise CheckpointError(f"{path} names a file outside of the checkpoint: {name}. It is not loaded.")
+        return manifest
+
+    @classmethod
+    def parse(cls, content: bytes, path: str) -> Manifest:
+        """The manifest in the bytes of its file.
+
+        Args:
+            content: the bytes.
+            path: the file, for messages.
+
+        Raises:
+            CheckpointError: it is damaged, or of another version.
+        """
+        try:
+            text = content.decode("ascii")
             raw = json.loads(text)
             files = {}
             for name, record in raw["files"].items():
@@ -72,12 +99,14 @@ class Manifest:
                 versions=dict(raw["versions"]),
                 saved_at=str(raw["saved_at"]),
                 files=files,
+                prefix=str(raw.get("prefix", "")),
             )
             if "iteration" not in manifest.counters:
                 raise KeyError("iteration")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            for name in (manifest.prefix, *files):
+                if name.startswith("/") or ".." in name.split("/"):
+                    raise ValueError(f"it names a file outside of the checkpoint: {name}")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {type(error).__name__}: {error}. Choose another checkpoint."
             ) from error
@@ -86,9 +115,6 @@ class Manifest:
                 f"{path} has format {manifest.format}, and this version of accel reads {MANIFEST_FORMAT}. It was saved "
                 f"with accel-checkpoint {manifest.versions.get('accel-checkpoint')}: load it with that version."
             )
-        for name in files:
-            if leads_outside(directory, name):
-                raise CheckpointError(f"{path} names a file outside of the checkpoint: {name}. It is not loaded.")
         # The manifest's own digest detects damage that is still valid JSON, such as a changed number.
         if text != manifest.text():
             raise CheckpointError(f"{path} is damaged: its digest does not match. Choose another checkpoint.")
@@ -97,6 +123,8 @@ class Manifest:
     def text(self) -> str:
         """The manifest as JSON; its last entry is the digest of the rest."""
         content = {**asdict(self), "digest": "xxh3_128", "block_bytes": BLOCK_BYTES}
+        if not self.prefix:
+            del content["prefix"]
         own_digest = xxhash.xxh3_128(json.dumps(content).encode("ascii")).hexdigest()
         return json.dumps({**content, "own_digest": own_digest}, indent=1) + "\n"
 
@@ -232,7 +260,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, str]:
     """Compare every file of a checkpoint with its digest.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, also as a URL, whose files are fetched one after the other.
 
     Returns:
         By file, what is wrong with it; empty if all files are as they were written.
@@ -240,10 +268,19 @@ def verify(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         CheckpointError: there is no manifest, or it is damaged.
     """
-    directory = Path(path)
-    manifest = Manifest.read(directory)
+    return verified(as_location("path", path))[1]
+
+
+def verified(place: Location) -> tuple[int, dict[str, str]]:
+    """The number of files of a checkpoint, and what :func:`verify` returns."""
+    if isinstance(place, RemotePath):
+        from .remote.catalog import verified as verified_there
+
+        return verified_there(place)
+    manifest = Manifest.read(place)
     if manifest is None:
         raise CheckpointError(
-            f"{directory / MANIFEST_NAME} is missing: the checkpoint is incomplete, or of another library."
+            f"{place / MANIFEST_NAME} is missing: the checkpoint is incomplete or was saved by another library, so it "
+            "cannot be verified."
         )
-    return damaged_files(manifest, directory)
+    return len(manifest.files), damaged_files(manifest, place)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +26,7 @@ from .catalog import rotate
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
 from .names import MANIFEST_NAME
 from .parts import Part
+from .remote.directory import RemoteDirectory
 from .safe_load import check_readable
 from .staging import on_host
 
@@ -35,8 +34,6 @@ logger = get_logger(__name__)
 
 # Small pieces are written together.
 _BUFFER_BYTES = 1 << 16
-# In a directory that is being written: what a rank has written into it. Deleted before the checkpoint is complete.
-_RECORDS_NAME = ".records_{}.json"
 
 Consensus = Callable[[str], AbstractContextManager[None]]
 """Makes a block that every rank enters, and that fails on all ranks if it fails on one; takes what to say it does."""
@@ -127,14 +124,25 @@ def write_parts(
 
 
 def write_manifest(
-    directory: Path, world_size: int, counters: Mapping[str, int], known: Mapping[str, FileRecord] | None = None
+    directory: Path,
+    world_size: int,
+    counters: Mapping[str, int],
+    known: Mapping[str, FileRecord] | None = None,
+    shared: bool = True,
 ) -> Manifest:
     """Write the manifest of everything in a directory, and bring to the disk what is not there yet.
+
+    Args:
+        directory: the checkpoint.
+        world_size: number of processes.
+        counters: for the manifest.
+        known: the records of files that need not be read.
+        shared: whether all of these files are in the directory; otherwise other ranks have sent them elsewhere.
 
     Raises:
         LinkError: a file is a symbolic link, as a hook may have made it: its target is not part of the checkpoint.
     """
-    records = {}
+    records = {} if shared else dict(known or {})
     for parent, _, names in os.walk(directory):
         for name in names:
             path = Path(parent, name)
@@ -187,11 +195,12 @@ def sync_directories(directory: Path) -> None:
 class StateWriter:
     """One save on one rank."""
 
-    directory: CheckpointDirectory  # where to write; its partial directory exists
+    directory: CheckpointDirectory | RemoteDirectory  # where to write; its partial directory exists
     # whether this process writes what is common to all ranks: the main process (of each node, if the nodes save on
     # their own)
     is_writer: bool
     parts: Sequence[Part]  # the files that this rank writes
+    rank: int  # of this process
     world_size: int  # number of processes
     counters: Mapping[str, int]  # for the manifest
     total_limit: int | None = None  # how many automatically named checkpoints to keep; None keeps all
@@ -207,23 +216,21 @@ class StateWriter:
         try:
             with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
                 records = write_parts(partial_dir, self.parts, self.workers, self.on_device)
-                if not self.is_writer:
-                    # The writer would have to read what the other ranks have written otherwise.
-                    table = json.dumps({name: asdict(record) for name, record in records.items()})
-                    (partial_dir / _RECORDS_NAME.format(uuid.uuid4().hex)).write_text(table)
+                if not (self.is_writer and directory.shared):
+                    directory.hand_over(records, self.rank)
             self.parts = ()
             with on_all_ranks(f"saving {directory.target}"):
                 if self.is_writer:
                     with directory.explaining_write_errors():
                         for finalize in self.finalizers:
                             finalize(partial_dir)
-                        if self.world_size > 1:
-                            records = {**_records_of_other_ranks(partial_dir), **records}
-                        write_manifest(partial_dir, self.world_size, self.counters, records)
-                        directory.commit()
+                        others = directory.records_of_others() if self.world_size > 1 else {}
+                        manifest = write_manifest(
+                            partial_dir, self.world_size, self.counters, {**others, **records}, directory.shared
+                        )
+                        directory.commit(manifest)
         except BaseException:
-            if self.is_writer:
-                directory.abandon()
+            directory.abandon()
             raise
         self.committed = True
         if self.total_limit is not None:
@@ -233,18 +240,6 @@ class StateWriter:
                     if deleted:
                         names = ", ".join(path.name for path in deleted)
                         logger.info("Deleted %s: total_limit=%d.", names, self.total_limit)
-
-
-def _records_of_other_ranks(partial_dir: Path) -> dict[str, FileRecord]:
-    """Records of the files that other ranks have written, if these still exist with that size."""
-    records: dict[str, FileRecord] = {}
-    for path in partial_dir.glob(_RECORDS_NAME.format("*")):
-        for name, record in json.loads(path.read_bytes()).items():
-            file = partial_dir / name
-            if file.is_file() and file.stat().st_size == record["size"]:
-                records[name] = FileRecord(record["size"], tuple(record["digests"]))
-        path.unlink()
-    return records
 
 
 class BackgroundSave:

@@ -6,7 +6,6 @@ import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError, check_type
-from accel_state.paths import refuse_link
+from accel_state.paths import as_path, refuse_link
 from accel_state.state import current_rank
 
 from ._torch_compat import watch_compilation
@@ -59,7 +58,7 @@ class Monitor:
         interval: float = INTERVAL,
         launcher: int | None = None,
     ) -> None:
-        directory = Path(project_dir)
+        directory = as_path("project_dir", project_dir)
         for path in (directory, directory / FOLDER):
             if path.exists() and not path.is_dir():
                 raise ConfigurationError(f"project_dir={os.fspath(project_dir)!r}: {path} is a file. Give a directory.")

@@ -11,6 +11,8 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from accel_state.errors import ConfigurationError
+from accel_state.storage.transfer import local_copy
+from accel_state.storage.url import RemotePath, is_url
 
 SAFETENSORS = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
@@ -26,7 +28,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
     """The files of a checkpoint, each with the names that its index lists, or None without an index."""
-    path = Path(checkpoint)
+    path = local_copy(RemotePath(os.fspath(checkpoint))) if is_url(checkpoint) else Path(checkpoint)
     if path.is_dir():
         path = _in_directory(path)
     elif not path.exists():

@@ -1,4 +1,4 @@
-"""``accel checkpoint``: lists checkpoints, and verifies their files. Torch-free."""
+"""``accel checkpoint``: lists checkpoints, verifies their files, and removes leftovers. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from accel_state.command import Command
 from accel_state.errors import AccelError, ConfigurationError
 from accel_state.humanize import convert_bytes
+from accel_state.storage.url import Location, RemotePath, as_location
 
-from ..catalog import CheckpointInfo, list_checkpoints, why_no_checkpoint
-from ..manifest import Manifest, damaged_files
+from ..atomic_dir import remove_leftovers
+from ..catalog import CheckpointInfo, list_checkpoints, remote, why_no_checkpoint
+from ..manifest import verified
 from ..names import MANIFEST_NAME, CheckpointError
 
 EXIT_DAMAGED = 1
@@ -22,33 +23,40 @@ _AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
 
 
 def run(argv: list[str]) -> int:
-    """Run ``accel checkpoint list`` or ``accel checkpoint verify``."""
+    """Run ``accel checkpoint list``, ``verify`` or ``clean``."""
     options = _parser().parse_args(argv)
-    directory = Path(options.path)
-    reason = why_no_checkpoint(directory)
-    if reason is not None and (options.action is _verify or not directory.is_dir()):
+    directory = as_location("PATH", options.path)
+    reason = None if options.action is _clean else why_no_checkpoint(directory)
+    is_missing = not isinstance(directory, RemotePath) and not directory.is_dir()
+    if reason is not None and (options.action is _verify or is_missing):
         raise ConfigurationError(reason)
     code: int = options.action(directory, options.json)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("accel checkpoint", description="List and verify the checkpoints of save_state.")
+    parser = argparse.ArgumentParser(
+        "accel checkpoint", description="List, verify and clean the checkpoints of save_state."
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     text = "show step, size, age and completeness of the checkpoints in a directory"
     list_parser = actions.add_parser("list", help=text, description=f"{text.capitalize()}.")
-    list_parser.add_argument("path", metavar="DIR", help="a directory of checkpoints")
+    list_parser.add_argument("path", metavar="DIR", help="a directory of checkpoints, or its URL")
     list_parser.set_defaults(action=_list)
     text = "compare every file of a checkpoint with the digest in its manifest"
     verify_parser = actions.add_parser("verify", help=text, description=f"{text.capitalize()}.")
-    verify_parser.add_argument("path", metavar="PATH", help="a checkpoint")
+    verify_parser.add_argument("path", metavar="PATH", help="a checkpoint, or its URL")
     verify_parser.set_defaults(action=_verify)
-    for action in (list_parser, verify_parser):
+    text = "delete what killed processes have left: unfinished saves, and unfinished uploads to object storage"
+    clean_parser = actions.add_parser("clean", help=text, description=f"{text.capitalize()}.")
+    clean_parser.add_argument("path", metavar="DIR", help="a directory of checkpoints, or its URL")
+    clean_parser.set_defaults(action=_clean)
+    for action in (list_parser, verify_parser, clean_parser):
         action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _list(directory: Path, as_json: bool) -> int:
+def _list(directory: Location, as_json: bool) -> int:
     checkpoints = list_checkpoints(directory)
     if as_json:
         entries = [
@@ -59,17 +67,34 @@ def _list(directory: Path, as_json: bool) -> int:
     if not checkpoints:
         if why_no_checkpoint(directory) is None:
             raise ConfigurationError(
-                f"{directory.resolve()} is a checkpoint itself. Give the directory that contains it, or check its "
+                f"{_shown(directory)} is a checkpoint itself. Give the directory that contains it, or check its "
                 "files with `accel checkpoint verify`."
             )
         raise ConfigurationError(
-            f"{directory.resolve()} contains no checkpoint. Give the directory of those that save_state has written, "
+            f"{_shown(directory)} contains no checkpoint. Give the directory of those that save_state has written, "
             "or the project directory."
         )
     rows = [("NAME", "STEP", "SIZE", "AGE", "PROCESSES", "STATE"), *map(_row, checkpoints)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _shown(directory: Location) -> str:
+    return str(directory if isinstance(directory, RemotePath) else directory.resolve())
+
+
+def _clean(directory: Location, as_json: bool) -> int:
+    if isinstance(directory, RemotePath):
+        count = remote().clean_all(directory)
+    else:
+        if not directory.is_dir():
+            raise ConfigurationError(f"{directory} is not a directory. Give a directory of checkpoints, or its URL.")
+        count = sum(remove_leftovers(parent) for parent in (directory, directory / "checkpoints") if parent.is_dir())
+    print(
+        json.dumps({"path": str(directory), "removed": count}) if as_json else f"{directory}: removed {count} leftovers"
+    )
     return 0
 
 
@@ -85,23 +110,17 @@ def _row(info: CheckpointInfo) -> tuple[str, ...]:
     return info.path.name, step, convert_bytes(info.size), f"{age / (seconds or 1):.0f} {unit}", processes, state
 
 
-def _verify(directory: Path, as_json: bool) -> int:
+def _verify(directory: Location, as_json: bool) -> int:
     number, problems = 0, {}
     try:
-        manifest = Manifest.read(directory)
+        number, problems = verified(directory)
     except CheckpointError as error:
         problems = {MANIFEST_NAME: str(error)}
-    else:
-        if manifest is None:
-            text = "missing: the checkpoint is incomplete or was saved by another library, so it cannot be verified"
-            problems = {MANIFEST_NAME: text}
-        else:
-            number, problems = len(manifest.files), damaged_files(manifest, directory)
     if as_json:
         print(json.dumps({"path": str(directory), "files": number, "damaged": problems}, indent=2))
     elif problems:
         for name, problem in problems.items():
-            print(f"{directory / name}: {problem}", file=sys.stderr)
+            print(f"{directory}/{name}: {problem}", file=sys.stderr)
     else:
         print(f"{directory}: all {number} files are intact")
     return EXIT_DAMAGED if problems else 0
@@ -116,4 +135,4 @@ def main() -> int:
         return 2
 
 
-COMMAND = Command("list checkpoints, and verify that their files are intact", run)
+COMMAND = Command("list checkpoints, verify that their files are intact, and clean up after killed saves", run)

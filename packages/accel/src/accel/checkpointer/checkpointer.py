@@ -23,11 +23,15 @@ from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
 from accel_checkpoint.manifest import Workers
 from accel_checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, gradients_file
 from accel_checkpoint.parts import Part
+from accel_checkpoint.remote.catalog import read_manifest
+from accel_checkpoint.remote.directory import RemoteDirectory
 from accel_checkpoint.staging import HostCopies
+from accel_checkpoint.target import Opened, agreed_directory, opened
 from accel_checkpoint.writer import BackgroundSave, StateWriter
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
-from accel_state.paths import as_path
+from accel_state.storage.transfer import written_directory
+from accel_state.storage.url import Location, RemotePath, as_location
 from accel_track.tracking import TrackerRun
 
 from ..core import weights_io
@@ -85,39 +89,42 @@ class Checkpointer:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool) -> Path:
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool
+    ) -> Location:
         process, project = self._process, self.project
         if self._strategy.shards_parameters or self._strategy.uses_engine:
             weights_io.refuse_each_node(process, project.save_on_each_node)
         self.wait_for_save()
-        target = self._target(output_dir)
-        if process.num_processes > 1:
-            # A path that is made of the time, for example, may differ between ranks.
-            target = Path(process.collectives.broadcast_object(str(target)))
+        directory = agreed_directory(self._target(output_dir), process)
+        if isinstance(directory.target, RemotePath) and project.save_on_each_node:
+            raise ConfigurationError(
+                f"save_on_each_node=True saves on each node, but {directory.target} is one place for all. Leave it out."
+            )
         collectives = process.collectives if blocking else self._background_collectives()
-        writer = self._collect(target, safe_serialization, blocking)
+        writer = self._collect(directory, safe_serialization, blocking)
         if blocking:
             writer.finish(partial(on_all_ranks, collectives))
         else:
             writer.workers = 1  # the training loop has the processors
             self._background = BackgroundSave(writer, partial(on_all_ranks, collectives), project.iteration)
         project.iteration += 1
-        return target
+        return directory.target
 
-    def count_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def count_save(self, output_dir: str | os.PathLike[str] | None) -> Location:
         """The path of a state that another process saves."""
         target = self._target(output_dir)
         self.project.iteration += 1
         return target
 
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Location:
         project = self.project
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
-            return as_path("output_dir", output_dir)
+            return as_location("output_dir", output_dir)
         if output_dir is not None:
             logger.warning_once(
                 f"save_state got output_dir, which has no effect with automatic_checkpoint_naming: states are saved in "
@@ -125,12 +132,12 @@ class Checkpointer:
             )
         return self._checkpoints() / f"checkpoint_{project.iteration}"
 
-    def _checkpoints(self) -> Path:
+    def _checkpoints(self) -> Location:
         if self.project.project_dir is None:
             raise ConfigurationError(
                 "automatic_checkpoint_naming needs a directory. Give the Accelerator project_dir=..."
             )
-        return Path(self.project.project_dir) / "checkpoints"
+        return as_location("project_dir", self.project.project_dir) / "checkpoints"
 
     @property
     def _is_writer(self) -> bool:
@@ -139,19 +146,23 @@ class Checkpointer:
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
 
-    def _collect(self, target: Path, safe_serialization: bool, blocking: bool) -> StateWriter:
+    def _collect(
+        self, directory: CheckpointDirectory | RemoteDirectory, safe_serialization: bool, blocking: bool
+    ) -> StateWriter:
         process, project, prepared, strategy = self._process, self.project, self._prepared, self._strategy
-        directory, is_writer = CheckpointDirectory(target), self._is_writer
+        target, is_writer = directory.target, self._is_writer
         saving = partial(on_all_ranks, process.collectives, f"saving {target}")
         try:
             with saving():
                 if is_writer:
-                    if project.automatic_checkpoint_naming and directory.target.exists():
+                    if project.automatic_checkpoint_naming and directory.exists():
                         raise ConfigurationError(
                             f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
                             f"(now {project.iteration}) to the number to continue with."
                         )
                     directory.begin()
+                else:
+                    directory.join()
             weights = list(map(strategy.weights_to_save, prepared.models))
             with saving(), directory.explaining_write_errors():
                 self._run_save_hooks(directory.partial, weights)
@@ -182,13 +193,13 @@ class Checkpointer:
                     parts = [replace(part, value=self._host_copies.copy(part.value)) for part in parts]
                     self._host_copies.finish()
         except BaseException:
-            if is_writer:
-                directory.abandon()
+            directory.abandon()
             raise
         return StateWriter(
             directory=directory,
             is_writer=is_writer,
             parts=parts,
+            rank=process.process_index,
             world_size=process.num_processes,
             counters={
                 "iteration": project.iteration + 1,
@@ -257,13 +268,14 @@ class Checkpointer:
     ) -> None:
         weights_io.refuse_unsavable(model, state_dict)
         if self._is_writer:
-            directory = Path(save_directory)
-            directory.mkdir(parents=True, exist_ok=True)
-            weights_io.save_model_weights(state_dict, directory, max_shard_size, safe_serialization)
+            place = as_location("save_directory", save_directory)
+            with written_directory(place, weights_io.is_weights_file) as directory:
+                weights_io.save_model_weights(state_dict, directory, max_shard_size, safe_serialization)
 
     def check_model_directory(self, save_directory: str | os.PathLike[str]) -> None:
         """Raise ConfigurationError if a model cannot be saved in a directory, before its weights are gathered."""
-        if as_path("save_directory", save_directory).is_file():
+        place = as_location("save_directory", save_directory)
+        if not isinstance(place, RemotePath) and place.is_file():
             raise ConfigurationError(
                 f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
@@ -299,22 +311,28 @@ class Checkpointer:
         load_kwargs: dict[str, Any] | None,
         load_model_kwargs: dict[str, Any],
     ) -> None:
-        process, prepared, strategy = self._process, self._prepared, self._strategy
+        process, strategy = self._process, self._strategy
         self.wait_for_save()
         with on_all_ranks(process.collectives, "looking for a state to load"):
-            directory = self._find(input_dir)
-        share = (0, 1)
+            found = self._find(input_dir)
         if process.num_processes > 1:
-            directory = Path(process.collectives.broadcast_object(str(directory)))
-            share = self._share_of(directory)
-        loading = partial(on_all_ranks, process.collectives, f"loading {directory}")
+            found = process.collectives.broadcast_object(found)
+        with opened(found, process, all_files=strategy.uses_engine) as checkpoint:
+            self._load(checkpoint, found, load_kwargs, load_model_kwargs)
+
+    def _load(
+        self, checkpoint: Opened, place: Location, load_kwargs: dict[str, Any] | None, load_model_kwargs: dict[str, Any]
+    ) -> None:
+        process, prepared, strategy, directory = self._process, self._prepared, self._strategy, checkpoint.folder
+        share = self._share_of(directory) if process.num_processes > 1 else (0, 1)
+        loading = partial(on_all_ranks, process.collectives, f"loading {place}")
         # Ranks may have to communicate to find out how models are sharded.
         layouts = None
         if strategy.shards_parameters and not strategy.uses_engine:
             layouts = {id(model): strategy.layout(model) for model in prepared.models}
         with loading():
             options = dict(load_model_kwargs)
-            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs)
+            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs, opened=checkpoint)
             reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.
@@ -344,19 +362,21 @@ class Checkpointer:
                 self.project.iteration = reader.manifest.counters["iteration"]
                 for optimizer in prepared.optimizers[:1]:
                     optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
-            elif number := NUMBERED.fullmatch(directory.name):
+            elif number := NUMBERED.fullmatch(place.name):
                 self.project.iteration = int(number[1]) + 1
             # Last, because everything before may have drawn random numbers.
             reader.restore_rng()
             if process.num_processes > 1:
                 strategy.share_generators()
 
-    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Location:
         """The path of the checkpoint to load; of the newest one on the main process only."""
         automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
-        path = as_path("input_dir", LATEST if input_dir is None else input_dir)
+        path = as_location("input_dir", LATEST if input_dir is None else input_dir)
+        if isinstance(path, RemotePath):
+            return path
         if input_dir is None or (str(path) == LATEST and (automatic or not path.is_dir())):
             # The newest one must be the same for all ranks, so one process looks for it.
             return self._newest() if self._process.process_index == 0 else path
@@ -364,41 +384,44 @@ class Checkpointer:
             recover(path)
         return path
 
-    def _newest(self) -> Path:
+    def _newest(self) -> Location:
         if self.project.automatic_checkpoint_naming:
             return newest_complete(self._checkpoints())
         if self.project.project_dir is None:
             raise ConfigurationError(
                 f"load_state({LATEST!r}) needs a directory to look in. Give the Accelerator project_dir=..., or a path."
             )
-        return newest_saved(Path(self.project.project_dir))
+        return newest_saved(as_location("project_dir", self.project.project_dir))
 
-    def newest(self, output_dir: str | os.PathLike[str] | None) -> Path | None:
+    def newest(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
         """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
         collectives = self._process.collectives
         with on_all_ranks(collectives, "looking for a state to resume from"):
             newest = self._newest_or_none(output_dir) if self._process.process_index == 0 else None
-        newest = collectives.broadcast_object(newest)
-        return None if newest is None else Path(newest)
+        return collectives.broadcast_object(newest)
 
-    def _newest_or_none(self, output_dir: str | os.PathLike[str] | None) -> str | None:
+    def _newest_or_none(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
         if output_dir is not None:
-            recover(as_path("output_dir", output_dir))
-            return str(output_dir) if Path(output_dir).is_dir() else None
+            place = as_location("output_dir", output_dir)
+            if isinstance(place, RemotePath):
+                return None if read_manifest(place) is None else place
+            recover(place)
+            return place if place.is_dir() else None
         if self.project.project_dir is None:
             raise ConfigurationError(
                 "resume needs a directory to look in. Give the Accelerator project_dir=..., or "
                 "SaveOnSignal(output_dir=...)."
             )
         automatic = self.project.automatic_checkpoint_naming
-        directory = self._checkpoints() if automatic else Path(self.project.project_dir)
-        if not directory.is_dir():
+        directory = self._checkpoints() if automatic else as_location("project_dir", self.project.project_dir)
+        if not isinstance(directory, RemotePath):
+            if not directory.is_dir():
+                return None
+            recover_all(directory)
+        # What a killed process has left was never a checkpoint; a damaged checkpoint is an error.
+        if all(info.unfinished for info in list_checkpoints(directory)):
             return None
-        recover_all(directory)
-        # What a killed process left under a hidden name was never a checkpoint; a damaged checkpoint is an error.
-        if all(info.path.name.startswith(".") for info in list_checkpoints(directory)):
-            return None
-        return str((newest_complete if automatic else newest_saved)(directory))
+        return (newest_complete if automatic else newest_saved)(directory)
 
     def _share_of(self, directory: Path) -> tuple[int, int]:
         """Which share of the files this process verifies, of as many as there are processes that see the same files."""

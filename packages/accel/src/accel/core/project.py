@@ -8,6 +8,7 @@ from operator import index
 from accel_state.arguments import check_flags
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_path
+from accel_state.storage.url import RemotePath, as_location
 
 
 @dataclass
@@ -15,8 +16,9 @@ class ProjectConfiguration:
     """Directories and checkpoint naming of a project.
 
     Args:
-        project_dir: the directory of everything that is saved.
-        logging_dir: the directory of tracker logs; the project directory by default.
+        project_dir: the directory of everything that is saved, or the URL of a place in object storage, such as
+            "s3://bucket/run".
+        logging_dir: the directory of tracker logs; the project directory by default, if that is not a URL.
         automatic_checkpoint_naming: save states as ``<project_dir>/checkpoints/checkpoint_<iteration>``.
         total_limit: how many automatically named checkpoints to keep; None keeps all.
         iteration: the number of the next one.
@@ -53,9 +55,10 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set the project directory, and the logging directory if none was given."""
-        for name, value in (("project_dir", project_dir), ("logging_dir", self.logging_dir)):
-            if value is not None:
-                as_path(name, value)
+        place = None if project_dir is None else as_location("project_dir", project_dir)
+        if self.logging_dir is not None:
+            as_path("logging_dir", self.logging_dir)
         self.project_dir = project_dir
-        if self.logging_dir is None:
+        # Trackers write to directories only.
+        if self.logging_dir is None and not isinstance(place, RemotePath):
             self.logging_dir = project_dir

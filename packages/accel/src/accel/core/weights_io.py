@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
+_WEIGHTS_FILE = re.compile(
+    rf"({MODEL_NAME}(-\d+-of-\d+)?\.bin|{SAFE_MODEL_NAME}(-\d+-of-\d+)?\.safetensors)(\.index\.json)?"
+)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -127,6 +131,11 @@ def save_model_weights(
         if path.name not in written:
             path.unlink(missing_ok=True)
     return written
+
+
+def is_weights_file(name: str) -> bool:
+    """Whether :func:`save_model_weights` gives files this name."""
+    return _WEIGHTS_FILE.fullmatch(name) is not None
 
 
 def refuse_each_node(state: PartialState, each_node: bool) -> None:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol, cast
 
@@ -20,6 +19,7 @@ from accel_state import PartialState
 from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory, remove_note, write_note
+from accel_state.storage.url import Location, as_location
 
 from ..core.project import ProjectConfiguration
 from ..setup.prepare import Preparation
@@ -124,7 +124,7 @@ class Preempted(SystemExit):
         checkpoint: the state that was saved.
     """
 
-    def __init__(self, code: int, checkpoint: Path) -> None:
+    def __init__(self, code: int, checkpoint: Location) -> None:
         super().__init__(code)
         self.checkpoint = checkpoint
 
@@ -141,7 +141,7 @@ class TrainingRun(Protocol):
     @property
     def _custom_objects(self) -> list[Any]: ...
 
-    def save_state(self, output_dir: Any = None) -> Path:
+    def save_state(self, output_dir: Any = None) -> Location:
         """Save the full state."""
 
 
@@ -332,14 +332,14 @@ def check_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> No
         )
 
 
-def target_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> Path | None:
+def target_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> Location | None:
     """The directory to save in; None for a numbered one."""
     if project.automatic_checkpoint_naming:
         return None
     if settings.output_dir is not None:
-        return Path(settings.output_dir)
+        return as_location("output_dir", settings.output_dir)
     assert project.project_dir is not None
-    return Path(project.project_dir) / DEFAULT_FOLDER
+    return as_location("project_dir", project.project_dir) / DEFAULT_FOLDER
 
 
 def exit_from_signal(code: int) -> NoReturn:

@@ -125,6 +125,8 @@ class ShardedReader:
     world_size: int  # number of processes
     read: Callable[[str], Any]  # reads a file of the checkpoint that torch has saved
     read_safetensors: Callable[[str], State]  # reads one in the safetensors format
+    # what reads the files of a directory of torch.distributed.checkpoint; None maps them
+    source: Callable[[Path], Any] = lambda directory: None
     used: set[str] = field(default_factory=set)  # the files that were read
     # read the files of single ranks even if there is a directory of torch.distributed.checkpoint
     prefers_ranks: bool = False
@@ -142,7 +144,8 @@ class ShardedReader:
 
     def model(self, index: int, layout: Layout) -> State:
         if self._has_shards(MODEL_STEM, index):
-            return state_dicts.read_model(self._shards(MODEL_STEM, index), layout)
+            directory = self._shards(MODEL_STEM, index)
+            return state_dicts.read_model(directory, layout, self.source(directory))
         local_state = self._rank_state(MODEL_STEM, index)
         if local_state is not None:
             return {name: self._checked_part(layout, name, value) for name, value in local_state.items()}
@@ -158,7 +161,8 @@ class ShardedReader:
 
     def optimizer(self, index: int, layout: Layout, names: Sequence[str]) -> State:
         if self._has_shards(OPTIMIZER_NAME, index):
-            return state_dicts.read_optimizer(self._shards(OPTIMIZER_NAME, index), layout)
+            directory = self._shards(OPTIMIZER_NAME, index)
+            return state_dicts.read_optimizer(directory, layout, self.source(directory))
         local_state = self._rank_state(OPTIMIZER_NAME, index)
         if local_state is not None:
             check_named_structure(local_state, self.directory)

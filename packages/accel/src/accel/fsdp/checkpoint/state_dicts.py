@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_checkpoint.names import CheckpointError
-from accel_checkpoint.sharded.reader import read_shards
+from accel_checkpoint.sharded.reader import Source, read_shards
 from accel_checkpoint.validation import Change, check_named_optimizer, check_named_structure, remember_optimizer
 from accel_state.errors import ConfigurationError
 
@@ -114,7 +114,7 @@ def full_optimizer_state(state: State, on_host: Any) -> State:
     return {"state": gathered, "param_groups": state["param_groups"]} if on_host is not None else {}
 
 
-def read_model(directory: Path, layout: Layout) -> State:
+def read_model(directory: Path, layout: Layout, source: Source | None = None) -> State:
     """This rank's parts of a model's state, from a directory of sharded files."""
     unknown: list[str] = []
 
@@ -126,7 +126,7 @@ def read_model(directory: Path, layout: Layout) -> State:
         _check_shape(directory, name, size, layout)
         return empty_part(layout, name, dtype)
 
-    state = {clean_name(name): value for name, value in read_shards(directory, like, "model").items()}
+    state = {clean_name(name): value for name, value in read_shards(directory, like, "model", source).items()}
     # Names suffice to report unexpected tensors.
     return {**state, **dict.fromkeys(unknown)}
 
@@ -143,7 +143,7 @@ def model_from_full(weights: Mapping[str, Any], layout: Layout, path: Path) -> S
     return state
 
 
-def read_optimizer(directory: Path, layout: Layout) -> State:
+def read_optimizer(directory: Path, layout: Layout, source: Source | None = None) -> State:
     """This rank's parts of an optimizer's state by parameter name, from a directory of sharded files."""
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -152,7 +152,7 @@ def read_optimizer(directory: Path, layout: Layout) -> State:
         is_sharded_alike = tensor is not None and tensor.ndim and layout.shape(name) == size
         return empty_part(layout, name, dtype) if is_sharded_alike else torch.empty(size, dtype=dtype)
 
-    state = read_shards(directory, like, "optimizer")
+    state = read_shards(directory, like, "optimizer", source)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return {"state": state.get("state", {}), "param_groups": groups} if groups is not None else {}
 

@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, by the URLs of fsspec. Torch-free."""

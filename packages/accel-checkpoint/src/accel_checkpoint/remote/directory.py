@@ -1,0 +1,251 @@
+"""A checkpoint that is being written to object storage.
+
+There is no rename in a store. The files of a save go under a prefix of their own, and a marker with the manifest is
+written last: a checkpoint without a marker does not exist, and an older one stays until the marker names the new
+prefix.
+
+    <target>/accel_manifest.json        the marker; its "prefix" is the name of the next line
+    <target>/data-<time>-<id>/...       the files
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from accel_state import get_logger
+from accel_state.paths import refuse_link
+from accel_state.storage.store import Entry, Store, StoreError, is_gone, owner
+from accel_state.storage.url import RemotePath
+
+from ..atomic_dir import CheckpointDirectory
+from ..manifest import FileRecord, Manifest, record_file
+from ..names import MANIFEST_NAME, CheckpointError
+
+logger = get_logger(__name__)
+
+PREFIX = "data-"
+OWNER_NAME = ".owner"
+_RECORDS_NAME = ".records_{}.json"
+# What a process on another machine has left is taken for dead after this time.
+_DEAD_AFTER_SECONDS = 24 * 3600
+# A store may list what was written a moment later.
+_LISTINGS, _PAUSE_SECONDS = 4, 0.5
+
+_active: set[str] = set()
+"""Saves of this process that have not ended."""
+
+
+def new_save_id() -> str:
+    """The prefix of a save, the same on all ranks."""
+    return f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex[:12]}"
+
+
+class RemoteDirectory:
+    """A checkpoint that is being written, with the methods of :class:`.atomic_dir.CheckpointDirectory`.
+
+    Each rank writes its files into a directory of its own in the machine's directory for temporary files (which
+    TMPDIR selects), and sends them.
+
+    Args:
+        target: where the checkpoint goes.
+        save_id: its prefix; the same on all ranks.
+    """
+
+    shared = False  # whether ranks write into one directory
+
+    def __init__(self, target: RemotePath, save_id: str) -> None:
+        self.target = target
+        self._save_id = save_id
+        self._store = Store(target)
+        name = hashlib.blake2b(f"{target.url} {save_id} {os.getpid()}".encode(), digest_size=12).hexdigest()
+        self._local = CheckpointDirectory(_staging_folder() / name)
+        self.partial = self._local.partial
+        self._replaced: bytes | None = None
+        self._is_writer = False
+        self._sent: set[str] = set()
+
+    def exists(self) -> bool:
+        """Whether there is a checkpoint of this name."""
+        return self._store.read(MANIFEST_NAME) is not None
+
+    def begin(self) -> None:
+        """Prepare for writing, and remove what killed processes have left of saves to the same place."""
+        self._is_writer = True
+        self._replaced = self._store.read(MANIFEST_NAME)
+        # What a newer version has written is not replaced: its files could not be found.
+        prefix_of(self._replaced, f"{self.target}/{MANIFEST_NAME}")
+        clean(self._store, self._replaced)
+        _active.add(self._save_id)
+        self._store.write(f"{self._save_id}/{OWNER_NAME}", owner().encode())
+        self._local.begin()
+
+    def join(self) -> None:
+        """Prepare for writing, on a rank that :meth:`begin` was not called on."""
+        self._local.begin()
+
+    def hand_over(self, records: Mapping[str, FileRecord], number: int) -> None:
+        """Send the files of this rank.
+
+        Args:
+            records: of the files that are known; those of hooks are added.
+            number: of the rank.
+        """
+        own = dict(records)
+        for path in self._files():
+            if path not in own:
+                own[path] = record_file(self.partial / path)
+        self._send(own)
+        if not self._is_writer:
+            table = json.dumps({name: asdict(record) for name, record in own.items()})
+            self._store.write(f"{self._save_id}/{_RECORDS_NAME.format(number)}", table.encode())
+            self._local.abandon()
+
+    def records_of_others(self) -> dict[str, FileRecord]:
+        """What other ranks have sent."""
+        records: dict[str, FileRecord] = {}
+        prefix, suffix = _RECORDS_NAME.split("{}")
+        entries = [entry for entry in self._store.files(self._save_id) if entry.path.startswith(prefix)]
+        tables = [entry for entry in entries if entry.path.endswith(suffix)]
+        contents = self._store.read_ranges([(f"{self._save_id}/{entry.path}", 0, entry.size) for entry in tables])
+        for content in contents:
+            for name, record in json.loads(content).items():
+                records[name] = FileRecord(record["size"], tuple(record["digests"]))
+        return records
+
+    def commit(self, manifest: Manifest) -> None:
+        """Send what is left, and write the marker."""
+        self._send([name for name in self._files() if name != MANIFEST_NAME])
+        self._require_sent(manifest)
+        marker = replace(manifest, prefix=self._save_id).text().encode("ascii")
+        self._store.write_marker(MANIFEST_NAME, marker, self._replaced)
+        _active.discard(self._save_id)
+        try:
+            self._store.delete(f"{self._save_id}/{OWNER_NAME}")
+            for entry in self._store.files(self._save_id):
+                if entry.path not in manifest.files:
+                    self._store.delete(f"{self._save_id}/{entry.path}")
+            clean(self._store, marker, replaced=self._replaced)
+        except StoreError as error:
+            logger.warning("%s is complete, but what it replaces could not be deleted: %s", self.target, error)
+        self._local.abandon()
+
+    def _files(self) -> list[str]:
+        return [path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()]
+
+    def _send(self, names: Mapping[str, FileRecord] | list[str]) -> None:
+        pairs = []
+        for name in names:
+            if name not in self._sent:
+                refuse_link(self.partial / name)
+                pairs.append((self.partial / name, f"{self._save_id}/{name}"))
+                self._sent.add(name)
+        self._store.upload(pairs)
+
+    def _require_sent(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if the store does not have every file; a marker must not name one that it lost."""
+        missing: list[str] = []
+        for attempt in range(_LISTINGS):
+            if attempt:
+                time.sleep(_PAUSE_SECONDS * 2**attempt)
+            sizes = {entry.path: entry.size for entry in self._store.files(self._save_id)}
+            missing = [name for name, record in manifest.files.items() if sizes.get(name) != record.size]
+            if not missing:
+                return
+        raise CheckpointError(
+            f"{self.target} has lost {', '.join(missing[:5])} of {len(manifest.files)} files that were sent: the store "
+            "does not list them. Save again; an older checkpoint there is unchanged."
+        )
+
+    def abandon(self) -> None:
+        """Remove what was written; an older checkpoint stays as it was."""
+        self._local.abandon()
+        if not self._is_writer:
+            return
+        _active.discard(self._save_id)
+        try:
+            self._store.delete_tree(self._save_id)
+            self._store.abort_uploads(lambda path: path.startswith(f"{self._save_id}/"))
+        except StoreError as error:
+            logger.warning("an unfinished save is left, which the next one removes: %s", error)
+
+    @contextmanager
+    def explaining_write_errors(self) -> Iterator[None]:
+        """A block that writes; file system errors are raised as CheckpointError with the free space."""
+        with self._local.explaining_write_errors():
+            yield
+
+
+def _staging_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"accel-checkpoint-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    refuse_link(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        raise CheckpointError(f"{folder} belongs to another user. Set TMPDIR to a directory of your own.")
+    return folder
+
+
+def prefix_of(marker: bytes | None, where: str) -> str:
+    """The prefix that a marker names; "" without one."""
+    return "" if marker is None else Manifest.parse(marker, where).prefix
+
+
+def clean(store: Store, marker: bytes | None, replaced: bytes | None = None) -> int:
+    """Delete what killed processes have left of saves to one place, and what a marker has replaced.
+
+    Args:
+        store: of the place.
+        marker: the contents of the marker; None if there is none.
+        replaced: those of the marker before it.
+
+    Returns:
+        How many unfinished saves and uploads there were.
+    """
+    where = f"{store.place}/{MANIFEST_NAME}"
+    try:
+        kept, old = prefix_of(marker, where), prefix_of(replaced, where)
+    except CheckpointError as error:
+        logger.warning("nothing is removed there: %s", error)
+        return 0
+    count = 0
+    dead: dict[str, bool] = {}
+
+    def is_dead(prefix: str) -> bool:
+        if prefix not in dead:
+            dead[prefix] = prefix not in ("", kept) and (prefix == old or _is_dead(store, prefix))
+        return dead[prefix]
+
+    for name in store.names():
+        if name.startswith(PREFIX) and is_dead(name):
+            store.delete_tree(name)
+            count += 1
+    count += store.abort_uploads(lambda path: path.startswith(PREFIX) and is_dead(path.partition("/")[0]))
+    return count
+
+
+def _is_dead(store: Store, prefix: str) -> bool:
+    """Whether the process that has begun a save has ended."""
+    if prefix in _active:
+        return False
+    content = store.read(f"{prefix}/{OWNER_NAME}")
+    if content is None:
+        return True  # written first, and removed when the marker names the prefix, or when it is being deleted
+    name = content.decode(errors="replace")
+    gone = is_gone(name)
+    if gone is None:
+        began = prefix.removeprefix(PREFIX).partition("-")[0]
+        return began.isdigit() and time.time() - int(began) > _DEAD_AFTER_SECONDS
+    return gone or name == owner()  # of this process, but not one that it is writing
+
+
+def remote_files(store: Store, manifest: Manifest) -> dict[str, Entry]:
+    """The files of a checkpoint that a store has, by name."""
+    return {entry.path: entry for entry in store.files(manifest.prefix)}

@@ -1,0 +1,140 @@
+"""Reading a checkpoint from object storage: small files are copied, and of sharded tensors only what is needed."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from accel_state.storage.store import Store
+from accel_state.storage.url import RemotePath
+
+from ..manifest import BLOCK_BYTES, FileRecord, Manifest
+from ..names import MANIFEST_NAME, SHARD_SUFFIX, CheckpointError
+
+# A file that is read by ranges, in parts of this size at once.
+_PART_BYTES = 16 << 20
+
+
+class RemoteCheckpoint:
+    """A checkpoint in a store.
+
+    Args:
+        place: where it is.
+
+    Raises:
+        CheckpointError: there is none, or its marker is damaged.
+    """
+
+    def __init__(self, place: RemotePath) -> None:
+        self.place = place
+        self._store = Store(place)
+        content = self._store.read(MANIFEST_NAME)
+        if content is None:
+            raise CheckpointError(
+                f"{place} is not a checkpoint: it has no {MANIFEST_NAME}, which is written last. Give the URL that "
+                "save_state returned, or choose another checkpoint."
+            )
+        self._marker = content
+        self.manifest = Manifest.parse(content, f"{place}/{MANIFEST_NAME}")
+
+    @property
+    def by_ranges(self) -> set[str]:
+        """The files that :meth:`source` reads by ranges."""
+        return {name for name in self.manifest.files if name.endswith(SHARD_SUFFIX)}
+
+    def copy_to(self, folder: Path, all_files: bool = False) -> None:
+        """Copy the files, without those that are read by ranges unless ``all_files`` is set."""
+        left = set() if all_files else self.by_ranges
+        pairs = []
+        for name in self.manifest.files:
+            if name not in left:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                pairs.append((f"{self.manifest.prefix}/{name}", folder / name))
+        self._store.download(pairs)
+        (folder / MANIFEST_NAME).write_bytes(self._marker)
+
+    def source(self, directory: str) -> RemoteFiles:
+        """The files of a sharded state.
+
+        Args:
+            directory: its name in the checkpoint.
+        """
+        records = {}
+        for name, record in self.manifest.files.items():
+            if name.startswith(f"{directory}/"):
+                records[name.removeprefix(f"{directory}/")] = record
+        return RemoteFiles(self._store, f"{self.manifest.prefix}/{directory}", records)
+
+
+class RemoteFiles:
+    """The files of a sharded state, of which parts are fetched; see :class:`.sharded.reader.Source`."""
+
+    def __init__(self, store: Store, prefix: str, records: dict[str, FileRecord]) -> None:
+        self.where = f"{store.place}/{prefix}"
+        self._store, self._prefix, self._records = store, prefix, records
+        self._files: dict[str, mmap.mmap] = {}
+        self._fetched: dict[str, list[tuple[int, int]]] = {}
+        self._checked: set[tuple[str, int]] = set()
+        self.bytes_read = 0
+
+    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Read parts of files, and compare blocks that are there in full with their digests."""
+        wanted = []
+        for name, begin, end in ranges:
+            record = self._records.get(name)
+            if record is None or end > record.size:
+                raise CheckpointError(
+                    f"{self.where}/{name} is to be read up to byte {end}, which the manifest does not have. Choose "
+                    "another checkpoint."
+                )
+            for start in range(begin, end, _PART_BYTES):
+                wanted.append((name, start, min(start + _PART_BYTES, end)))
+        for first in range(0, len(wanted), 64):
+            part = wanted[first : first + 64]
+            contents = self._store.read_ranges([(f"{self._prefix}/{name}", *place) for name, *place in part])
+            for (name, begin, end), content in zip(part, contents, strict=True):
+                self._memory(name)[begin:end] = content
+                self._fetched.setdefault(name, []).append((begin, end))
+                self.bytes_read += end - begin
+        for name in {name for name, _, _ in ranges}:
+            self._check(name)
+
+    def view(self, name: str, begin: int, end: int) -> memoryview:
+        """A part of a file that was fetched."""
+        return memoryview(self._memory(name))[begin:end]
+
+    def _memory(self, name: str) -> mmap.mmap:
+        """Memory of the size of a file, of which only what was written to is taken."""
+        if name not in self._files:
+            self._files[name] = mmap.mmap(-1, max(self._records[name].size, 1))
+        return self._files[name]
+
+    def _check(self, name: str) -> None:
+        record = self._records[name]
+        for begin, end in _joined(self._fetched[name]):
+            first = -(-begin // BLOCK_BYTES)
+            last = len(record.digests) if end == record.size else end // BLOCK_BYTES
+            for block in range(first, last):
+                if (name, block) in self._checked:
+                    continue
+                self._checked.add((name, block))
+                start = block * BLOCK_BYTES
+                content = self.view(name, start, min(start + BLOCK_BYTES, record.size))
+                if xxhash.xxh3_128(content).hexdigest() != record.digests[block]:
+                    raise CheckpointError(
+                        f"{self.where}/{name} is damaged: the block at byte {start} differs from what was written. "
+                        "Choose another checkpoint."
+                    )
+
+
+def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    result: list[tuple[int, int]] = []
+    for begin, end in sorted(parts):
+        if result and begin <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((begin, end))
+    return result

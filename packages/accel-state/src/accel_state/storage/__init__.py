@@ -1,0 +1,1 @@
+"""Places in object storage, by the URLs of fsspec. Torch-free."""

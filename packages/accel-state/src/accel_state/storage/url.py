@@ -1,0 +1,110 @@
+"""The URL of a directory in object storage, with the few methods of a path that checkpoints need."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentTypeError, ConfigurationError
+from ..paths import as_path
+from ..secrets import hide_in_text
+
+# Two letters at least: `C:/x` is a path of Windows. Chained protocols (a::b://x) are URLs too, which are refused.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://(.*)", re.DOTALL)
+
+
+class RemotePath(os.PathLike[str]):
+    """A directory in a store.
+
+    Args:
+        url: of any protocol that fsspec knows, such as ``s3://bucket/run``.
+
+    Raises:
+        ConfigurationError: it names no place in a store, or has a query.
+    """
+
+    def __init__(self, url: str) -> None:
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise ConfigurationError(f"{url!r} is not a URL such as s3://bucket/run.")
+        place = match[2].rstrip("/")
+        parts = [part for part in place.split("/") if part]
+        shown = hide_in_text(url)
+        if not parts or "\0" in url or {"..", "."} & set(parts):
+            raise ConfigurationError(f"{shown!r} names no directory of a store. Give one such as s3://bucket/run.")
+        if "?" in url or "#" in url or "::" in url:
+            raise ConfigurationError(
+                f"{shown!r} has a query, a fragment or a chained protocol. Give the plain URL of a directory; options "
+                "and credentials come from the environment, as the store's library reads them."
+            )
+        self.protocol = match[1].lower()
+        self.url = f"{self.protocol}://{place}"
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return posixpath.basename(self.url)
+
+    @property
+    def parent(self) -> RemotePath:
+        """The directory that it is in."""
+        place = self.url.partition("://")[2].strip("/")
+        return RemotePath(posixpath.dirname(self.url)) if "/" in place else self
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return hide_in_text(self.url)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+
+Location = Path | RemotePath
+"""Where checkpoints are: a directory, or a place in a store."""
+
+
+def is_url(value: Any) -> bool:
+    """Whether a path is a URL; ``file://`` is one too."""
+    if isinstance(value, RemotePath):
+        return True
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    text = os.fspath(value)
+    return isinstance(text, str) and _URL.fullmatch(text) is not None
+
+
+def as_location(name: str, value: Any) -> Location:
+    """The path or URL in an argument.
+
+    Args:
+        name: the argument, for messages.
+        value: text or a path object; ``file:///x`` is the path ``/x``.
+
+    Raises:
+        ArgumentTypeError: it is neither text nor a path.
+        ConfigurationError: it is empty, or is a URL that names no directory.
+    """
+    if isinstance(value, RemotePath):
+        return value
+    if not is_url(value):
+        return as_path(name, value)
+    text = os.fspath(value)
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"{name}={value!r} is not a path. Give a str or a Path.")
+    if text.lower().startswith("file://"):
+        return as_path(name, text[len("file://") :])
+    return RemotePath(text)
