@@ -135,7 +135,7 @@ class Code:
     ("arguments", "value"),
     [
         ({"state": {"a b": 1}}, "a b"),
-        ({"path": "s3://bucket/one"}, "s3://bucket/one"),
+        ({"path": "nowhere://bucket/one"}, "nowhere://bucket/one"),
         ({"path": ""}, "''"),
         ({"path": 5}, "5"),
         ({"per_rank": ["loader"]}, "loader"),
