@@ -39,7 +39,7 @@ from accel_state import AccelError, ConfigurationError
 from accel_track import TrackerRun
 
 NAN = float("nan")
-PATHS = ["a\0b", "", 5, "s3://bucket/ck", Path("gs://bucket/ck")]
+PATHS = ["a\0b", "", 5, "s3://bucket/ck?version=1", Path("gs://bucket/ck")]
 
 
 @pytest.fixture
