@@ -6,6 +6,6 @@ from .api import save as save
 from .catalog import CheckpointInfo as CheckpointInfo
 from .catalog import list_checkpoints as list_checkpoints
 from .catalog import newest_complete as newest_complete
+from .catalog import verify as verify
 from .manifest import Manifest as Manifest
-from .manifest import verify as verify
 from .names import CheckpointError as CheckpointError

@@ -15,7 +15,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.storage.url import Location, RemotePath, as_location
 
 from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
-from .manifest import Manifest
+from .manifest import Manifest, damaged_files
 from .names import MANIFEST_NAME, NUMBERED, CheckpointError, is_checkpoint_file, rng_file
 
 _UNFINISHED = "was never finished"
@@ -201,3 +201,32 @@ def rotate(directory: Location, total_limit: int, newest: Location) -> Sequence[
         delete(path, aside(path, DELETED))
     remove_leftovers(directory)
     return surplus
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Compare every file of a checkpoint with its digest.
+
+    Args:
+        path: the checkpoint, also as a URL, whose files are fetched one after the other.
+
+    Returns:
+        By file, what is wrong with it; empty if all files are as they were written.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged.
+    """
+    return verified(as_location("path", path))[1]
+
+
+def verified(place: Location) -> tuple[int, dict[str, str]]:
+    """The number of files of a checkpoint, and what :func:`verify` returns."""
+    if isinstance(place, RemotePath):
+        found: tuple[int, dict[str, str]] = remote().verified(place)
+        return found
+    manifest = Manifest.read(place)
+    if manifest is None:
+        raise CheckpointError(
+            f"{place / MANIFEST_NAME} is missing: the checkpoint is incomplete or was saved by another library, so it "
+            "cannot be verified."
+        )
+    return len(manifest.files), damaged_files(manifest, place)

@@ -21,7 +21,6 @@ from types import TracebackType
 import xxhash
 
 from accel_state.paths import leads_outside
-from accel_state.storage.url import Location, RemotePath, as_location
 
 from .names import MANIFEST_NAME, CheckpointError, require_files, require_number
 
@@ -254,33 +253,3 @@ def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:
             if name not in problems:
                 workers.submit(partial(compare, name, record))
     return {**problems, **dict.fromkeys(sorted(changed), "contents differ from what was written")}
-
-
-def verify(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Compare every file of a checkpoint with its digest.
-
-    Args:
-        path: the checkpoint, also as a URL, whose files are fetched one after the other.
-
-    Returns:
-        By file, what is wrong with it; empty if all files are as they were written.
-
-    Raises:
-        CheckpointError: there is no manifest, or it is damaged.
-    """
-    return verified(as_location("path", path))[1]
-
-
-def verified(place: Location) -> tuple[int, dict[str, str]]:
-    """The number of files of a checkpoint, and what :func:`verify` returns."""
-    if isinstance(place, RemotePath):
-        from .remote.catalog import verified as verified_there
-
-        return verified_there(place)
-    manifest = Manifest.read(place)
-    if manifest is None:
-        raise CheckpointError(
-            f"{place / MANIFEST_NAME} is missing: the checkpoint is incomplete or was saved by another library, so it "
-            "cannot be verified."
-        )
-    return len(manifest.files), damaged_files(manifest, place)

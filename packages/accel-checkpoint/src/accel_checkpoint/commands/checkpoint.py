@@ -14,8 +14,7 @@ from accel_state.humanize import convert_bytes
 from accel_state.storage.url import Location, RemotePath, as_location
 
 from ..atomic_dir import remove_leftovers
-from ..catalog import CheckpointInfo, list_checkpoints, remote, why_no_checkpoint
-from ..manifest import verified
+from ..catalog import CheckpointInfo, list_checkpoints, remote, verified, why_no_checkpoint
 from ..names import MANIFEST_NAME, CheckpointError
 
 EXIT_DAMAGED = 1

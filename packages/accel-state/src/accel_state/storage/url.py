@@ -107,4 +107,7 @@ def as_location(name: str, value: Any) -> Location:
         raise ArgumentTypeError(f"{name}={value!r} is not a path. Give a str or a Path.")
     if text.lower().startswith("file://"):
         return as_path(name, text[len("file://") :])
-    return RemotePath(text)
+    try:
+        return RemotePath(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from None
