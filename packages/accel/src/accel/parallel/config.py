@@ -38,6 +38,8 @@ class TorchTensorParallelConfig:
         plan: how each module is sharded, by name or by pattern with ``*``: a style of Transformers ("colwise",
             "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
             shaped as Llama's or GPT-2's.
+        loss_parallel: whether models of Transformers compute their loss from sharded logits in training. Logits are
+            gathered when ``output.logits`` is read, on every rank of the axis.
 
     Raises:
         ConfigurationError: ``enable_async_tp`` is set.
@@ -45,6 +47,7 @@ class TorchTensorParallelConfig:
 
     enable_async_tp: bool = False
     plan: Mapping[str, Any] | None = None
+    loss_parallel: bool = True
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:

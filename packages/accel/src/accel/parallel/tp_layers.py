@@ -99,6 +99,8 @@ class ParameterSharder:
         self._made: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
         self._inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._regions: dict[nn.Module, Region] = {}
+        self.outputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """What layers with gathered outputs do with their columns, if not that."""
 
     def share_inputs(self, parent: nn.Module, layers: Iterable[nn.Module]) -> None:
         """All-reduce the gradient of a common input of these layers of ``parent`` once."""
@@ -181,12 +183,14 @@ class Columns(Style):
         sharder(module, "weight", outputs, self.pieces)
         if module.bias is not None:
             sharder(module, "bias", 0, self.pieces)
-        gathers, share = self.gathers, sharder.input_of(module)
+        share = sharder.input_of(module)
+        gather = sharder.outputs.get(module) or partial(joined, mesh=mesh, width=width)
+        gathers = self.gathers
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             bias = None if layer.bias is None else _local(layer.bias).flatten()
             out = _product(layer, share(x), bias)
-            return joined(out, mesh, width) if gathers else out
+            return gather(out) if gathers else out
 
         _replace_forward(module, forward)
 

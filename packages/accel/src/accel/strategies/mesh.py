@@ -49,6 +49,7 @@ from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
+from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.split_sequences import SplitSequences
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
@@ -191,6 +192,7 @@ class MeshStrategy(FSDP2Strategy):
         self._sharder = ParameterSharder(self._tp) if self._tp is not None else None
         self._share_inputs(modules)
         self._shard_sequences(model, plan)
+        logits = self._shard_logits(model, plan)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
         for axis in (self.context, self.ulysses):
@@ -199,6 +201,8 @@ class MeshStrategy(FSDP2Strategy):
         if self.experts is not None:
             self.experts.prepare(model)
         wrapped = super().wrap(model)
+        if logits is not None:
+            logits.attach(wrapped)
         self._styles, self._sharder = {}, None
         self._wrapped[wrapped] = True
         self.share_generators()
@@ -237,6 +241,23 @@ class MeshStrategy(FSDP2Strategy):
         region.attach(model, blocks)
         for item in blocks:
             self._sharder.shard_sequences(region, item.rows, partial(region_inputs, region, item))
+
+    def _shard_logits(self, model: nn.Module, plan: TensorParallelPlan) -> ShardedLogits | None:
+        """Let the loss of a model of Transformers be computed from sharded logits."""
+        handler = self.parallelism.tp_handler
+        if self._sharder is None or self._tp is None or (handler is not None and not handler.loss_parallel):
+            return None
+
+        def is_gathered(name: str) -> bool:
+            style = plan.get(name)
+            return isinstance(style, Columns) and style.gathers and style.pieces == 1
+
+        head = None if self._compiles(model) or self.stages else find_sharded_head(model, is_gathered)
+        if head is None:
+            return None
+        logits = ShardedLogits(self._tp, model, head)
+        self._sharder.outputs[head] = logits.outputs
+        return logits
 
     def _compiles(self, model: nn.Module) -> bool:
         dynamo = AcceleratorState().dynamo_plugin

@@ -263,5 +263,6 @@ from ..parallel.expert_balance import ExpertLoad as ExpertLoad
 from ..parallel.expert_balance import expert_load as expert_load
 from ..parallel.sequence_inputs import shift_labels as shift_labels
 from ..parallel.tp_plan import get_model_tp_size as get_model_tp_size
+from ..parallel.vocabulary_loss import causal_lm_loss as causal_lm_loss
 from ..precision.functions import get_grad_scaler as get_grad_scaler
 from ..precision.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
