@@ -1,13 +1,51 @@
-"""Tests that are not about the device, or state what holds on a CPU only: they are skipped with the simulated GPU."""
+"""Tests that do not run with the simulated GPU, or end with a refusal there, and why."""
 
 from __future__ import annotations
 
-# Part of a test's id -> why.
-EXCEPTIONS: dict[str, str] = {
+_NO_ACCELERATOR = "states what holds on a machine without accelerators"
+_PLAN = "accel plan computes without memory, on the CPU of any machine"
+_COMPILER = "torch compiles no code for the simulated GPU"
+
+# Part of a test's id -> why it is skipped.
+SKIPPED: dict[str, str] = {
     "test_accelerators.py::test_the_next_weights_arrive_while": "times copies and products of a real device",
+    "packages/accel-plan/": _PLAN,
+    "test_device_maps.py::test_a_map_that_does_not_fit_the_model_is_refused": _NO_ACCELERATOR,
+    "test_tensors.py::test_moving_tensors": _NO_ACCELERATOR,
+    "test_loading.py::test_every_form_of_checkpoint_gives_the_same_model": _NO_ACCELERATOR,
+    "test_prepare.py::test_batches_are_moved_only_if_asked": _NO_ACCELERATOR,
+    "test_devices.py::test_the_cpu_is_the_last_resort": _NO_ACCELERATOR,
+    "test_devices.py::test_the_base_class_drives_a_plug_in": "the process has another plug-in already",
+    "test_devices.py::test_a_plug_in_that_cannot_be_loaded": "the process has another plug-in already",
+    "test_state.py::test_instances_share_their_attributes": _NO_ACCELERATOR,
+    "test_state.py::test_the_strategy_shows_in_the_words": _NO_ACCELERATOR,
+    "test_state.py::test_functions_run_on_the_chosen_process_only": _NO_ACCELERATOR,
+    "test_facade.py::test_what_an_accelerator_says_of_itself": _NO_ACCELERATOR,
+    "test_training.py::test_settings_that_contradict_each_other_are_refused": _NO_ACCELERATOR,
+    "test_fp8.py::test_a_back_end_that_cannot_compute_here": _NO_ACCELERATOR,
+    "test_fp8.py::test_the_log_says_which_back_end_and_why": _NO_ACCELERATOR,
+    "test_mesh_groups.py::test_a_mesh_creates_the_process_group_of_the_launcher": _NO_ACCELERATOR,
+    "::test_missing_resources_are_reported": _NO_ACCELERATOR,
+    "test_self_test.py::test_a_device_is_checked_and_reported": _NO_ACCELERATOR,
+    "compiled": _COMPILER,
+    "test_saving.py::test_wrapping_and_compiling": _COMPILER,
+    "test_refused_combinations.py": "refuses what only the CPU, and what DeepSpeed on the CPU, cannot compute",
+    "test_training.py::test_a_model_in_half_precision_can_be_exported": _COMPILER,
+}
+
+# Part of a test's id -> words of the error that it must end with.
+REFUSED: dict[str, str] = {
+    "test_debug.py::test_mismatches_raise_on_every_rank": "got tensors on cpu, but this process communicates through",
+    "test_training.py::test_communication_hooks_compress_and_still_train[bf16-no": "BF16 all reduce communication hook",
+    "test_deepspeed_": "deepspeed was imported before the Accelerator and uses cpu, but this process runs on simgpu",
 }
 
 
 def reason_to_skip(nodeid: str) -> str | None:
     """Why a test does not run with the simulated GPU; None if it does."""
-    return next((reason for part, reason in EXCEPTIONS.items() if part in nodeid), None)
+    return next((reason for part, reason in SKIPPED.items() if part in nodeid), None)
+
+
+def refusal(nodeid: str) -> str | None:
+    """Words of the error that a test must end with on the simulated GPU; None if it must pass."""
+    return next((words for part, words in REFUSED.items() if part in nodeid), None)

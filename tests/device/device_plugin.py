@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_exceptions import reason_to_skip
+from device_exceptions import reason_to_skip, refusal
 
 NAME = os.environ["ACCEL_TEST_DEVICE"]
 if NAME == "simgpu":
@@ -49,11 +49,31 @@ def has_no_races(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{len(races)} races: " + "; ".join(list(dict.fromkeys(races))[:5]), pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that the device refuses must end with the words of the refusal."""
+    report: Any = yield
+    words = refusal(item.nodeid) if report.when == "call" and not report.skipped else None
+    if words is not None:
+        was_refused = call.excinfo is not None and words in str(call.excinfo.value)
+        report.outcome = "passed" if was_refused else "failed"
+        if was_refused:
+            report.user_properties.append(("refused", words))
+        elif call.excinfo is None:
+            report.longrepr = f"passed, though it was expected to be refused with {words!r}"
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table: how many tests ran, and why others did not."""
-    passed, failed = (len(terminalreporter.getreports(kind)) for kind in ("passed", "failed"))
+    """The table: how many tests ran and were equal or refused, and why others did not run."""
+    passed, failed = (terminalreporter.getreports(kind) for kind in ("passed", "failed"))
+    refused = Counter(text for report in passed for name, text in report.user_properties if name == "refused")
     skipped = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    equal, different = len(passed) - refused.total(), len(failed)
     terminalreporter.section(f"on {NAME}")
-    terminalreporter.write_line(f"| equal | {passed} |\n| different | {failed} |")
+    terminalreporter.write_line(f"| tests run | {len(passed) + different} |\n| equal | {equal} |")
+    terminalreporter.write_line(f"| different | {different} |")
+    for words, count in refused.most_common():
+        terminalreporter.write_line(f"| refused: {words} | {count} |")
     for reason, count in skipped.most_common():
-        terminalreporter.write_line(f"| {reason.removeprefix('Skipped: ')} | {count} |")
+        terminalreporter.write_line(f"| skipped: {reason.removeprefix('Skipped: ')} | {count} |")

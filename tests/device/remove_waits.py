@@ -23,6 +23,8 @@ STATEMENT = re.compile(
     r"^(\s*)[\w.\[\]]+(?:\([^()]*\))?\.(?:synchronize|record_stream|wait_event|wait_stream|record)\(.*\)$|"
     r"^(\s*)(?:operation|work|self\._work)\.wait\(\)$"
 )
+# A call whose result is waited for at once.
+WAITED = re.compile(r"^(\s*call\(\))\.wait\(\)$")
 # A copy that may be late already is ordered by the places above, so removing its flag is no error.
 # A copy without the flag is a synchronisation of its own where its result is read on the host.
 BLOCKING = re.compile(r"(self\.copied\.cpu\(\)|moved = tensor\.detach\(\)\.cpu\(\))")
@@ -46,6 +48,7 @@ TESTS = {
     "accel_bigmodel/pipeline/": ["packages/accel-bigmodel/tests/test_inference.py"],
     "accel_track/": ["tests/device/test_streaming.py"],
     "accel_checkpoint/": [f"tests/device/test_accel.py::{name}" for name in SAVES],
+    "accel/fault_tolerance/": ["packages/accel/tests/test_fault_tolerance.py"],
     "accel/parallel/late_checks": ["tests/device/test_syncs.py"],
     "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py"],
 }
@@ -56,9 +59,11 @@ def places() -> list[tuple[Path, int, str]]:
     found = []
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-            statement, blocking = STATEMENT.match(line), BLOCKING.search(line)
+            statement, waited, blocking = STATEMENT.match(line), WAITED.match(line), BLOCKING.search(line)
             if statement:
                 found.append((path, number, f"{statement[1] or statement[2] or ''}pass"))
+            elif waited:
+                found.append((path, number, waited[1]))
             elif blocking:
                 found.append((path, number, line.replace(blocking[0], LATE[blocking[0]])))
     return found

@@ -63,17 +63,22 @@ def _do_as_a_user_would(module: ModuleType) -> None:
 
         return compare
 
+    def place_of(module: torch.nn.Module) -> torch.device | None:
+        """Where the inputs of a module belong. A prepared model on the CPU would be a mistake of accel's."""
+        weight = next((weight for weight in module.parameters() if not weight.is_meta), None)
+        is_prepared = getattr(module, "_is_accelerate_prepared", False) or hasattr(module, "_hf_hook")
+        return None if weight is None or (weight.is_cpu and is_prepared) else weight.device
+
     def with_inputs_moved(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if _is_in_test(sys._getframe(1)):
-                given = pytree.tree_leaves((args, kwargs))
-                module = args[0] if isinstance(args[0], torch.nn.Module) else None
-                weights = [] if module is None else [weight for weight in module.parameters() if not weight.is_meta][:1]
-                places = [item.device for item in weights or given if isinstance(item, torch.Tensor)]
-                place = next((device for device in places if device.type == _NAME), None)
-                if place is not None and any(isinstance(item, torch.Tensor) and item.is_cpu for item in given):
+                given = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+                place = place_of(args[0]) if isinstance(args[0], torch.nn.Module) else None
+                if place is None:  # a loss
+                    place = next((item.device for item in given if item.device.type == _NAME), None)
+                if place is not None and any(item.device != place and not item.is_meta for item in given):
                     args, kwargs = pytree.tree_map_only(
-                        torch.Tensor, lambda item: item.to(place) if item.is_cpu else item, (args, kwargs)
+                        torch.Tensor, lambda item: item if item.is_meta else item.to(place), (args, kwargs)
                     )
             return function(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def empty(build):
 
 
 def similarity(first, second):
-    return torch.cosine_similarity(first.flatten(), second.flatten(), dim=0).item()
+    return torch.cosine_similarity(first.cpu().flatten(), second.cpu().flatten(), dim=0).item()
 
 
 @every_config
@@ -163,7 +163,7 @@ def test_the_threshold_decides_what_is_computed_in_half_precision(build) -> None
         config = BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=threshold, torch_dtype="fp32")
         model = load_and_quantize_model(build(), config)
         with torch.no_grad():
-            errors.append((model.blocks[0].up(x) - exact).abs().mean().item())
+            errors.append((model.blocks[0].up(x).cpu() - exact.cpu()).abs().mean().item())
     assert errors[0] < 0.5 * errors[1]
 
 

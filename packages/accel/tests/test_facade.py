@@ -251,11 +251,11 @@ def test_what_an_accelerator_says_of_itself() -> None:
 
 
 def test_helpers_without_an_accelerator() -> None:
-    AcceleratorState(mixed_precision="bf16", cpu=True)
+    ones = torch.ones(2, 2, device=AcceleratorState(mixed_precision="bf16", cpu=True).device)
     with get_mixed_precision_context_manager(native_amp=True):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+        assert (ones @ ones).dtype == torch.bfloat16
     with get_mixed_precision_context_manager():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert (ones @ ones).dtype == torch.float32
     assert get_grad_scaler(init_scale=4.0).scale(torch.ones(())) == 4
 
 

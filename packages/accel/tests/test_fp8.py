@@ -177,16 +177,16 @@ def test_a_device_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluation_and_autocast_settings() -> None:
-    x = torch.randn(4, 32)
     runner = accelerator(AutocastKwargs(outputs_to_fp32=False), NativeRecipeKwargs(use_autocast_during_eval=True))
+    x = torch.randn(4, 32, device=runner.device)
     model = runner.prepare(network())
     assert model(x).dtype is torch.bfloat16
     in_8_bits = model.eval()(x)
     runner.end_training()
     other = accelerator(AutocastKwargs(outputs_to_fp32=False)).prepare(network()).eval()
     assert not torch.equal(other(x), in_8_bits)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(other(x), network()(x)), "by default it is bfloat16 in evaluation mode"
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert torch.equal(other(x), network().to(x.device)(x)), "by default it is bfloat16 in evaluation mode"
     assert torch.mm(x, x.t()).dtype is torch.float32
     with runner.autocast():
         assert torch.mm(x, x.t()).dtype is torch.bfloat16

@@ -15,6 +15,7 @@ from accel import Accelerator
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.sequence_inputs import SequenceShard, shift_labels
 from accel_state.errors import ConfigurationError
+from accel_state.operations import send_to_device
 from accel_state.testing import run_world
 
 pytestmark = [
@@ -133,6 +134,8 @@ def train(make: Callable[[], nn.Module], axis: str | None) -> dict[str, Any]:
         model, optimizer = accelerator.prepare(model, optimizer)
     for number in range(STEPS):
         batch = stack(dataset(STEPS)[number * BATCH : (number + 1) * BATCH])
+        if accelerator is not None:
+            batch = send_to_device(batch, accelerator.device)
         full = batch["labels"].clone()
         if axis == "sp_size":
             batch = accelerator.strategy.ulysses.split(batch)
@@ -181,8 +184,8 @@ def test_low_rank_adapters_train_as_one_process_does() -> None:
 
 def refusals(axis: str) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(**{axis: 2}))
-    batch = stack(dataset(1))
-    positions = torch.arange(LENGTH).repeat(BATCH, 1)
+    batch = send_to_device(stack(dataset(1)), accelerator.device)
+    positions = torch.arange(LENGTH, device=accelerator.device).repeat(BATCH, 1)
     packed = positions % (LENGTH // 2)
     single = (positions - 1).clamp(min=0)  # the first document has one token
     repeated = torch.where(positions < LENGTH - 2, positions, 1)  # what collators give to padding

@@ -182,7 +182,7 @@ def test_outputs_are_float32_unless_asked_otherwise() -> None:
 
 def test_autocast_block() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    a = torch.randn(4, 4)
+    a = torch.randn(4, 4, device=accelerator.device)
     with accelerator.autocast():
         assert (a @ a).dtype == torch.bfloat16
     with accelerator.autocast(AutocastKwargs(enabled=False)):
@@ -430,7 +430,7 @@ def test_communication_hooks_compress_and_still_train(
     exact = plain_loop()[0]
     assert torch.equal(first, second), "the ranks' weights differ"
     assert not torch.equal(first, exact), "nothing was compressed"
-    assert (first - exact).abs().max() < tolerance
+    assert (first.cpu() - exact).abs().max() < tolerance
 
 
 def test_hooks_are_checked(caplog: pytest.LogCaptureFixture) -> None:

@@ -150,5 +150,5 @@ class Run:
         """The sha256 of names and values of weights and buffers; of nothing on ranks that do not have them."""
         digest = hashlib.sha256()
         for name, value in sorted(self.weights().items()):
-            digest.update(name.encode() + value.numpy().tobytes())
+            digest.update(name.encode() + value.cpu().numpy().tobytes())
         return digest.hexdigest()
