@@ -75,6 +75,21 @@ def test_memory_is_counted_and_used_again() -> None:
     assert torch.simgpu.memory_reserved(0) == before
 
 
+def test_memory_that_is_given_back_is_not_that_of_its_neighbours() -> None:
+    blocks = [torch.full((128,), float(number), device=FIRST) for number in range(64)]  # eight to a page
+    kept = blocks[1::2]
+    del blocks
+    torch.simgpu.empty_cache()
+    assert [block.unique().tolist() for block in kept] == [[number] for number in range(1, 64, 2)]
+
+
+def test_views_that_conjugate_or_negate_are_copied() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j], device=FIRST)
+    for view, expected in ((x.conj(), [1 - 2j, 3 + 1j]), (x.conj().imag, [-2, 1])):
+        assert view.clone().tolist() == expected
+        assert view.to(SECOND).tolist() == expected
+
+
 def test_index_that_does_not_exist() -> None:
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.empty(1, device=torch.device("simgpu", torch.simgpu.device_count()))

@@ -90,6 +90,13 @@ inline void poison_on(int k, void* data, size_t bytes) {
   if (w.queue.empty()) poison(data, bytes);
   else w.queue.push_back(Item{w.tick, Kind::POISON, {}, {}, nullptr, nullptr, data, bytes, 0, 0});
 }
+// Give whole pages back to the system: those at the ends may hold other blocks.
+inline void discard(char* data, size_t bytes) {
+  constexpr uintptr_t PAGE = 4096;
+  auto begin = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
+  auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
 // Return cached blocks whose stream has nothing queued, and join holes that meet.
 inline void trim(Arena& a) {
   for (auto& [where, addresses] : a.cache) {
@@ -100,7 +107,7 @@ inline void trim(Arena& a) {
         staying.push_back(p);
         continue;
       }
-      madvise(a.host(p), where.second, MADV_DONTNEED);
+      discard(a.host(p), where.second);
       a.cached -= where.second;
       a.blocks.erase(p);
       auto hole = a.holes.emplace(p, where.second).first;
