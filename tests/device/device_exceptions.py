@@ -27,6 +27,14 @@ SKIPPED: dict[str, str] = {
     "test_mesh_groups.py::test_a_mesh_creates_the_process_group_of_the_launcher": _NO_ACCELERATOR,
     "::test_missing_resources_are_reported": _NO_ACCELERATOR,
     "test_self_test.py::test_a_device_is_checked_and_reported": _NO_ACCELERATOR,
+    **dict.fromkeys(
+        (
+            "accel-quant/tests/test_loading.py::test_what_is_on_the_disk_is_quantized",
+            "accel-quant/tests/test_loading.py::test_a_quantized_checkpoint_is_read_in_place",
+            "accel-quant/tests/test_loading.py::test_a_map_is_found_from_the_quantized_sizes",
+        ),
+        "compares to the last bit with a map that computes on the CPU, where bitsandbytes has other kernels",
+    ),
     "compiled": _COMPILER,
     "test_saving.py::test_wrapping_and_compiling": _COMPILER,
     "test_refused_combinations.py": "refuses what only the CPU, and what DeepSpeed on the CPU, cannot compute",
@@ -37,7 +45,18 @@ SKIPPED: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "test_debug.py::test_mismatches_raise_on_every_rank": "got tensors on cpu, but this process communicates through",
     "test_training.py::test_communication_hooks_compress_and_still_train[bf16-no": "BF16 all reduce communication hook",
-    "test_deepspeed_": "deepspeed was imported before the Accelerator and uses cpu, but this process runs on simgpu",
+    "test_training.py::test_communication_hooks_compress_and_still_train[no-bf16": "BF16 all reduce communication hook",
+    **dict.fromkeys(
+        (
+            "test_deepspeed_training.py::test_bad_input",
+            "test_deepspeed_training.py::test_errors_of_operator_builds",
+            "test_deepspeed_training.py::test_windows[2]",
+            "test_deepspeed_checkpoints.py::test_open_accumulation_windows_are_not_saved",
+            "test_deepspeed_models.py::test_expert_layers_and_models_created_sharded",
+            "test_deepspeed_models.py::test_student_and_sharded_teacher",
+        ),
+        "deepspeed was imported before the Accelerator and uses cpu, but this process runs on simgpu",
+    ),
 }
 
 

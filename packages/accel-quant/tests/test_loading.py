@@ -176,7 +176,7 @@ def test_nf4_is_closer_than_fp4_and_double_quantization_is_smaller(build) -> Non
         config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
         layer = load_and_quantize_model(build(), config).blocks[0].up
         back = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-        errors[kind, double] = (back.float() - weight).abs().mean().item()
+        errors[kind, double] = (back.float().cpu() - weight).abs().mean().item()
         sizes[kind, double] = layer.weight.nbytes + layer.weight.quant_state.absmax.nbytes
     assert errors["nf4", False] < errors["fp4", False]
     assert sizes["nf4", True] < sizes["nf4", False] < 0.16 * weight.nbytes

@@ -33,7 +33,7 @@ def embed(model, encoded):
     with torch.no_grad():
         hidden = model.eval()(**encoded).last_hidden_state.float()
     mask = encoded["attention_mask"][..., None].to(hidden.device)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1).cpu()
 
 
 def empty():

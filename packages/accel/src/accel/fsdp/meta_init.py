@@ -72,9 +72,19 @@ def fill(module: nn.Module, settings: FullyShardedDataParallelPlugin) -> None:
     reset()
 
 
-def allocate_and_fill(module: nn.Module, device: torch.device, settings: FullyShardedDataParallelPlugin) -> None:
-    """The ``param_init_fn`` of ``FullyShardedDataParallel``, called for modules with parameters on the meta device."""
-    module.to_empty(device=device, recurse=False)
+def allocate_and_fill(
+    module: nn.Module,
+    device: torch.device,
+    settings: FullyShardedDataParallelPlugin,
+    owners: Mapping[int, list[Owner]],
+) -> None:
+    """The ``param_init_fn`` of ``FullyShardedDataParallel``, called where a unit has parameters on the meta device.
+
+    Tied weights stay tied: on a rank that has two of them FSDP would expect more values than rank 0 sends.
+    """
+    if not has_meta(module):
+        return  # torch asks for every module inside of a unit
+    allocate(module, device, owners)
     if not (settings.cpu_ram_efficient_loading and PartialState().process_index):
         fill(module, settings)
 

@@ -23,18 +23,20 @@ class LateChecks:
     def __init__(self) -> None:
         self._pending: list[tuple[torch.Tensor, Any, Callable[[], AccelError]]] = []
 
-    def refuse_if(self, condition: torch.Tensor, error: Callable[[], AccelError]) -> None:
+    def refuse_if(self, condition: torch.Tensor, error: Callable[[], AccelError], now: bool = False) -> None:
         """Raise an error, now or from :meth:`settle`, if a condition holds. It never does for tensors without values,
         in a model that is only traced.
 
         Args:
             condition: one bool.
             error: makes the error; it may read values of tensors.
+            now: wait for the device, and raise here.
         """
         if isinstance(condition, FakeTensor):
             return
         device: Any = getattr(torch, condition.device.type, None)
-        if condition.device.type == "cpu" or not (hasattr(device, "Event") and hasattr(device, "current_stream")):
+        has_streams = hasattr(device, "Event") and hasattr(device, "current_stream")
+        if now or condition.device.type == "cpu" or not has_streams:
             if bool(condition):
                 raise error()
             return

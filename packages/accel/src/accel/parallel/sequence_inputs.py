@@ -100,6 +100,7 @@ class SequenceCalls:
         self._labels: torch.Tensor | None = None  # of the call, until a corrected module gets them
         self._corrected = False
         self._checks = LateChecks()
+        self._had_positions = False  # a call has had them in its buffers
         recognised = [module for module in model.modules() if _takes_positions(module)]
         self._recognised = sorted({type(module).__name__ for module in recognised})
         # Hooks run outside of compiled code: they compare tensors by identity, and read values.
@@ -134,7 +135,9 @@ class SequenceCalls:
         if not shard.counts:
             raise error()
         counted = [(whole.long().diff(dim=dim) == 1).all() for whole, dim in shard.counts]
-        self._checks.refuse_if(~torch.stack(counted).any(), error)
+        # The first time at once, because a model that needs positions may fail in its forward with another error.
+        self._checks.refuse_if(~torch.stack(counted).any(), error, now=not self._had_positions)
+        self._had_positions = True
 
     def _correct(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

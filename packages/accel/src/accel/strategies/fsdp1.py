@@ -25,7 +25,7 @@ from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
-from ..fsdp.meta_init import allocate_and_fill, start_from_rank_0
+from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
 from ..fsdp.wrap_policy import find_units
 from ..kwargs.base import Handlers
 from .sharded import ShardedStrategy
@@ -100,7 +100,9 @@ class FSDP1Strategy(ShardedStrategy):
         if self.state.device.type == "cpu":
             start_from_rank_0(model, self.settings, self.state)
             return {}
-        init = functools.partial(allocate_and_fill, device=self.state.device, settings=self.settings)
+        init = functools.partial(
+            allocate_and_fill, device=self.state.device, settings=self.settings, owners=owners_of(model)
+        )
         meta = any(parameter.is_meta for parameter in model.parameters())
         return {"sync_module_states": bool(self.settings.sync_module_states), "param_init_fn": init if meta else None}
 
