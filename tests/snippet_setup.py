@@ -57,7 +57,7 @@ prompts = ["a dog", "dog"]
 from accel_bigmodel import ModelHook, add_hook_to_module, remove_hook_from_module
 module = nn.Linear(2, 2)
 """,
-    ("docs/guides/launching.md", "from accel import notebook_launcher"): """
+    ("docs/guides/launching.md", "from accel_launch import notebook_launcher"): """
 model_name = "bert"
 def train(name="bert", lr=0.1):
     assert (name, lr) == ("bert", 0.1)

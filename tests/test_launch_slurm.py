@@ -207,3 +207,18 @@ def test_host_lists_are_read_as_slurm_reads_them(cluster, hosts) -> None:
         words, env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True, timeout=100
     ).stdout
     assert list(expand_hosts(hosts)) == shown.split()
+
+
+@pytest.mark.slow  # a job of SLURM
+def test_a_batch_script_that_the_command_writes(run, tmp_path) -> None:
+    words = ["--nodes", 2, "--tasks-per-node", 2, "--time", "00:10:00", "--sbatch=--error=err"]
+    wrote = run(sys.executable, "-m", "accel_launch", "slurm", *words, "--output", "job.sh", "--cpu", "s.py")
+    assert wrote.returncode == 0, wrote.stderr
+    accel = tmp_path / "bin" / "accel"
+    accel.parent.mkdir()
+    accel.write_text(f'#!/bin/bash\nexec {sys.executable} -m accel_launch "$@"\n')
+    accel.chmod(0o755)
+    submitted = run("env", f"PATH={accel.parent}:{os.environ['PATH']}", "sbatch", "--wait", "--output=out", "job.sh")
+    errors = (tmp_path / "err").read_text() if (tmp_path / "err").exists() else submitted.stderr
+    assert submitted.returncode == 0, errors
+    assert sorted(line for line in (tmp_path / "out").read_text().splitlines() if line[:1].isdigit()) == FOUR_RANKS

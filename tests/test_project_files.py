@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 from configparser import ConfigParser
 
@@ -74,3 +75,14 @@ def test_the_citation_and_the_container() -> None:
     container = json.loads(ROOT.joinpath(".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
     for script in re.findall(r"scripts/(\w+)", container["postCreateCommand"]):
         assert ROOT.joinpath("scripts", script).exists(), script
+
+
+def test_what_was_measured_is_on_the_pages() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "measured.py"))
+    results = json.loads(drawing["RESULTS"].read_text(encoding="utf-8"))
+    assert drawing["CHART"].read_text(encoding="utf-8") == drawing["chart"](results)
+    for page, picture in drawing["PAGES"].items():
+        text = page.read_text(encoding="utf-8")
+        assert drawing["replaced"](text, results, picture) == text, f"{page.name}: run `python docs/measured.py`"
+        for row in results["rows"]:
+            assert row["accel"] > 0 and drawing["shown"](row["accel"], row["unit"]) in text

@@ -13,6 +13,7 @@ COMMANDS: Registry[Command] = Registry(
         "env": "accel_launch.commands.env:COMMAND",
         "doctor": "accel_launch.commands.doctor:COMMAND",
         "tpu-config": "accel_launch.commands.tpu_config:COMMAND",
+        "slurm": "accel_launch.commands.slurm:COMMAND",
     },
     "accel.commands",
 )
