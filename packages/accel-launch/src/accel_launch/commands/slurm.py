@@ -90,13 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     job = parser.add_argument_group("job options")
-    numbers: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    numbers: dict[str, Any] = {"type": _count_of, "metavar": "N"}
     job.add_argument("--nodes", default=1, help="number of nodes (default: 1)", **numbers)
     job.add_argument("--gpus-per-node", "--gpus_per_node", help="GPUs of each node, one process each", **numbers)
     job.add_argument("--tasks-per-node", "--tasks_per_node", help="without GPUs: processes of each node", **numbers)
     job.add_argument("--cpus-per-task", "--cpus_per_task", help="cores of each task", **numbers)
-    job.add_argument("--mem", type=_memory, metavar="SIZE", help="memory of each node, such as 64G")
-    job.add_argument("--time", type=_time, metavar="TIME", help="time limit: minutes, HH:MM:SS or days-hours")
+    job.add_argument("--mem", type=_size, metavar="SIZE", help="memory of each node, such as 64G")
+    job.add_argument("--time", type=_time_limit, metavar="TIME", help="time limit: minutes, HH:MM:SS or days-hours")
     texts: dict[str, Any] = {"type": _one_line, "metavar": "NAME"}
     job.add_argument("--job-name", "--job_name", help="name of the job (default: that of the script)", **texts)
     job.add_argument("--partition", help="partition", **texts)
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--setup", action="append", default=[], metavar="COMMAND", type=_one_line,
                      help="a shell command before the launch, such as 'module load cuda'; may be repeated")  # fmt: skip
     text = "send SIGUSR1 so long before the time limit, and requeue a run that has saved (needs save_on_signal)"
-    job.add_argument("--requeue-before", "--requeue_before", type=_positive, metavar="SECONDS", help=text)
+    job.add_argument("--requeue-before", "--requeue_before", type=_count_of, metavar="SECONDS", help=text)
     text = "the file to write, which must not exist (default: print the script)"
     job.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
@@ -156,19 +156,19 @@ def _lines(arguments: argparse.Namespace, words: Sequence[str], name: str) -> It
     yield 'exit "$code"'
 
 
-def _positive(text: str) -> int:
+def _count_of(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
     return int(text)
 
 
-def _time(text: str) -> str:
+def _time_limit(text: str) -> str:
     if not _TIME.fullmatch(text.upper()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: minutes, MM:SS, HH:MM:SS, days-HH or days-HH:MM:SS")
     return text
 
 
-def _memory(text: str) -> str:
+def _size(text: str) -> str:
     if not _MEMORY.fullmatch(text.upper()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: a number, with K, M, G or T, such as 64G")
     return text
