@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="a further line for sbatch, such as --sbatch=--constraint=a100; may be repeated")  # fmt: skip
     job.add_argument("--venv", metavar="DIR", type=_one_line, help="virtual environment to activate")
     job.add_argument("--setup", action="append", default=[], metavar="COMMAND", type=_one_line,
-                     help="a shell command before the launch, such as 'module load cuda'; may be repeated")  # fmt: skip
+                     help="a shell command before the launch, such as 'module load gcc'; may be repeated")  # fmt: skip
     text = "send SIGUSR1 so long before the time limit, and requeue a run that has saved (needs save_on_signal)"
     job.add_argument("--requeue-before", "--requeue_before", type=_count_of, metavar="SECONDS", help=text)
     text = "the file to write, which must not exist (default: print the script)"
