@@ -23,9 +23,10 @@ from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load
 from accel_checkpoint.commands.checkpoint import run
 from accel_checkpoint.remote import directory as remote_directory
 from accel_state.errors import ConfigurationError
+from accel_state.paths import as_location
 from accel_state.storage import store as storage
 from accel_state.storage.store import MarkerTakenError, Store, StoreError, is_gone, owner
-from accel_state.storage.url import RemotePath, as_location
+from accel_state.storage.url import RemotePath
 
 MANIFEST = "accel_manifest.json"
 
@@ -236,7 +237,7 @@ def test_paths_of_urls() -> None:
     assert (place.name, str(place.parent), str(place / "c")) == ("b", "s3://bucket/a", "s3://bucket/a/b/c")
     assert RemotePath("s3://bucket").parent == RemotePath("s3://bucket") and os.fspath(place) == "s3://bucket/a/b"
     assert "hunter22hunter22" not in str(RemotePath("sftp://user:hunter22hunter22@host/x"))
-    assert as_location("x", "file:///tmp/a") == Path("/tmp/a") and as_location("x", place) is place
+    assert as_location("x", "file:///tmp/a") == Path("/tmp/a") and as_location("x", place) == place
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.storage.url import Location, as_location
+from accel_state.paths import as_location
+from accel_state.storage.url import Location, RemotePath
 from accel_state.tensor_storage import id_tensor_storage
 
 from . import rng_state
@@ -27,12 +29,12 @@ from .consensus import BackgroundCollectives, on_all_ranks
 from .manifest import Manifest, Verification, Workers
 from .names import NUMBERED, CheckpointError, rng_file
 from .parts import Part, WeightsPart
+from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .safetensors_content import safetensors_content
 from .staging import HostCopies
-from .target import agreed_directory, opened
 from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
-from .writer import BackgroundSave, StateWriter
+from .writer import BackgroundSave, StateWriter, agreed_directory
 
 
 def save(
@@ -165,8 +167,9 @@ def load(
     process = PartialState()
     place = as_location("path", path)
     what = f"loading {place}"
-    with opened(place, process) as checkpoint:
-        loading_state = _Loading(process, checkpoint.folder, dict(state or {}), rng, map_location, strict)
+    source = copied(place, process, all_files=True) if isinstance(place, RemotePath) else nullcontext((place, None))
+    with source as (folder, _):
+        loading_state = _Loading(process, folder, dict(state or {}), rng, map_location, strict)
         with on_all_ranks(process.collectives, what):
             loading_state.read()
         apply_changes(loading_state.changes, [], loading_state.calls, partial(on_all_ranks, process.collectives, what))

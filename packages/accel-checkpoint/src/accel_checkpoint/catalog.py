@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.storage.url import Location, RemotePath, as_location
+from accel_state.paths import as_location
+from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import DELETED, PARTIAL, aside, delete, name_of, recover_all, remove_leftovers
 from .manifest import Manifest, damaged_files

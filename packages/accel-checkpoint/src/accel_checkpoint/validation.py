@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _remember_state(obj: Any) -> Callable[[], Any]:
 def remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
     """Returns a function that restores an optimizer as it is now; torch replaces its state, so no tensor is copied."""
     # torch may fill the state of an optimizer that has none before it loads another one.
-    state, groups = copy.copy(optimizer.state), [dict(group) for group in optimizer.param_groups]
+    state, groups = copy.copy(optimizer.state), list(map(dict, optimizer.param_groups))
 
     def restore() -> None:
         optimizer.state, optimizer.param_groups = state, groups
@@ -190,9 +191,12 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
         return
     saved: Any = state.get("param_groups")
     _require(isinstance(saved, list) and isinstance(state.get("state"), dict), path, "lacks state or param_groups")
-    _require(all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in saved), path,
-             "has parameter groups without parameters")  # fmt: skip
-    sizes, present = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    sizes = []
+    for group in saved:
+        known = isinstance(group, dict) and isinstance(group.get("params"), list)
+        _require(known, path, "has parameter groups without parameters")
+        sizes.append(len(group["params"]))
+    present = list(map(len, map(itemgetter("params"), groups)))
     if sizes != present:
         raise CheckpointError(
             f"{path} has parameter groups of {sizes} parameters, and the optimizer has groups of {present}. Build the "

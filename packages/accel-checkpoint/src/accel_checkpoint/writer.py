@@ -18,15 +18,16 @@ import numpy as np
 import torch
 import xxhash
 
-from accel_state import get_logger
+from accel_state import PartialState, get_logger
 from accel_state.paths import open_for_writing, refuse_link
+from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
 from .names import MANIFEST_NAME
 from .parts import Part
-from .remote.directory import RemoteDirectory
+from .remote.directory import RemoteDirectory, new_save_id
 from .safe_load import check_readable
 from .staging import on_host
 
@@ -153,16 +154,15 @@ def write_manifest(
                 refuse_link(path)
                 sync(path)
                 records[relative] = record_file(path)
+    versions = {"torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version()}
+    for name in ("accel", "accel-checkpoint"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     manifest = Manifest(
         format=MANIFEST_FORMAT,
         world_size=world_size,
         counters=dict(counters),
-        versions={
-            **_installed("accel", "accel-checkpoint"),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         files=dict(sorted(records.items())),
     )
@@ -176,19 +176,22 @@ def write_manifest(
     return manifest
 
 
-def _installed(*names: str) -> dict[str, str]:
-    """The versions of those distributions that are installed."""
-    versions = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
 def sync_directories(directory: Path) -> None:
     """Wait until the names in a directory, and in those in it, are on the disk."""
     for parent, _, _ in os.walk(directory, topdown=False):
         sync(Path(parent))
+
+
+def agreed_directory(target: Location, process: PartialState) -> CheckpointDirectory | RemoteDirectory:
+    """The directory to write to, which is that of the main process. Every rank must call it.
+
+    A path that is made of the time, for example, may differ between ranks.
+    """
+    chosen = target, new_save_id() if isinstance(target, RemotePath) else ""
+    if process.num_processes > 1:
+        chosen = process.collectives.broadcast_object(chosen)
+    target, save_id = chosen
+    return RemoteDirectory(target, save_id) if isinstance(target, RemotePath) else CheckpointDirectory(target)
 
 
 @dataclass

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import fsspec
+
 SECRET = "wJalrXUtnFEMIexampleSECRETbPxRfiCYzz"
 
 _SERVER = """
@@ -40,6 +42,8 @@ def s3_server() -> Iterator[dict[str, str]]:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(process.stdout.readline())}",
         }
         os.environ.update(variables)
+        # Clients of an earlier server are kept for the same arguments.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         client().create_bucket(Bucket="bucket")
         yield variables
     finally:

@@ -10,9 +10,12 @@ import errno
 import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ArgumentTypeError, ConfigurationError
+
+if TYPE_CHECKING:
+    from .storage.url import Location
 
 
 class LinkError(ConfigurationError):
@@ -103,3 +106,27 @@ def as_path(name: str, value: Any) -> Path:
         )
         raise ConfigurationError(f"{name}={text!r} is a URL, and only paths are written to and read. {advice}")
     return Path(value)
+
+
+def as_location(name: str, value: Any) -> Location:
+    """The path or URL in an argument.
+
+    Args:
+        name: the argument, for messages.
+        value: text or a path object; ``file:///x`` is the path ``/x``.
+
+    Raises:
+        ArgumentTypeError: it is neither text nor a path.
+        ConfigurationError: it is empty, or is a URL that names no directory of a store.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or "://" not in text:
+        return as_path(name, value)
+    if text.lower().startswith("file://"):
+        return as_path(name, text[len("file://") :])
+    from .storage.url import RemotePath
+
+    try:
+        return RemotePath(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from None

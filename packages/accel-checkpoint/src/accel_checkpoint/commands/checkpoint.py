@@ -11,7 +11,8 @@ from dataclasses import asdict
 from accel_state.command import Command
 from accel_state.errors import AccelError, ConfigurationError
 from accel_state.humanize import convert_bytes
-from accel_state.storage.url import Location, RemotePath, as_location
+from accel_state.paths import as_location
+from accel_state.storage.url import Location, RemotePath
 
 from ..atomic_dir import remove_leftovers
 from ..catalog import CheckpointInfo, list_checkpoints, remote, verified, why_no_checkpoint

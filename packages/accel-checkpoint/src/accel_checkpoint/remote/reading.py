@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
+from accel_state import PartialState
+from accel_state.errors import AccelError
 from accel_state.storage.store import Store
 from accel_state.storage.url import RemotePath
 
+from ..consensus import on_all_ranks
 from ..manifest import BLOCK_BYTES, FileRecord, Manifest
 from ..names import MANIFEST_NAME, SHARD_SUFFIX, CheckpointError
 
@@ -45,6 +52,12 @@ class RemoteCheckpoint:
         """The files that :meth:`source` reads by ranges."""
         return {name for name in self.manifest.files if name.endswith(SHARD_SUFFIX)}
 
+    @property
+    def copied_files(self) -> Manifest:
+        """The manifest of the files that :meth:`copy_to` copies; others are compared when they are read."""
+        files = {name: record for name, record in self.manifest.files.items() if name not in self.by_ranges}
+        return replace(self.manifest, files=files)
+
     def copy_to(self, folder: Path, all_files: bool = False) -> None:
         """Copy the files, without those that are read by ranges unless ``all_files`` is set."""
         left = set() if all_files else self.by_ranges
@@ -67,6 +80,38 @@ class RemoteCheckpoint:
             if name.startswith(f"{directory}/"):
                 records[name.removeprefix(f"{directory}/")] = record
         return RemoteFiles(self._store, f"{self.manifest.prefix}/{directory}", records)
+
+
+@contextmanager
+def copied(
+    place: RemotePath, process: PartialState, all_files: bool = False
+) -> Iterator[tuple[Path, RemoteCheckpoint]]:
+    """A checkpoint in a temporary directory of this machine, but for the files of sharded tensors.
+
+    Every rank must enter it, with the same place; one process of each machine copies. The directory is deleted
+    afterwards; errors name the place instead.
+
+    Args:
+        place: where the checkpoint is.
+        process: of the run.
+        all_files: copy the files of sharded tensors too, for what reads them on its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="accel-checkpoint-") as own:
+        host = socket.gethostname()
+        folders = process.collectives.all_gather_object((host, own)) if process.num_processes > 1 else [(host, own)]
+        folder = dict(reversed(folders))[host]
+        with on_all_ranks(process.collectives, f"reading {place}"):
+            checkpoint = RemoteCheckpoint(place)
+            if folder == own:
+                checkpoint.copy_to(Path(own), all_files)
+        try:
+            yield Path(folder), checkpoint
+        except AccelError as error:
+            if folder not in str(error):
+                raise
+            raise type(error)(str(error).replace(folder, str(place))) from error
+        if process.num_processes > 1:
+            process.collectives.barrier()  # other processes may still read the directory
 
 
 class RemoteFiles:

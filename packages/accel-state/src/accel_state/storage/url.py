@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentTypeError, ConfigurationError
-from ..paths import as_path
+from ..errors import ConfigurationError
 from ..secrets import hide_in_text
 
 # Two letters at least: `C:/x` is a path of Windows. Chained protocols (a::b://x) are URLs too, which are refused.
@@ -78,36 +77,6 @@ Location = Path | RemotePath
 
 
 def is_url(value: Any) -> bool:
-    """Whether a path is a URL; ``file://`` is one too."""
-    if isinstance(value, RemotePath):
-        return True
-    if not isinstance(value, (str, os.PathLike)):
-        return False
-    text = os.fspath(value)
+    """Whether a path is a URL of a store."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     return isinstance(text, str) and _URL.fullmatch(text) is not None
-
-
-def as_location(name: str, value: Any) -> Location:
-    """The path or URL in an argument.
-
-    Args:
-        name: the argument, for messages.
-        value: text or a path object; ``file:///x`` is the path ``/x``.
-
-    Raises:
-        ArgumentTypeError: it is neither text nor a path.
-        ConfigurationError: it is empty, or is a URL that names no directory.
-    """
-    if isinstance(value, RemotePath):
-        return value
-    if not is_url(value):
-        return as_path(name, value)
-    text = os.fspath(value)
-    if not isinstance(text, str):
-        raise ArgumentTypeError(f"{name}={value!r} is not a path. Give a str or a Path.")
-    if text.lower().startswith("file://"):
-        return as_path(name, text[len("file://") :])
-    try:
-        return RemotePath(text)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{name}: {error}") from None

@@ -25,13 +25,14 @@ from accel_checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, gra
 from accel_checkpoint.parts import Part
 from accel_checkpoint.remote.catalog import read_manifest
 from accel_checkpoint.remote.directory import RemoteDirectory
+from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
 from accel_checkpoint.staging import HostCopies
-from accel_checkpoint.target import Opened, agreed_directory, opened
-from accel_checkpoint.writer import BackgroundSave, StateWriter
+from accel_checkpoint.writer import BackgroundSave, StateWriter, agreed_directory
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
+from accel_state.paths import as_location
 from accel_state.storage.transfer import written_directory
-from accel_state.storage.url import Location, RemotePath, as_location
+from accel_state.storage.url import Location, RemotePath
 from accel_track.tracking import TrackerRun
 
 from ..core import weights_io
@@ -187,7 +188,7 @@ class Checkpointer:
                     parts += gathered.parts
                 if windows is not None:
                     parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
-                parts = [part for part in parts if is_writer or part.each_rank]
+                parts = parts if is_writer else list(filter(attrgetter("each_rank"), parts))
                 if not blocking:
                     self._host_copies.start()
                     parts = [replace(part, value=self._host_copies.copy(part.value)) for part in parts]
@@ -317,13 +318,21 @@ class Checkpointer:
             found = self._find(input_dir)
         if process.num_processes > 1:
             found = process.collectives.broadcast_object(found)
-        with opened(found, process, all_files=strategy.uses_engine) as checkpoint:
-            self._load(checkpoint, found, load_kwargs, load_model_kwargs)
+        if not isinstance(found, RemotePath):
+            self._load(found, None, load_kwargs, load_model_kwargs)
+            return
+        with copied(found, process, all_files=strategy.uses_engine) as (folder, remote):
+            self._load(folder, remote, load_kwargs, load_model_kwargs)
 
     def _load(
-        self, checkpoint: Opened, place: Location, load_kwargs: dict[str, Any] | None, load_model_kwargs: dict[str, Any]
+        self,
+        directory: Path,
+        remote: RemoteCheckpoint | None,
+        load_kwargs: dict[str, Any] | None,
+        load_model_kwargs: dict[str, Any],
     ) -> None:
-        process, prepared, strategy, directory = self._process, self._prepared, self._strategy, checkpoint.folder
+        place: Location = directory if remote is None else remote.place
+        process, prepared, strategy = self._process, self._prepared, self._strategy
         share = self._share_of(directory) if process.num_processes > 1 else (0, 1)
         loading = partial(on_all_ranks, process.collectives, f"loading {place}")
         # Ranks may have to communicate to find out how models are sharded.
@@ -332,7 +341,7 @@ class Checkpointer:
             layouts = {id(model): strategy.layout(model) for model in prepared.models}
         with loading():
             options = dict(load_model_kwargs)
-            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs, opened=checkpoint)
+            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs, remote=remote)
             reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -44,8 +43,8 @@ from accel_checkpoint.names import (
     require_number,
     rng_file,
 )
+from accel_checkpoint.remote.reading import RemoteCheckpoint
 from accel_checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
-from accel_checkpoint.target import Opened
 from accel_checkpoint.validation import (
     Change,
     apply_changes,
@@ -97,9 +96,9 @@ class StateReader:
         map_location: Any = None,
         load_kwargs: dict[str, Any] | None = None,
         rank: int | None = None,
-        opened: Opened | None = None,
+        remote: RemoteCheckpoint | None = None,
     ) -> None:
-        self._opened = Opened(folder) if opened is None else opened
+        self._remote = remote
         if not folder.is_dir():
             raise ConfigurationError(str(why_no_checkpoint(folder)))
         self.folder = folder
@@ -146,10 +145,8 @@ class StateReader:
                 f"save_on_each_node, and rank {self._rank} was on another node. Start the same ranks "
                 "on each node, or copy the directories of all nodes into one."
             )
-        # What is read by ranges is compared when it is read.
-        absent = self._opened.absent
-        present = {name: record for name, record in self.manifest.files.items() if name not in absent}
-        return Verification(replace(self.manifest, files=present), self.folder, workers, share)
+        manifest = self.manifest if self._remote is None else self._remote.copied_files
+        return Verification(manifest, self.folder, workers, share)
 
     def read_state(
         self,
@@ -316,7 +313,7 @@ class StateReader:
             world_size=self._process.num_processes,
             read=self._read,
             read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
-            source=self._opened.source,
+            source=lambda directory: None if self._remote is None else self._remote.source(directory.name),
         )
         owned = []
         for index, optimizer in enumerate(optimizers):

@@ -7,8 +7,8 @@ from operator import index
 
 from accel_state.arguments import check_flags
 from accel_state.errors import ConfigurationError
-from accel_state.paths import as_path
-from accel_state.storage.url import RemotePath, as_location
+from accel_state.paths import as_location, as_path
+from accel_state.storage.url import RemotePath
 
 
 @dataclass

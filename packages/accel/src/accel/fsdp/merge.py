@@ -18,9 +18,9 @@ from accel_checkpoint.remote.reading import RemoteCheckpoint
 from accel_checkpoint.sharded.reader import Source, read_shards, tensors_in
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.paths import refuse_link
+from accel_state.paths import as_location, refuse_link
 from accel_state.storage.transfer import written_directory
-from accel_state.storage.url import Location, RemotePath, as_location
+from accel_state.storage.url import Location, RemotePath
 
 from ..core.unwrap import clean_name
 from ..core.weights_io import check_shard_size, is_weights_file, save_model_weights

@@ -18,8 +18,9 @@ from accel_data import PreparedLoader, loop_hooks
 from accel_state import PartialState
 from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
+from accel_state.paths import as_location
 from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory, remove_note, write_note
-from accel_state.storage.url import Location, as_location
+from accel_state.storage.url import Location
 
 from ..core.project import ProjectConfiguration
 from ..setup.prepare import Preparation
