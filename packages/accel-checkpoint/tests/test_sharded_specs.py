@@ -178,6 +178,30 @@ def of_stages(folder: str) -> list[Any]:
     return results
 
 
+def test_metadata_is_made_again_only_for_another_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = sharded_writer.metadata_of
+    monkeypatch.setattr(sharded_writer, "metadata_of", lambda *args: made.append(1) or real(*args))
+    collectives = PartialState().collectives
+    for number, state in enumerate(
+        [
+            {"w": torch.ones(3), "lr": 0.1},
+            {"w": torch.zeros(3), "lr": 0.2},
+            {"w": torch.zeros(3), "lr": 0.2, "more": 1},
+            {"w": torch.ones(4), "lr": 0.2, "more": 1},
+            {"w": torch.ones(4), "lr": "a text of another length" * 9, "more": 1},
+        ]
+    ):
+        parts, finalize = shard_state({"model": state}, "s", collectives)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_parts(folder, parts)
+        finalize(folder)
+        read = read_shards(folder / "s", lambda path, size, dtype: torch.empty(size, dtype=dtype), "model")
+        assert torch.equal(read.pop("w"), state.pop("w")) and read == state
+    assert len(made) == 4
+
+
 def test_what_only_some_ranks_have_is_exchanged_once(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / str(number)).mkdir()

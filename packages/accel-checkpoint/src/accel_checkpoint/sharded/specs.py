@@ -180,7 +180,7 @@ class Specs:
             if not isinstance(value, torch.Tensor):
                 digest.update(b"\0value\0")
                 continue
-            digest.update(f"\0{tuple(value.shape)}{value.dtype}\0".encode())
+            digest.update(f"\0{tuple(value.shape)}{value.dtype}{value.requires_grad}\0".encode())
             sharded = sharded_tensor(value)
             if sharded is not None:
                 key = tuple(sharded.placements)

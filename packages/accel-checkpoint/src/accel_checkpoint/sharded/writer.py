@@ -42,6 +42,10 @@ from .specs import Specs, Structure, merged, regions, structure_of
 _known: dict[tuple[bytes, ...], Structure] = {}
 _MAX_KNOWN = 8
 
+# The metadata that was written last, by what it follows from.
+_contents: dict[tuple[Any, ...], bytes] = {}
+_MAX_CONTENTS = 4
+
 # Bytes that torch.save takes for a tensor of a dtype and shape.
 _saved_sizes: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
 
@@ -142,7 +146,8 @@ def shard_state(
         content += values.values()
     part = ShardPart(f"{directory}/{shard_file(collectives.rank)}", content, each_rank=True)
     lengths = {name: len(value) for name, value in values.items()}
-    return [part], partial(write_metadata, directory=directory, structure=structure, lengths=lengths)
+    key = print_, collectives.world_size, repr(structure.paths), tuple(lengths.items()) if structure is own else None
+    return [part], partial(write_metadata, directory=directory, structure=structure, lengths=lengths, key=key)
 
 
 def shard_file(rank: int) -> str:
@@ -254,11 +259,28 @@ def metadata_of(structure: Structure, lengths: Mapping[str, int]) -> Metadata:
     return Metadata(saved, planner_data=dict(structure.paths), storage_data=places)
 
 
-def write_metadata(checkpoint: Path, directory: str, structure: Structure, lengths: Mapping[str, int]) -> None:
-    """Write the metadata of a state, when all ranks have written their files."""
+def write_metadata(
+    checkpoint: Path, directory: str, structure: Structure, lengths: Mapping[str, int], key: tuple[Any, ...]
+) -> None:
+    """Write the metadata of a state, when all ranks have written their files.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        directory: that of the state in it.
+        structure: of the state.
+        lengths: as in :func:`metadata_of`.
+        key: what the metadata follows from; its last item is None where that is not known.
+    """
     path = checkpoint / directory / SHARD_TABLE_NAME
-    with without_collection():
-        content = pickle.dumps(metadata_of(structure, lengths))
+    content = _contents.get(key) if key[-1] is not None else None
+    if content is None:
+        with without_collection():
+            content = pickle.dumps(metadata_of(structure, lengths))
+    # With thousands of ranks it takes seconds to make, and at the next save it is the same.
+    if key[-1] is not None:
+        _contents[key] = content
+        while len(_contents) > _MAX_CONTENTS:
+            _contents.pop(next(iter(_contents)), None)
     with os.fdopen(open_for_writing(path), "wb") as file:
         file.write(content)
     sync(path)
