@@ -32,7 +32,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = tuple(f"accel-{os.getpid()}-{index}" for index in (0, 1))
-        self._cables = tuple(f"ac{os.getpid() % 10**6}v{index}" for index in (0, 1))
+        self.cables = tuple(f"ac{os.getpid() % 10**6}v{index}" for index in (0, 1))
 
     def __enter__(self) -> Hosts:
         try:
@@ -45,9 +45,9 @@ class Hosts:
     def _make(self) -> None:
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", self._cables[0], "type", "veth", "peer", "name", self._cables[1])
+        _ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
         known = "".join(f"{address} host{index}\n" for index, address in enumerate(self.addresses))
-        for name, cable, address in zip(self.names, self._cables, self.addresses, strict=True):
+        for name, cable, address in zip(self.names, self.cables, self.addresses, strict=True):
             _ip("link", "set", cable, "netns", name)
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             for link in (cable, "lo"):
@@ -65,7 +65,7 @@ class Hosts:
 
     def set_cable(self, plugged: bool) -> None:
         """Cut the cable at host1, or mend it."""
-        _ip("-n", self.names[1], "link", "set", self._cables[1], "up" if plugged else "down")
+        _ip("-n", self.names[1], "link", "set", self.cables[1], "up" if plugged else "down")
 
     def command(self, host: int, words: list[str]) -> list[str]:
         """A command as it is run on one of the hosts."""

@@ -14,6 +14,7 @@ from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
 from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
+from ..network.farewell import telling_others
 from ..parser import parse
 
 _MAX_SHOWN = 100_000
@@ -27,8 +28,9 @@ def run(argv: list[str]) -> int:
     """
     command_line = parse(argv)
     settings = load_settings(command_line.options)
-    check_deepspeed_file(settings, must_exist=not settings["dry_run"])
-    plan = make_plan(settings, command_line.script, command_line.script_args)
+    with telling_others(settings):
+        check_deepspeed_file(settings, must_exist=not settings["dry_run"])
+        plan = make_plan(settings, command_line.script, command_line.script_args)
     show_notes(plan, settings)
     launcher = choose_launcher(plan)
     if settings["dry_run"]:

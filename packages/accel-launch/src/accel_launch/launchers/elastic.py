@@ -17,6 +17,7 @@ from ..elastic.checks import DEFAULT_PORT, check_rendezvous
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
+from ..network.farewell import telling_others
 from .base import Launcher, MachineCommand, launch_argv
 from .rank import worker_command
 
@@ -25,7 +26,8 @@ class ElasticLauncher(Launcher):
     """Starts this machine's processes, and waits until the last one has ended."""
 
     def run(self, plan: LaunchPlan) -> int:
-        check_rendezvous(plan.rendezvous, plan.num_machines)
+        with telling_others(plan.settings):
+            check_rendezvous(plan.rendezvous, plan.num_machines)
         # When the store of another machine is gone, this launcher says so; torch would log C++ frames before.
         level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):

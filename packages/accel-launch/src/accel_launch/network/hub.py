@@ -85,7 +85,7 @@ class Hub(Board):
             self.version += 1
 
     def _is_delivered(self) -> bool:
-        """Whether every launcher that can be reached has left, or has nothing to learn."""
+        """Whether every launcher that can be reached has left: they are told, and then leave."""
         if self.refusal is not None and len(self._machines) < self._expected:
             return False  # the others come for the reason
         return not any(self._silent.get(peer.rank, 0.0) < QUIET_SECONDS for peer in self._peers if peer.rank >= 0)

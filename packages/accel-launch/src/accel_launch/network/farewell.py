@@ -1,0 +1,64 @@
+"""A launcher that cannot start tells those of the other machines why, so that they do not wait for it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from accel_state.errors import ConfigurationError
+from accel_state.options import Resolution
+
+from ..launch_context import Role, detect_context, rendezvous_settings
+from .records import RAISED, Cause, State
+
+# The others may start a little later than this one.
+_SECONDS = 10.0
+_DEFAULT_PORT = 29500
+
+
+@contextlib.contextmanager
+def telling_others(settings: Resolution) -> Iterator[None]:
+    """A block whose errors the launchers of the other machines are told."""
+    try:
+        yield
+    except ConfigurationError as error:
+        place = None if settings["dry_run"] else _place(settings)
+        if place is not None:
+            with contextlib.suppress(OSError, ConfigurationError):
+                _tell(*place, str(error).split("\n", 1)[0])
+        raise
+
+
+def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
+    """Main address and port, rank of this machine and number of machines; None if no other launcher would listen."""
+    try:
+        context = detect_context(settings, os.environ)
+        values = rendezvous_settings(context, settings)
+    except ConfigurationError:
+        return None
+    names = ("num_machines", "main_process_ip", "main_process_port", "machine_rank")
+    count, host, port, rank = (values.get(name, settings[name]) for name in names)
+    others = context.role in (Role.ALONE, Role.NODE) and count > 1 and host and 0 <= rank < count
+    # The hostfiles of mpirun and DeepSpeed mean that one launcher starts all machines.
+    told = settings["rdzv_backend"] == "static" and not (settings["ft"] or settings["mpirun_hostfile"])
+    starts_all = settings["use_deepspeed"] and settings["deepspeed_multinode_launcher"] not in (None, "standard")
+    return (host, port or _DEFAULT_PORT, rank, count) if others and told and not starts_all else None
+
+
+def _tell(host: str, port: int, rank: int, count: int, text: str) -> None:
+    from .contact import join, say
+    from .hub import Hub
+
+    socket.getaddrinfo(host, port)  # an unknown host is an error that no other machine can be told
+    say(f"this machine cannot start; telling the others why, for up to {_SECONDS:.0f} s")
+    board = join(host, port, rank, count)
+    try:
+        if isinstance(board, Hub):
+            board.refuse(f"{board.me.named()}: {text}")
+        else:
+            board.post(state=State.FAILED, cause=Cause(RAISED, text, 2))
+            board.wait(lambda: board.refusal is not None, _SECONDS)
+    finally:
+        board.close(_SECONDS)
