@@ -11,8 +11,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
-from accel_state.ports import LOOPBACK
+from accel_state.ports import LOOPBACK, is_loopback
 
+from ..network.interfaces import own_address
 from ..ports import is_local, wait_for_server
 from .agent import ElasticJob
 from .checks import DEFAULT_PORT
@@ -32,9 +33,21 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
         run_id=uuid.uuid4().hex if alone else run_id or "none",  # several machines need the same id
         min_nodes=num_machines.minimum if isinstance(num_machines, MachineRange) else num_machines,
         max_nodes=num_machines,
-        local_addr=LOOPBACK if alone else None,
+        local_addr=LOOPBACK if alone else _reachable_address(host),
         **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
     )
+
+
+def _reachable_address(main: str) -> str | None:
+    """The address of this machine from which it reaches the main one; None for torch's choice, its host name.
+
+    A machine whose own name or main address resolves to 127.0.1.1 has none that the name tells.
+    """
+    try:
+        address = own_address(main)
+    except OSError:
+        return None  # no route now; the rendezvous says so
+    return None if is_loopback(address) and not is_loopback(main) else address
 
 
 def wait_for_main_machine(parameters: RendezvousParameters) -> None:

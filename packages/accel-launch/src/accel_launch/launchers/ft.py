@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from ..elastic.report import shell_exit_code, signal_name
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
+from ..network.interfaces import own_address
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .base import Launcher, MachineCommand
 from .rank import worker_command
@@ -319,7 +319,7 @@ def variables(plan: LaunchPlan, replica: Replica) -> list[dict[str, str]]:
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())},
     }
     if plan.num_machines > 1:
-        common["ACCELERATE_FT_HOST"] = _own_address(str(plan.rendezvous.main_process_ip))
+        common["ACCELERATE_FT_HOST"] = own_address(str(plan.rendezvous.main_process_ip))
     devices = visible_devices(plan, replica.number)
     return [{**common, **ranks, **own} for ranks, own in zip(_ranks(options), devices, strict=True)]
 
@@ -338,20 +338,6 @@ def numbers_here(plan: LaunchPlan) -> range:
             "without one. Give as many replicas as machines, or more."
         )
     return range(rank * count // machines, (rank + 1) * count // machines)
-
-
-def _own_address(other: str) -> str:
-    """The address of this machine from which it reaches another one; an IPv4 address, if the other one has any."""
-    try:
-        found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--main_process_ip {other}: {error.strerror}. Give an address of machine rank 0, or a name that has one."
-        ) from None
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _ranks(options: FaultToleranceOptions) -> list[dict[str, str]]:

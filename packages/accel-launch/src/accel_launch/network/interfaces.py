@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 from accel_state.env import read_str
+from accel_state.errors import ConfigurationError
 from accel_state.ports import socket_variables
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -47,3 +48,17 @@ def interface_variables(address: str) -> dict[str, str]:
     name = interface_of(address) if address else ""
     chosen = socket_variables(name) if name else {}
     return {variable: value for variable, value in chosen.items() if not read_str(variable)}
+
+
+def own_address(other: str) -> str:
+    """The address of this machine from which it reaches another one; an IPv4 address, if the other one has any."""
+    try:
+        found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--main_process_ip {other}: {error.strerror}. Give an address of machine rank 0, or a name that has one."
+        ) from None
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

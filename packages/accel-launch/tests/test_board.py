@@ -1,0 +1,241 @@
+"""The board of the launchers: real connections on loopback, through a cable that can be cut."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from accel_launch.network import board, contact, member
+from accel_launch.network.contact import join
+from accel_launch.network.hub import Hub
+from accel_launch.network.interfaces import interface_of, interface_variables
+from accel_launch.network.member import Member
+from accel_launch.network.peers import Peers
+from accel_launch.network.records import ECHO, KILLED, LOST, Cause, Machine, State
+from accel_state import run_token
+from accel_state.ports import listen
+
+SHORT = 2.0
+
+
+class Cable:
+    """Forwards connections to a port, until it is cut: then nothing arrives, and nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = listen("127.0.0.1", 0)
+        self.port = self._listener.getsockname()[1]
+        self.plugged = threading.Event()
+        self.plugged.set()
+        self._ended = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self.plugged.wait()
+            far = socket.create_connection(("127.0.0.1", self._target))
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(4096):
+                self.plugged.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            source.close()
+
+    def close(self) -> None:
+        self._ended = True
+        self.plugged.set()
+        self._listener.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    """What is not the launcher of the run is recognised sooner."""
+    monkeypatch.setattr(member, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(member, "HANDSHAKE_SECONDS", 1.0)
+
+
+@pytest.fixture
+def boards():
+    """Make boards, which are closed at the end."""
+    made = []
+
+    def make(port: int, rank: int, count: int = 2, **options):
+        made.append(join("127.0.0.1", port, rank, count, give_up_seconds=SHORT, **options))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close(0)
+
+
+@pytest.fixture
+def cable():
+    """Make cables, which are removed at the end."""
+    made = []
+
+    def make(port: int) -> Cable:
+        made.append(Cable(port))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_cut_is_noticed_on_both_sides_and_so_is_its_end(boards, cable, wait_until, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(board, "REPORT_SECONDS", 1.0)
+    hub = boards(0, 0)
+    line = cable(hub.port)
+    other = boards(line.port, 1)
+    wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
+    peers = [Peers(one, -1, 2) for one in (hub, other)]
+    assert [one.failure() for one in peers] == [None, None]
+    line.plugged.clear()
+    wait_until(lambda: all(one.failure() is not None for one in peers), "both give the other one up")
+    first, second = (one.failure() for one in peers)
+    assert (first.kind, second.kind) == (LOST, LOST)
+    assert "machine rank 1" in first.text and "machine rank 0" in second.text
+    line.plugged.set()
+    wait_until(lambda: all(one.failure() is None for one in peers), "both are back")
+    told = capfd.readouterr().err
+    assert "machine rank 1" in told and "machine rank 0" in told and told.count("is back") == 2, told
+
+
+def test_a_machine_that_ends_in_order_is_not_lost(boards, wait_until) -> None:
+    hub = boards(0, 0)
+    other = boards(hub.port, 1)
+    wait_until(lambda: len(hub.machines()) == 2, "both are here")
+    other.post(state=State.SUCCEEDED)
+    other.close()
+    time.sleep(SHORT + 1)
+    assert hub.silent(1) > SHORT and hub.lost() == []
+
+
+def test_what_happened_first_is_told_on_every_machine(boards, wait_until) -> None:
+    """A broken connection, which is noticed at once, is only the echo of a kill that is told later."""
+    hub = boards(0, 0, 3)
+    members = [boards(hub.port, rank, 3) for rank in (1, 2)]
+    everyone = [hub, *members]
+    wait_until(lambda: all(len(one.machines()) == 3 for one in everyone), "all are here")
+    for one in everyone:
+        one.post(round=0, members={"0": "x"}, state=State.RUNNING)
+    peers = [Peers(one, 0, 3) for one in everyone]
+    peers[0].post(State.FAILED, Cause(ECHO, "rank 0 lost a connection", 1))
+    wait_until(lambda: peers[1].failure() is not None, "machine rank 1 hears of it")
+    peers[2].post(State.FAILED, Cause(KILLED, "rank 2 was killed", 137))
+    peers[1].post(State.ENDED)
+    assert [one.settle() for one in peers] == [Cause(KILLED, "rank 2 was killed", 137)] * 3
+
+
+def test_machines_with_different_tokens_do_not_meet(boards, wait_until, monkeypatch, capfd) -> None:
+    monkeypatch.setenv(run_token.VARIABLE, "a" * 32)
+    hub = boards(0, 0)
+    monkeypatch.setenv(run_token.VARIABLE, "b" * 32)
+    other = boards(hub.port, 1)
+    wait_until(lambda: bool(other.stranger()), "it is sure about that")
+    assert run_token.VARIABLE in other.stranger() and len(hub.machines()) == 1
+    told = capfd.readouterr().err
+    assert "refused 127.0.0.1" in told and told.count("refused") == 1 and "aaaa" not in told + other.stranger()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_server_is_recognised(boards, wait_until, answer: bytes) -> None:
+    listener = listen("127.0.0.1", 0)
+
+    def serve() -> None:
+        connections = []
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            connection.sendall(answer)
+            connections.append(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    other = boards(listener.getsockname()[1], 1)
+    wait_until(lambda: bool(other.stranger()), "it is sure about that")
+    assert "not the launcher" in other.stranger()
+    listener.close()
+
+
+def test_a_launcher_of_rank_0_that_is_started_again_is_found(boards, free_port, wait_until) -> None:
+    port = free_port()
+    hub = boards(port, 0)
+    other = boards(port, 1)
+    wait_until(lambda: len(hub.machines()) == 2, "both are here")
+    former = hub.me.id
+    hub.close(0)
+    again = boards(port, 0)
+    wait_until(lambda: len(again.machines()) == 2, "the other has connected again")
+    wait_until(lambda: other.machines()[0].id == again.me.id, "and knows the new launcher")
+    assert again.me.id != former
+
+
+def test_strangers_and_nonsense_change_nothing(boards, wait_until) -> None:
+    hub = boards(0, 0)
+    with socket.create_connection(("127.0.0.1", hub.port)) as silent:
+        with socket.create_connection(("127.0.0.1", hub.port)) as loud:
+            loud.sendall(b"x" * 100)
+        for text in (b"{}[]\n", b"[1]\n", b'{"machine": {"rank": "1"}}\n', b'{"machine": 3}\n', b"\xff\n"):
+            with run_token.connect(("127.0.0.1", hub.port), contact.token_of_run(), 10) as known:
+                known.sendall(text)
+                known.settimeout(10)
+                while known.recv(4096):
+                    pass
+        assert silent.recv(10)
+    other = boards(hub.port, 1)
+    wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "the machines meet all the same")
+
+
+def test_two_machines_of_one_rank_are_refused(boards, wait_until, monkeypatch) -> None:
+    hub = boards(0, 0, 3)
+    first = boards(hub.port, 1, 3)
+    wait_until(lambda: len(hub.machines()) == 2, "the first is here")
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    second = boards(hub.port, 1, 3)
+    wait_until(lambda: all(one.refusal is not None for one in (hub, first, second)), "all are told")
+    assert "--machine_rank 1" in first.refusal.text and "elsewhere" in first.refusal.text
+
+
+def test_the_address_and_the_interface_come_from_the_connection(boards, wait_until, monkeypatch) -> None:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    hub = boards(0, 0)
+    other = boards(hub.port, 1)
+    wait_until(lambda: bool(hub.own_address and other.own_address), "both know theirs")
+    assert isinstance(hub, Hub) and isinstance(other, Member)
+    assert hub.own_address == other.own_address == "127.0.0.1"
+    name = interface_of("127.0.0.1")
+    assert name in dict((text, number) for number, text in socket.if_nameindex())
+    assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert interface_variables("127.0.0.1") == {"NCCL_SOCKET_IFNAME": name}
+    assert interface_variables("") == interface_variables("203.0.113.9") == {}
+
+
+def test_a_record_reads_back() -> None:
+    cause = Cause(KILLED, "why", 137, 2)
+    machine = Machine(1, "id", "host", 8, facts={"a": "b"}, members={"0": "x"}, state=State.FAILED, cause=cause)
+    assert Machine.read(machine.encode(with_facts=True)) == machine
+    assert machine.named() == "machine rank 1 (host, ranks 8 to 15)"
+    for wrong in (
+        {},
+        [],
+        {**machine.encode(with_facts=True), "rank": "1"},
+        {**machine.encode(with_facts=True), "state": "x"},
+    ):
+        with pytest.raises(ValueError, match="JSON object|is not|x"):
+            Machine.read(wrong)
