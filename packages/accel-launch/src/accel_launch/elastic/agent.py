@@ -160,7 +160,9 @@ class Agent:
         finally:
             if self._watch.received:
                 save_and_wait(self._logs.by_rank, self._watch.received)
-            self._stop(self._watch.received or signal.SIGTERM)
+            # Ctrl-C, and a collective with a machine that is cut off: Python's handler never runs in such a rank.
+            hangs = self._peers is not None and self._watch.received == signal.SIGINT
+            self._stop(self._watch.received or signal.SIGTERM, _HUNG_SECONDS if hangs else GRACE_SECONDS)
 
     def _run(self) -> Result:
         self._meet()
