@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 
+from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
@@ -34,7 +34,7 @@ def telling_others(settings: Resolution) -> Iterator[None]:
 def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
     """Main address and port, rank of this machine and number of machines; None if no other launcher would listen."""
     try:
-        context = detect_context(settings, os.environ)
+        context = detect_context(settings, all_variables())
         values = rendezvous_settings(context, settings)
     except ConfigurationError:
         return None
