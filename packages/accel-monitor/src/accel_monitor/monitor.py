@@ -17,6 +17,7 @@ from accel_state.paths import as_path, refuse_link
 from accel_state.state import current_rank
 
 from ._torch_compat import watch_compilation
+from .bad_steps import NormLimit, guilty_group
 from .hooks import ModelHooks, OptimizerHooks, watch_loader
 from .parts import Part
 from .recorder import Recorder, Snapshot
@@ -223,11 +224,13 @@ class Monitor:
 
     def timed_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
-        recorder = self._recorder
+        recorder, limit = self._recorder, NormLimit()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
-            recorder.norm = value_of(norm)
+            recorder.norm = value = value_of(norm)
+            if isinstance(value, float) and limit.is_exceeded(value) and self._counting is not None:
+                recorder.group = guilty_group(self._counting.param_groups)
             return norm
 
         return run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .parts import Part
-from .records import Attempt, Run, Sample, file_name
+from .records import Attempt, Run, Sample, bad_step_sentence, file_name
 from .report import duration
 
 _STATES = {
@@ -166,8 +166,21 @@ def render(run: Run, width: int, height: int, now: float | None = None) -> Itera
         yield f"{len(shown)} of {len(rows)} ranks: those that are not training, then the slowest"
         yield from _histogram([row.own for row in rows if row.own is not None], width)
     yield "D data, F forward, B backward, w waiting for others, O optimizer, . other, E eval, S save, L load"[:width]
+    yield from findings(run)
     for note in run.notes:
         yield f"note: {note}"
+
+
+def findings(run: Run) -> Iterator[str]:
+    """What the monitor found in the latest processes: slow ranks that have not recovered, and bad steps."""
+    for (_, rank), attempts in sorted(run.attempts.items()):
+        latest = attempts[-1]
+        for item in latest.stragglers[-1:]:
+            if item.last == float("inf"):
+                late = item.seconds * 1e3
+                yield f"slow: rank {item.rank} ({item.part}), {late:.1f} ms a step from step {item.first} on"
+        for event in latest.bad_steps[-3:]:
+            yield f"bad: {bad_step_sentence(event, rank)}"
 
 
 def _line(row: Row, several: bool, host_width: int, bar: int) -> str:

@@ -52,6 +52,7 @@ class StepRecord:
         ran: processor time of the loop's thread at its end.
         loss: the last loss of the step: a number on the CPU, else a tensor; None if unknown.
         norm: the gradient norm that the script computed, likewise.
+        group: the parameter group that made the norm too large or not finite; None if unknown.
         indices: those of the samples of the step's batches on this rank; None if the loader does not tell.
     """
 
@@ -60,6 +61,7 @@ class StepRecord:
     ran: float
     loss: Any
     norm: Any
+    group: int | None
     indices: Any
 
 
@@ -84,6 +86,7 @@ class Recorder:
         "backwards",
         "counters",
         "evaluating",
+        "group",
         "idle",
         "indices",
         "loss",
@@ -100,6 +103,9 @@ class Recorder:
         "step_at",
         "tokens",
     )
+
+    counters: memoryview[float]
+    seconds: memoryview[float]
 
     def __init__(self) -> None:
         self.part: int = Part.STARTUP
@@ -118,6 +124,8 @@ class Recorder:
         """The latest loss: a number on the CPU, else a detached tensor."""
         self.norm: Any = None
         """The latest gradient norm that the script computed, likewise."""
+        self.group: int | None = None
+        """The parameter group that made the latest norm too large."""
         self.indices: Any = None
         """Indices of the samples of the batches since the latest step."""
         self.models: list[Any] = []
@@ -126,14 +134,13 @@ class Recorder:
         """Whether the latest forward pass was without gradients, or of a model in evaluation mode."""
         self.on_step: Callable[[Recorder], None] | None = None
         """Called after each step."""
-        self.recent: deque[StepRecord | tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
         self.use(_own_memory())
         _alive.add(self)
 
     def use(self, counters: memoryview[float]) -> None:
         """Keep the counters in this memory from now on, with their present values."""
-        if hasattr(self, "counters"):
-            counters[:] = self.counters
+        counters[:] = getattr(self, "counters", counters)
         self.counters = counters
         self.seconds = counters[_SECONDS:]
 
@@ -173,8 +180,9 @@ class Recorder:
         counters[_TOKENS] = self.tokens
         counters[_STEP_AT] = since - self.start
         # A plain tuple, read as a StepRecord: making an object costs the loop a microsecond.
-        self.recent.append((step, self.seconds.tolist(), thread_time(), self.loss, self.norm, self.indices))
-        self.norm = self.indices = None
+        record = (step, self.seconds.tolist(), thread_time(), self.loss, self.norm, self.group, self.indices)
+        self.recent.append(record)
+        self.norm = self.group = self.indices = None
         if self.on_step is not None:
             self.on_step(self)
 
@@ -182,7 +190,7 @@ class Recorder:
         """The latest steps, oldest first; may be called from another thread."""
         while True:
             try:
-                return [StepRecord(*record) for record in tuple(self.recent)]
+                return [StepRecord(*record) for record in list(self.recent)]
             except RuntimeError:  # the loop has appended meanwhile
                 continue
 
@@ -190,7 +198,7 @@ class Recorder:
         """The counters now; may be called from another thread."""
         while True:
             since, part = self.since, self.part
-            seconds = self.seconds.tolist()
+            seconds: list[float] = list(self.seconds)
             samples, tokens, step, step_at = self.samples, self.tokens, self.step, self.step_at
             if since == self.since:
                 break

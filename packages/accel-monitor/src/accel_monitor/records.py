@@ -177,6 +177,21 @@ class Run:
         return max(attempts[-1].end for attempts in self.attempts.values())
 
 
+def bad_step_sentence(event: dict[str, Any], rank: int) -> str:
+    """What a person should know of a bad step."""
+    name = "loss" if event["what"] == "loss" else "gradient norm"
+    text = f"step {event['step']}, rank {rank}: the {name} is {event['value']}"
+    if event["median"] is not None:
+        text += f", and the median of the steps before is {event['median']:.4g}"
+    if event["group"] is not None:
+        text += f"; parameter group {event['group']}"
+    indices = event["indices"]
+    if indices:
+        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        text += f"; its batch had the samples {shown} (`accel monitor show-batch` reads them again)"
+    return text + "."
+
+
 def find_folder(directory: Path) -> Path:
     """The directory of the files of a run.
 

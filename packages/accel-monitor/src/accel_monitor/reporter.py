@@ -20,10 +20,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.paths import make_directory, open_for_writing
 
 from . import process
+from .bad_steps import BadSteps
 from .live import LiveRecord, read_live, remove_live
 from .parts import NAMES
-from .recorder import Recorder
-from .records import FOLDER, encode, encode_now, file_name, read_attempts, to_sample
+from .recorder import RECENT_STEPS, Recorder
+from .records import FOLDER, bad_step_sentence, encode, encode_now, file_name, read_attempts, to_sample
 from .stragglers import REPORTED_STEPS, OwnParts, Straggler, Watch, encode_recent
 
 # Not that of accel_state, which needs a PartialState: scripts without an Accelerator may have none.
@@ -72,6 +73,7 @@ class Reporter:
         self._started_with = started_with
         self._identity = {"host": socket.gethostname(), "device": identity["device"]}
         self._world_size = identity["world_size"]
+        self._bad_steps = BadSteps(recorder)
         self._watch: Watch | None = None
         if identity["rank"] == 0 and self._world_size > 1:
             self._watch = Watch(self._folder, identity["replica"], self._world_size)
@@ -172,6 +174,7 @@ class Reporter:
         assert self._now is not None
         os.pwrite(self._now, encode_now({**line, **self._recent(line)}), 0)
         self._compare(line["step"])
+        self._look_for_bad_steps()
         with self._lock:
             events, self._events = self._events, []
         lines = [*events]
@@ -196,13 +199,18 @@ class Reporter:
     def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
         """The latest steps, for rank 0 to compare, if there are other ranks. Sets the pause to the next report."""
         records = self.recorder.latest()[-REPORTED_STEPS - 1 :]
-        if self._world_size == 1 or len(records) < 2:
+        if len(records) < 2:
             return {}
         first, last = records[0], records[-1]
         mean = (sum(last.seconds) - sum(first.seconds)) / (len(records) - 1)
-        # Rank 0 reads the reports of all ranks.
-        pause = max(_FASTEST_SECONDS, _STEPS_A_REPORT * mean, _SECONDS_A_RANK * self._world_size)
+        # Before the steps to look through are forgotten.
+        pause = max(_FASTEST_SECONDS, RECENT_STEPS / 2 * mean)
+        if self._world_size > 1:
+            # Rank 0 reads the reports of all ranks.
+            pause = max(_FASTEST_SECONDS, _STEPS_A_REPORT * mean, _SECONDS_A_RANK * self._world_size)
         self._pause = min(self.interval, pause)
+        if self._world_size == 1:
+            return {}
         queued = line["queued"] or 0.0
         before, self._queued = self._queued, (last.step, queued)
         held = 0.0
@@ -210,6 +218,13 @@ class Reporter:
             held = (queued - before[1]) / (last.step - before[0])
         recent = encode_recent(records, self.own_parts)
         return {**self._identity, "held": round(held, 6), "recent": recent}
+
+    def _look_for_bad_steps(self) -> None:
+        for found in self._bad_steps.check(self.recorder.latest()):
+            # All ranks have the same norm; the batch of each may be the reason.
+            if found["what"] == "loss" or self._start["rank"] == 0:
+                logger.warning(bad_step_sentence(found, self._start["rank"]))
+            self.event("bad_step", **found)
 
     def _compare(self, step: int) -> None:
         """On rank 0: name a rank that the others wait for."""

@@ -12,6 +12,7 @@ from accel_state.command import Command
 
 from ..page import render
 from .command import add_run_arguments, chosen_run
+from .show_batch import run as show_batch
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,7 +24,13 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigurationError: there is no such run.
     """
-    parser = argparse.ArgumentParser("accel monitor", description="Show what the ranks of a monitored run do.")
+    if argv and argv[0] == "show-batch":
+        return show_batch(argv[1:])
+    parser = argparse.ArgumentParser(
+        "accel monitor",
+        description="Show what the ranks of a monitored run do. `accel monitor show-batch` reads the samples of a bad "
+        "step again.",
+    )
     add_run_arguments(parser)
     parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
     arguments = parser.parse_args(list(argv))
