@@ -8,8 +8,11 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from accel_state import devices, env
 from accel_state.errors import ConfigurationError
+from accel_state.hardware import profile_of
 
 from .monitor import Monitor
 
@@ -45,6 +48,7 @@ class AcceleratorMonitor:
             world_size=accelerator.num_processes,
             replica=replica,
             device=device,
+            peak_flops=_peak_flops(device, str(accelerator.mixed_precision)),
             launcher=os.getppid() if launched else None,
         )
         accelerator.backward = self._monitor.timed_backward(accelerator.backward)
@@ -76,6 +80,18 @@ class AcceleratorMonitor:
         for name in REPLACED:
             vars(self._accelerator).pop(name, None)
         self._monitor.finish()
+
+
+def _peak_flops(device: torch.device, precision: str) -> float | None:
+    """What the device can compute in a precision; None if it is not known."""
+    module = getattr(torch, device.type, None)
+    name_of = getattr(module, "get_device_name", None)
+    profile = None if name_of is None else profile_of(str(name_of(device)))
+    if profile is None:
+        return None
+    if precision == "no":
+        precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return profile.flops.get(precision)
 
 
 def watch(accelerator: Any, launched: bool) -> AcceleratorMonitor:

@@ -130,9 +130,13 @@ def _measured(loader: Any) -> Iterator[Any]:
             if not evaluating:
                 recorder.count(*size_of(batch))
                 recorder.part = recorder.after_batch
+                if recorder.flops is not None:
+                    recorder.flops.begin_batch()
                 recorder.indices = [indices] if recorder.indices is None else [*recorder.indices, indices]
             yield batch
     finally:
+        if recorder.flops is not None:
+            recorder.flops.abandon()
         if hasattr(batches, "close"):
             batches.close()
 

@@ -18,6 +18,7 @@ from accel_state.state import current_rank
 
 from ._torch_compat import watch_compilation
 from .bad_steps import NormLimit, guilty_group
+from .flops import FlopCount
 from .hooks import ModelHooks, OptimizerHooks, watch_loader
 from .parts import Part
 from .recorder import Recorder, Snapshot
@@ -41,6 +42,8 @@ class Monitor:
         device: the device whose memory is reported.
         step: optimizer steps that were done before, if the script has loaded its state already.
         interval: seconds between two reports.
+        peak_flops: operations a second that the device can compute in the precision of the run, for the MFU; None if
+            it is unknown (``accel_state.hardware`` knows some devices).
         launcher: process id of the launcher of this run; its start counts as the start of the run.
 
     Raises:
@@ -57,6 +60,7 @@ class Monitor:
         device: torch.device | str = "cpu",
         step: int = 0,
         interval: float = INTERVAL,
+        peak_flops: float | None = None,
         launcher: int | None = None,
     ) -> None:
         directory = as_path("project_dir", project_dir)
@@ -68,7 +72,10 @@ class Monitor:
             raise ConfigurationError(f"interval={interval!r} must be a positive number of seconds.")
         if step < 0:
             raise ConfigurationError(f"step={step!r} must be at least 0: the optimizer steps done before.")
+        if peak_flops is not None and not peak_flops > 0:
+            raise ConfigurationError(f"peak_flops={peak_flops!r} must be a positive number of operations a second.")
         device = torch.device(device)
+        self._peak_flops = peak_flops
         self._recorder = Recorder()
         self._recorder.begin_at(step)
         identity = {
@@ -126,6 +133,8 @@ class Monitor:
                     "communicates inside of them.",
                 )
             recorder.models.append(model)
+            if recorder.flops is None and len(recorder.models) == 1:
+                recorder.flops = FlopCount(recorder, self._flops_counted)
             self._reporter.own_parts = self._own_parts(device=self._device)
             self._removals.append(hooks.remove)
         if optimizer is not None:
@@ -137,6 +146,10 @@ class Monitor:
         if loader is not None:
             self._removals.append(watch_loader(loader, recorder))
         self._watch_compilation()
+
+    def _flops_counted(self, operations: int, recomputed: int) -> None:
+        self._recorder.flops = None
+        self._reporter.event("flops", operations=operations, recomputed=recomputed, peak=self._peak_flops)
 
     def _own_parts(self, device: torch.device) -> OwnParts:
         if device.type != "cpu":
@@ -276,6 +289,7 @@ def attach(
     project_dir: str | os.PathLike[str] = ".",
     step: int = 0,
     interval: float = INTERVAL,
+    peak_flops: float | None = None,
 ) -> Monitor:
     """Measure a training loop. The loop does not change: the objects that are passed report what they do.
 
@@ -287,6 +301,7 @@ def attach(
         project_dir: the directory of the run, the same for all ranks; files are written to ``monitor/`` in it.
         step: optimizer steps of the checkpoint that was loaded.
         interval: seconds between two reports.
+        peak_flops: operations a second that the device can compute, for the MFU; None if it is unknown.
 
     Returns:
         The monitor. ``with monitor.part("saving")`` marks blocks, and ``monitor.finish()`` ends the run.
@@ -309,6 +324,7 @@ def attach(
         device=parameters[0].device,
         step=step,
         interval=interval,
+        peak_flops=peak_flops,
     )
     try:
         monitor.watch(loader=loader, model=model, optimizer=optimizer)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .parts import Part
+from .parts import STEP_PARTS, Part
 from .records import Attempt, Run, Sample, bad_step_sentence, file_name
 from .report import duration
 
@@ -52,6 +52,8 @@ class Row:
         memory: bytes; None if unknown.
         loss: the latest loss.
         parts: seconds by part.
+        flops: floating-point operations a second, without those computed again; None if unknown.
+        mfu: their share of what the device can compute; None if unknown.
     """
 
     slot: tuple[int, int]
@@ -63,6 +65,8 @@ class Row:
     memory: int | None
     loss: float | str | None
     parts: tuple[float, ...]
+    flops: float | None = None
+    mfu: float | None = None
 
 
 def rows_of(run: Run, now: float | None = None) -> list[Row]:
@@ -83,6 +87,9 @@ def _row(run: Run, attempt: Attempt, now: float) -> Row:
     before = earlier[-1] if earlier else none
     parts = tuple(max(0.0, late - early) for late, early in zip(last.parts, before.parts, strict=True))
     steps, seconds = last.step - before.step, last.at - before.at
+    # Saving and evaluation are no part of how well a step uses the device.
+    in_steps = sum(parts[part] for part in STEP_PARTS)
+    flops = attempt.step_flops * steps / in_steps if attempt.step_flops and steps > 0 and in_steps > 0 else None
     return Row(
         slot=attempt.slot,
         host=attempt.start["host"],
@@ -94,6 +101,8 @@ def _row(run: Run, attempt: Attempt, now: float) -> Row:
         memory=_latest(attempt, "memory"),
         loss=_latest(attempt, "loss"),
         parts=parts,
+        flops=flops,
+        mfu=flops / attempt.peak_flops if flops and attempt.peak_flops else None,
     )
 
 
@@ -147,7 +156,14 @@ def render(run: Run, width: int, height: int, now: float | None = None) -> Itera
     steps = [row.step for row in rows]
     step = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
     rate = sum(row.rate or 0.0 for row in rows)
-    yield f"{len(rows)} ranks: {counts}; {step}, {rate:.4g} samples/s, {duration(run.end - run.begin)}"[:width]
+    text = f"{len(rows)} ranks: {counts}; {step}, {rate:.4g} samples/s, {duration(run.end - run.begin)}"
+    computed = [row.flops for row in rows if row.flops is not None]
+    if computed:
+        text += f", {sum(computed) / 1e12:.4g} TFLOP/s"
+    used = [row.mfu for row in rows if row.mfu is not None]
+    if used:
+        text += f", MFU {sum(used) / len(used):.1%}"
+    yield text[:width]
     named = width >= 110
     head = f"{'rank':>6} {'state':<10} {'step':>8} {'own/step':>9} {'samples/s':>9} {'memory':>8} {'loss':>9}"
     host_width = max(4, *(len(row.host) for row in rows)) if named else 0

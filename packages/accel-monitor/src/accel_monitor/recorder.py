@@ -86,6 +86,7 @@ class Recorder:
         "backwards",
         "counters",
         "evaluating",
+        "flops",
         "group",
         "idle",
         "indices",
@@ -132,6 +133,8 @@ class Recorder:
         """The models whose ``training`` says whether batches are for training."""
         self.evaluating = False
         """Whether the latest forward pass was without gradients, or of a model in evaluation mode."""
+        self.flops: Any = None
+        """Counts the operations of a step (:class:`accel_monitor.flops.FlopCount`); None when that is done."""
         self.on_step: Callable[[Recorder], None] | None = None
         """Called after each step."""
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
@@ -183,6 +186,8 @@ class Recorder:
         record = (step, self.seconds.tolist(), thread_time(), self.loss, self.norm, self.group, self.indices)
         self.recent.append(record)
         self.norm = self.group = self.indices = None
+        if self.flops is not None:
+            self.flops.end_step()
         if self.on_step is not None:
             self.on_step(self)
 

@@ -119,6 +119,12 @@ class Attempt:
     """Ranks that others waited for, as rank 0 found them."""
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Losses and gradient norms that are not finite, or far too large; see :mod:`accel_monitor.bad_steps`."""
+    step_flops: int | None = None
+    """Floating-point operations of a step; None before they are counted."""
+    recomputed_flops: int = 0
+    """Those that a step computes again, which are not in ``step_flops``."""
+    peak_flops: float | None = None
+    """Operations a second that the device can compute; None if unknown."""
     finished: bool | None = None
     running: bool | None = None
     notes: list[str] = field(default_factory=list)
@@ -280,6 +286,12 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
         attempt.stragglers.append(SlowRank(line["rank"], line["part"], line["seconds"], line["first"]))
     elif line["kind"] == "recovered" and attempt.stragglers:
         attempt.stragglers[-1].last = line["step"]
+    elif line["kind"] == "flops":
+        attempt.step_flops, attempt.recomputed_flops, attempt.peak_flops = (
+            line["operations"],
+            line["recomputed"],
+            line["peak"],
+        )
     elif line["kind"] == "bad_step":
         attempt.bad_steps.append(line)
     elif line["kind"] == "note":

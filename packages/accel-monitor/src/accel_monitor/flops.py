@@ -1,0 +1,146 @@
+"""Counts the floating-point operations of one step, by what torch dispatches.
+
+The formulas are torch's own (``torch.utils.flop_counter``): 2 operations for each multiplication and addition of matrix
+products, convolutions and attention; what is element by element counts nothing. Added are operators that they lack.
+Operators of a DTensor are counted by the parts that a rank computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from .parts import Part
+from .recorder import Recorder
+
+_aten = torch.ops.aten
+_STEPS_BEFORE = 2
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(_shape(query), _shape(key), _shape(value)))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(_shape(query), _shape(key), _shape(value))) * 5 // 2
+
+
+def _grouped_product(first: Any, second: Any, *_: Any, **__: Any) -> int:
+    # (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), or (m, rows) x (rows, n) with groups of rows.
+    a, b = _shape(first), _shape(second)
+    if len(a) == len(b) == 3:
+        return 2 * a[0] * a[1] * a[2] * b[2]
+    rows, inner = a[-2], a[-1]
+    return int(2 * rows * inner * b[-1])
+
+
+def _shape(tensor: Any) -> torch.Size:
+    shape: torch.Size = tensor.shape
+    return shape
+
+
+_FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    **{
+        getattr(_aten, name): formula
+        for name, formula in (
+            ("_scaled_dot_product_flash_attention_for_cpu", _attention),
+            ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
+            ("_grouped_mm", _grouped_product),
+        )
+        if hasattr(_aten, name)
+    },
+}
+# Their backward passes compute five products: the scores again, and four gradients.
+_ATTENTION_BACKWARD = {packet for packet in _FORMULAS if "attention" in str(packet) and "backward" in str(packet)}
+
+
+class StepFlops(TorchDispatchMode):
+    """Counts while it is active.
+
+    Attributes:
+        total: operations of the model: forward and backward.
+        recomputed: operations that were done before: of forward passes within the backward pass (activation
+            checkpointing), and of the scores of fused attention.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.total = 0
+        self.recomputed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass, such as DTensor, whose parts come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in _FORMULAS:
+            operations = int(_FORMULAS[packet](*args, **kwargs, out_val=result))
+            again = operations // 5 if packet in _ATTENTION_BACKWARD else 0
+            self.recomputed += again
+            self._add(operations - again)
+        return result
+
+    def _add(self, operations: int) -> None:
+        # The operators of a backward pass run without gradients; one that runs with them is of a forward pass again.
+        if self._recorder.part == Part.BACKWARD and torch.is_grad_enabled():
+            self.recomputed += operations
+        else:
+            self.total += operations
+
+
+class FlopCount:
+    """Counts the third step, when everything is compiled.
+
+    Args:
+        recorder: whose steps.
+        counted: called once, with the operations of a step and with those that were computed again.
+    """
+
+    def __init__(self, recorder: Recorder, counted: Callable[[int, int], None]) -> None:
+        self._recorder, self._counted = recorder, counted
+        self._mode: StepFlops | None = None
+        self._steps = 0
+
+    def begin_batch(self) -> None:
+        """Called by the loop with a batch for training."""
+        if self._mode is None and self._steps >= _STEPS_BEFORE:
+            self._mode = StepFlops(self._recorder)
+            self._mode.__enter__()
+
+    def end_step(self) -> None:
+        """Called by the loop after a step."""
+        self._steps += 1
+        mode = self._leave()
+        if mode is not None:
+            self._counted(mode.total, mode.recomputed)
+
+    def abandon(self) -> None:
+        """Called by the loop where it leaves its loader: the step is not whole."""
+        self._leave()
+
+    def _leave(self) -> StepFlops | None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        return mode
+
+
+def utilisation(operations: float, seconds: float, peak: float | None) -> float | None:
+    """The share of a device's peak that a step uses (MFU); None if the peak is unknown.
+
+    Args:
+        operations: of a step on this rank, without those that were computed again.
+        seconds: of a step.
+        peak: operations a second that the device could compute.
+    """
+    if peak is None or not math.isfinite(peak) or seconds <= 0 or peak <= 0:
+        return None
+    return operations / seconds / peak
