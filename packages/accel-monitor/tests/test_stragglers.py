@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel_monitor import make_ledger, read_runs
+from accel_monitor.html import page
 from accel_monitor.ledger import Cause
 from accel_monitor.records import encode_now, file_name
+from accel_monitor.report import report
 from accel_monitor.stragglers import Recent, Watch, find_straggler
 from accel_state.testing import run_world
 
@@ -140,4 +142,6 @@ def test_a_rank_with_slow_data_is_named_in_a_real_run(tmp_path: Path, capfd: pyt
     assert 1.0 < ledger.seconds[Cause.STRAGGLER] < 5.0 and ledger.total == pytest.approx(
         sum(entry.end - entry.begin for of_rank in ledger.entries.values() for entry in of_rank), rel=0.01
     )
+    # The report and the page say it, too.
+    assert any("slow: rank 1 (data)" in line for line in report(ledger)) and Cause.STRAGGLER.value in page(ledger)
     assert Cause.STRAGGLER not in {cause for entry in ledger.entries[0, 1] for cause in entry.seconds}

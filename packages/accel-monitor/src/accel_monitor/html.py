@@ -16,6 +16,7 @@ _COLORS = {
     Cause.COMPILING: "#5a5fc4",
     Cause.DATA: "#e08a1e",
     Cause.WAITING: "#d9c22b",
+    Cause.STRAGGLER: "#a8700f",
     Cause.SAVING: "#2f86c9",
     Cause.LOADING: "#6fb7e8",
     Cause.EVALUATION: "#1fa3a3",

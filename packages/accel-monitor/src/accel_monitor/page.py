@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .parts import STEP_PARTS, Part
-from .records import Attempt, Run, Sample, bad_step_sentence, file_name
-from .report import duration
+from .records import Attempt, Run, Sample, file_name
+from .report import duration, findings
 
 _STATES = {
     Part.STARTUP: "starting",
@@ -185,18 +185,6 @@ def render(run: Run, width: int, height: int, now: float | None = None) -> Itera
     yield from findings(run)
     for note in run.notes:
         yield f"note: {note}"
-
-
-def findings(run: Run) -> Iterator[str]:
-    """What the monitor found in the latest processes: slow ranks that have not recovered, and bad steps."""
-    for (_, rank), attempts in sorted(run.attempts.items()):
-        latest = attempts[-1]
-        for item in latest.stragglers[-1:]:
-            if item.last == float("inf"):
-                late = item.seconds * 1e3
-                yield f"slow: rank {item.rank} ({item.part}), {late:.1f} ms a step from step {item.first} on"
-        for event in latest.bad_steps[-3:]:
-            yield f"bad: {bad_step_sentence(event, rank)}"
 
 
 def _line(row: Row, several: bool, host_width: int, bar: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from accel_state.humanize import counted
 
 from .ledger import Cause, Ledger, SaveAdvice
+from .records import Run, bad_step_sentence
 
 _BAR = 30
 
@@ -55,6 +56,19 @@ def conclusions(ledger: Ledger) -> Iterator[str]:
         yield f"{counted(ledger.failures, 'interruption')}; {steps} {verb} computed again"
     if ledger.advice is not None:
         yield advise(ledger.advice)
+    yield from findings(ledger.run)
+
+
+def findings(run: Run) -> Iterator[str]:
+    """What the monitor found in the latest processes: slow ranks that have not recovered, and bad steps."""
+    for (_, rank), attempts in sorted(run.attempts.items()):
+        latest = attempts[-1]
+        for item in latest.stragglers[-1:]:
+            if item.last == float("inf"):
+                late = item.seconds * 1e3
+                yield f"slow: rank {item.rank} ({item.part}), {late:.1f} ms a step from step {item.first} on"
+        for event in latest.bad_steps[-3:]:
+            yield f"bad: {bad_step_sentence(event, rank)}"
 
 
 def advise(advice: SaveAdvice) -> str:
