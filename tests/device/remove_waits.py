@@ -50,7 +50,8 @@ TESTS = {
     "accel_checkpoint/": [f"tests/device/test_accel.py::{name}" for name in SAVES],
     "accel/fault_tolerance/": ["packages/accel/tests/test_fault_tolerance.py"],
     "accel/parallel/late_checks": ["tests/device/test_syncs.py"],
-    "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py"],
+    # Among others with tied weights. Without the wait, messages meet in another order, and the test reaches its limit.
+    "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py::test_two_stages_train_as_one_process_does"],
 }
 
 
