@@ -103,3 +103,36 @@ def test_versions(tmp_path, monkeypatch, version, minimum, expected):
     write_package(tmp_path, version)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert imports.is_package_available("gadget", min_version=minimum) is expected
+
+
+def test_everything_but_numpys_generator_works_without_numpy(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["numpy"] = None  # importing it raises ModuleNotFoundError
+import torch
+from accel_state import MissingDependencyError, PartialState, set_seed, synchronize_rng_state
+from accel_state import operations, safetensors_writer, splitting, testing
+from accel_state.collectives import torch as collectives
+set_seed(5)
+assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+assert splitting.share_of([1, 2, 3], 1, 2, apply_padding=True) == [3, 3]
+assert splitting.share_of(torch.arange(3), 0, 2).tolist() == [0, 1]
+value = {{"a": [1, (2, "three")], "b": torch.arange(5)}}
+back = collectives._from_bytes(collectives._to_bytes(value))
+assert back["a"] == value["a"] and torch.equal(back["b"], value["b"])
+with open({str(tmp_path / "file")!r}, "wb") as file:
+    safetensors_writer.write_safetensors({{"a": torch.arange(6.0)[2:], "b": torch.ones(2, 2).bfloat16()}}, file)
+PartialState(cpu=True)
+try:
+    synchronize_rng_state("numpy")
+except MissingDependencyError as error:
+    assert "pip install 'numpy'" in str(error)
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    import torch
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "file")
+    assert written["a"].tolist() == [2.0, 3.0, 4.0, 5.0] and torch.equal(written["b"], torch.ones(2, 2).bfloat16())

@@ -111,6 +111,11 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     return is_package_available("numpy", min_version=min_version)
 
 
+def numpy_if_installed() -> Any:
+    """The module numpy, or None: torch does without it."""
+    return importlib.import_module("numpy") if is_package_available("numpy") else None
+
+
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is installed, in this version or a newer one."""
     return is_package_available("bitsandbytes", min_version=min_version)

@@ -6,12 +6,12 @@ import operator
 import random
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from . import devices
 from .enums import RNGType
-from .errors import ArgumentTypeError, ConfigurationError
+from .errors import ArgumentTypeError, ConfigurationError, require
+from .imports import numpy_if_installed
 from .options.core import CoreOptions
 from .state import PartialState, is_initialized
 
@@ -19,7 +19,7 @@ _MAX_SEED = 2**32 - 1  # numpy's limit
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of python, numpy and torch, on the CPU and on the device of this process.
+    """Seed the generators of python, torch (on the CPU and the device of this process) and, if installed, numpy.
 
     Args:
         seed: 0 to 2**32 - 1.
@@ -40,7 +40,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         )
     seed += rank
     random.seed(seed)
-    np.random.seed(seed)
+    if (numpy := numpy_if_installed()) is not None:
+        numpy.random.seed(seed)
     torch.manual_seed(seed)  # the CPU and the device types that torch knows
     # Those of vendor plug-ins. A run on the CPU leaves accelerators alone, so that they stay free for others.
     device = PartialState().device_backend if is_initialized() else devices.detect(cpu=CoreOptions.read("cpu"))
@@ -71,7 +72,8 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     elif kind is RNGType.TORCH:
         torch.set_rng_state(collectives.broadcast(torch.get_rng_state().clone()))
     elif kind is RNGType.NUMPY:
-        np.random.set_state(collectives.broadcast_object(np.random.get_state()))
+        generators = require("numpy", purpose="synchronize_rng_state('numpy')", install="numpy").random
+        generators.set_state(collectives.broadcast_object(generators.get_state()))
     elif kind is RNGType.PYTHON:
         random.setstate(collectives.broadcast_object(random.getstate()))
     else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigurationError
+from .tensor_storage import memory_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -63,7 +64,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
     for name in ordered:
         elements = tensors[name].detach().cpu().contiguous().reshape(-1)
         if elements.numel():
-            target.write(elements.view(torch.uint8).numpy().data)
+            target.write(memory_of(elements))
 
 
 def _order(name: str, tensor: torch.Tensor) -> tuple[bool, int, str]:

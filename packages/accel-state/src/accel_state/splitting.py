@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
@@ -39,7 +39,7 @@ def _common_length(inputs: Any) -> int:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"split_between_processes needs members of one length, but got {lengths}.")
         return next(iter(lengths.values()), 0)
-    if isinstance(inputs, (torch.Tensor, np.ndarray)):
+    if isinstance(inputs, torch.Tensor) or _is_array(inputs):
         if inputs.ndim == 0:
             raise TypeError("split_between_processes cannot split a 0-dimensional tensor. Put it into a list.")
         return int(inputs.shape[0])
@@ -51,18 +51,23 @@ def _common_length(inputs: Any) -> int:
     return len(inputs)
 
 
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # which is optional; without it there are no arrays
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
     """Items ``start`` to ``end``, followed by the last item ``padding`` times."""
     if isinstance(inputs, Mapping):
         return rebuild_mapping(inputs, {key: _take(value, start, end, padding) for key, value in inputs.items()})
     if is_namedtuple(inputs):
         return type(inputs)(*(_take(value, start, end, padding) for value in inputs))
-    if isinstance(inputs, (torch.Tensor, np.ndarray, list, tuple)):
+    if isinstance(inputs, (torch.Tensor, list, tuple)) or _is_array(inputs):
         share: Any = inputs[start:end]
         if isinstance(inputs, torch.Tensor) and padding:
             return torch.cat([share, inputs[-1:].expand(padding, *inputs.shape[1:])])
-        if isinstance(inputs, np.ndarray) and padding:
-            return np.concatenate([share, inputs[-1:].repeat(padding, axis=0)])
+        if padding and _is_array(inputs):
+            return sys.modules["numpy"].concatenate([share, inputs[-1:].repeat(padding, axis=0)])
         return share + inputs[-1:] * padding if padding else share
     indices = [*range(start, end), *[len(inputs) - 1] * padding]
     if hasattr(inputs, "select"):  # a Hugging Face data set, which keeps its type

@@ -1,6 +1,9 @@
-"""Which tensors share memory."""
+"""Which tensors share memory, and the memory of a tensor."""
 
 from __future__ import annotations
+
+import ctypes
+from typing import Any
 
 import torch
 
@@ -17,3 +20,13 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
         if device is None or device.has_storage:
             raise
         return tensor.device, device.tensor_id(tensor), tensor.nbytes
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes and without a copy.
+
+    ``tensor.numpy().data`` would need numpy, which torch does without.
+    """
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # kept as long as the memory is used
+    return memoryview(memory)

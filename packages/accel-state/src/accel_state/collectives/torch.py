@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ..tensor_storage import memory_of
 from . import packing
 from .diagnosis import explain, is_lost
 from .header import OBJECT_CALL, schedule_of
@@ -169,4 +170,4 @@ def _to_bytes(obj: Any) -> torch.Tensor:
 
 
 def _from_bytes(tensor: torch.Tensor) -> Any:
-    return pickle.loads(tensor.numpy().tobytes())
+    return pickle.loads(memory_of(tensor.contiguous()))

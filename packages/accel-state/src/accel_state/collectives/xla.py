@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import require
+from ..tensor_storage import memory_of
 from .single import Collectives, ReduceOp
 from .torch import _from_bytes, _to_bytes, _write_back
 
@@ -47,7 +48,7 @@ class XlaCollectives(Collectives):
         return _write_back(tensor, summed.to(tensor.dtype))
 
     def all_gather_object(self, obj: T) -> list[T]:
-        payloads = self._xm.rendezvous("accel.all_gather_object", _to_bytes(obj).numpy().tobytes())
+        payloads = self._xm.rendezvous("accel.all_gather_object", memory_of(_to_bytes(obj)).tobytes())
         return [_from_bytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8)) for payload in payloads]
 
     def broadcast_object(self, obj: T, source: int = 0) -> T:
