@@ -1,6 +1,7 @@
 """mkdocs hook: parts of pages that are generated from the code, and repairs to the HTML of docstrings.
 
 `<!-- commands -->`: the help of every command. `<!-- variables -->`: the environment variables of all options.
+`<!-- torchrun -->`: what becomes of each option of torchrun.
 `<!-- index: accel.utils -->`: a table of the names of a module, and the documentation of those that no package's page
 has.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 _COMMANDS = re.compile(r"^<!-- commands -->$", re.MULTILINE)
 _VARIABLES = re.compile(r"^<!-- variables -->$", re.MULTILINE)
+_TORCHRUN = re.compile(r"^<!-- torchrun -->$", re.MULTILINE)
 _INDEX = re.compile(r"^<!-- index: ([\w.]+) -->$", re.MULTILINE)
 _MODULES = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _EXPORTS = re.compile(r"^<!-- exports: ([\w.]+) -->$", re.MULTILINE)
@@ -34,10 +36,11 @@ _WIDTH = "88"
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Replace the markers of a page; called by mkdocs."""
     root = Path(config.config_file_path).parent
-    if _COMMANDS.search(markdown) or _VARIABLES.search(markdown) or _INDEX.search(markdown):
+    if any(mark.search(markdown) for mark in (_COMMANDS, _VARIABLES, _TORCHRUN, _INDEX)):
         with _sources(root):
             markdown = _COMMANDS.sub(lambda _: commands(), markdown)
             markdown = _VARIABLES.sub(lambda _: variables(), markdown)
+            markdown = _TORCHRUN.sub(lambda _: torchrun(), markdown)
             markdown = _INDEX.sub(lambda match: index(root, match[1]), markdown)
     return markdown
 
@@ -91,6 +94,24 @@ def variables() -> str:
 
 
 @cache
+def torchrun() -> str:
+    """A table of torchrun's options, from its parser, with ours of the same name or the answer to it."""
+    from torch.distributed.run import get_args_parser
+
+    from accel_launch.torchrun_options import UNUSED
+    from accel_state.options import load_groups
+
+    taken = {flag: opt for group in load_groups() for opt in group.options() for flag in opt.flags}
+    rows = []
+    for action in get_args_parser()._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        flag = next(flag for flag in action.option_strings if flag.startswith("--"))
+        here = f"not taken. {UNUSED[flag]}" if flag in UNUSED else f"`{taken[flag].flags[0]}`. {taken[flag].help}"
+        rows.append(f"| `{flag}` | {here} |")
+    return "\n".join(["| torchrun | here |", "| --- | --- |", *rows])
+
+
 def _documented(root: Path) -> tuple[frozenset[str], frozenset[str]]:
     """What the pages of the packages document: names, as `accel_state.gather`, and whole modules."""
     sys.path.insert(0, str(root / "docs"))

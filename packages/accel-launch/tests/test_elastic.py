@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from accel_launch.elastic.output import Tee
+from accel_launch.elastic.output import Streams, Tee
 
 ALL_REDUCE = """
 import json, os, sys
@@ -230,7 +230,7 @@ def test_tee_and_log_dir(shell) -> None:
 def test_the_last_line_of_output_is_not_lost(tmp_path) -> None:
     """The rank prints and ends between the copying thread's last read and its check of the rank."""
     screen = io.StringIO(), io.StringIO()
-    tee = Tee(tmp_path, 3, "[rank]:", screen)
+    tee = Tee(tmp_path, Streams(3, 3), "[rank]:", screen)
     tee.start()
     time.sleep(0.3)
     (tmp_path / "stdout.log").write_text("first\nlast")

@@ -50,7 +50,7 @@ def test_bad_num_processes(shell, script, value) -> None:
         (["--fp16", "s.py"], ["--fp16 is not an option. Did you mean --mixed_precision fp16?"]),
         (["--num_processes", "1000000", "s.py"], ["--num_processes 1000000", "or give --oversubscribe"]),
         (["--num_processes=1000000", "--oversubscribe", "--dry_run", "s.py"], ["shows every process, up to 100000"]),
-        (["--nnodes", "2", "s.py"], ["--nnodes is not an option. Did you mean --num_machines?"]),
+        (["--virtual-local-rank", "s.py"], ["--virtual-local-rank is not an option. Each process sees all GPUs"]),
         (["--fsdp_offload_params"], ["--fsdp_offload_params needs a value: true or false"]),
         (["--fsdp_offload_params", "s.py"], ["no script is given"]),
         (["--use_fsdp", "--use_deepspeed", "s.py"], ["--use_deepspeed and --use_fsdp contradict each other"]),

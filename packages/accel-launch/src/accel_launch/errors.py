@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from accel_state.errors import AccelError
 from accel_state.secrets import hide_in_text
 
+from .torchrun_options import UNUSED
+
 USAGE_ERROR = 2
 
 
@@ -37,16 +39,13 @@ def fail(program: str, message: str) -> int:
 _ELSEWHERE = {
     "fp16": "--mixed_precision fp16",
     "bf16": "--mixed_precision bf16",
-    "nproc_per_node": "--num_processes (which counts the processes of all machines)",
-    "nnodes": "--num_machines",
-    "node_rank": "--machine_rank",
-    "master_addr": "--main_process_ip",
-    "master_port": "--main_process_port",
 }
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """`` Did you mean X?`` with the closest known name, or an empty text."""
+    if answer := UNUSED.get(name):
+        return f" {answer}"
     elsewhere = _ELSEWHERE.get(name[2:].replace("-", "_")) if name.startswith("--") else None
     close = [elsewhere] if elsewhere else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]}?" if close else ""

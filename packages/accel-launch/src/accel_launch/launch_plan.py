@@ -36,10 +36,12 @@ from .launch_context import (
     option_value,
     rendezvous_settings,
 )
+from .torchrun_options import with_torchrun_options
 
 _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 # Options of the agent, without effect where another program starts the ranks.
 _AGENT_OPTIONS = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
+_AGENT_OPTIONS += ("redirects", "local_ranks_filter", "shutdown_timeout", "rdzv_id")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class LaunchPlan:
     def needs_agent(self) -> bool:
         """Whether a launcher must supervise the processes: several, restartable, or with output kept in files."""
         options = self.rendezvous
-        return self.num_processes > 1 or options.max_restarts > 0 or options.tee != "0" or options.log_dir is not None
+        keeps_output = any(self.option(name) not in (None, "0") for name in ("redirects", "local_ranks_filter"))
+        keeps_output = keeps_output or options.tee != "0" or options.log_dir is not None
+        return self.num_processes > 1 or options.max_restarts > 0 or keeps_output
 
     def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
         """All variables of a process, except those of its rank."""
@@ -100,6 +104,7 @@ def make_plan(
     variables = dict(os.environ if environ is None else environ)
     context = detect_context(settings, variables)
     settings = _with_starter_settings(settings, context)
+    settings = with_torchrun_options(settings, lambda: _count_machines(settings, context), variables)
     mode = choose_mode(settings, context)
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)
@@ -124,7 +129,7 @@ def make_plan(
         visible = VisibleDevices(0, None) if no_devices else _select_devices(settings, variables, environment)
     total, local, notes = (*counts, []) if counts else _counts_of_devices(settings, context, on_cpu, visible)
     if not mode.starts_every_machine:
-        _check_tee(settings, local)
+        _check_local_ranks(settings, local)
         _check_devices(settings, on_cpu, local, visible)
     if mode is LaunchMode.LOCAL and not settings["oversubscribe"]:
         check_process_count(local, visible.count, settings.where("num_processes"), "give --oversubscribe")
@@ -336,8 +341,9 @@ def _check_rendezvous(settings: Resolution) -> None:
         )
 
 
-def _check_tee(settings: Resolution, local: int) -> None:
-    tee = settings["tee"]
-    for entry in tee.split(",") if ":" in tee else ():
-        if int(entry.partition(":")[0]) >= local:
-            raise ConfigurationError(f"{settings.where('tee')}: this machine has local ranks 0 to {local - 1}.")
+def _check_local_ranks(settings: Resolution, local: int) -> None:
+    for name in ("tee", "redirects", "local_ranks_filter"):
+        value = settings[name] or ""
+        listed = value.split(",") if ":" in value or (value and name == "local_ranks_filter") else ()
+        if any(int(entry.partition(":")[0]) >= local for entry in listed):
+            raise ConfigurationError(f"{settings.where(name)}: this machine has local ranks 0 to {local - 1}.")

@@ -27,7 +27,7 @@ from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .causes import cause_of, interruption
 from .meeting import join_others
-from .output import LogDirectories, Tee, line_prefix, parse_tee
+from .output import LogDirectories, OutputOptions, Streams, Tee, line_prefix
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
 from .report import RankFailure, read_failure
 from .static_rendezvous import StaticRendezvous
@@ -56,6 +56,8 @@ class ElasticJob:
     run_id: str | None = None  # id of the job, the same on all machines; None for the default
     owns_process: bool = True  # see :class:`SignalWatch`
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
+    output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
+    grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
 
     @property
     def forks(self) -> bool:
@@ -127,7 +129,7 @@ class Agent:
 
     def grace_seconds(self, number: int) -> float:
         """How long ranks that save on a signal may take."""
-        return grace_seconds(self._logs.by_rank, number)
+        return max(grace_seconds(self._logs.by_rank, number), self._job.grace_seconds)
 
     def farewell_seconds(self) -> float:
         """How long other machines may take to notice that this one has ended."""
@@ -289,11 +291,11 @@ class Agent:
         count = self._job.local_processes
         self._logs.make(self._number(), count)
         self.ranks, self._tees, self._codes = [], [], {}
-        tees = parse_tee(self._job.rendezvous.tee, count)
+        outputs = self._job.output.by_rank(count)
         try:
             held = contextlib.nullcontext() if self._board is None else self._board.held()
             with held, self._watch.starting(forks=self._job.forks):
-                for local, streams in enumerate(tees):
+                for local, streams in enumerate(outputs):
                     self._watch.check()
                     self._start_rank(local, streams)
         except OSError as error:
@@ -305,7 +307,7 @@ class Agent:
                 "(ulimit -n, ulimit -u)."
             ) from None
 
-    def _start_rank(self, local: int, streams: int) -> None:
+    def _start_rank(self, local: int, streams: Streams) -> None:
         job, variables = self._job, self._variables(local)
         if callable(job.entrypoint):
             context: Any = multiprocessing.get_context(job.start_method)
@@ -344,9 +346,9 @@ class Agent:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
-    def _stop(self, number: int = signal.SIGTERM, seconds: float = GRACE_SECONDS) -> None:
+    def _stop(self, number: int = signal.SIGTERM, seconds: float | None = None) -> None:
         """End the ranks, and copy the rest of their output."""
-        stop(self.ranks, number, seconds)
+        stop(self.ranks, number, self._job.grace_seconds if seconds is None else seconds)
         for tee in self._tees:
             tee.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import IO, TextIO
@@ -14,8 +16,37 @@ _POLL_SECONDS = 0.1
 _STDOUT, _STDERR = 1, 2
 
 
-def parse_tee(text: str, ranks: int) -> list[int]:
-    """``--tee`` by local rank: 0 to 3, the sum of 1 for stdout and 2 for stderr."""
+@dataclass(frozen=True)
+class OutputOptions:
+    """What happens to the output of the ranks; the options of the same names."""
+
+    tee: str = "0"
+    redirects: str = "0"
+    local_ranks_filter: str | None = None
+
+    def by_rank(self, ranks: int) -> list[Streams]:
+        """The streams of each local rank."""
+        teed, redirected = parse_streams(self.tee, ranks), parse_streams(self.redirects, ranks)
+        shown = (
+            set(range(ranks)) if self.local_ranks_filter is None else set(map(int, self.local_ranks_filter.split(",")))
+        )
+        return [Streams(teed[rank] | redirected[rank], teed[rank], rank in shown) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Streams of a rank: 0 to 3, the sum of 1 for stdout and 2 for stderr."""
+
+    kept: int
+    """Those that go to a file."""
+    copied: int
+    """Those of ``kept`` that are also shown."""
+    shown: bool = True
+    """Whether anything is shown."""
+
+
+def parse_streams(text: str, ranks: int) -> list[int]:
+    """``--tee`` or ``--redirects`` by local rank; see :class:`Streams`."""
     if ":" not in text:
         return [int(text)] * ranks
     given = {int(rank): int(streams) for rank, _, streams in (entry.partition(":") for entry in text.split(","))}
@@ -52,21 +83,25 @@ class Tee:
 
     Args:
         directory: of the rank.
-        streams: which streams: see :func:`parse_tee`.
+        streams: which streams go where.
         prefix: of each line on the screen.
         screen: the launcher's stdout and stderr.
     """
 
-    def __init__(self, directory: Path, streams: int, prefix: str, screen: tuple[TextIO, TextIO]) -> None:
+    def __init__(self, directory: Path, streams: Streams, prefix: str, screen: tuple[TextIO, TextIO]) -> None:
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
         self._copied: list[TextIO] = []  # opened here, so that a limit of open files fails the start and no thread
         self.files: dict[str, IO[bytes]] = {}
         """The arguments for :class:`subprocess.Popen`."""
         for stream, name, target in ((_STDOUT, "stdout", screen[0]), (_STDERR, "stderr", screen[1])):
-            if streams & stream:
-                path = directory / f"{name}.log"
-                self.files[name] = path.open("wb")
+            if not streams.kept & stream:
+                if not streams.shown:
+                    self.files[name] = Path(os.devnull).open("wb")  # noqa: SIM115 - closed with the others
+                continue
+            path = directory / f"{name}.log"
+            self.files[name] = path.open("wb")
+            if streams.copied & stream and streams.shown:
                 self._copied.append(path.open(errors="replace"))
                 arguments = (self._copied[-1], prefix, target)
                 self._threads.append(threading.Thread(target=self._copy, args=arguments, daemon=True))

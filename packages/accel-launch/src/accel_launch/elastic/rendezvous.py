@@ -30,7 +30,7 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
     return RendezvousParameters(
         backend="static" if alone else options.rdzv_backend,
         endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        run_id=uuid.uuid4().hex if alone else run_id or "none",  # several machines need the same id
+        run_id=run_id or (uuid.uuid4().hex if alone else "none"),  # several machines need the same id
         min_nodes=num_machines.minimum if isinstance(num_machines, MachineRange) else num_machines,
         max_nodes=num_machines,
         local_addr=LOOPBACK if alone else _reachable_address(host),

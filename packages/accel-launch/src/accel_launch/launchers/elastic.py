@@ -18,6 +18,7 @@ from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
 from ..network.farewell import telling_others
+from ..supervisor import GRACE_SECONDS
 from .base import Launcher, MachineCommand, launch_argv
 from .rank import worker_command
 
@@ -33,6 +34,7 @@ class ElasticLauncher(Launcher):
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):
             require("torch", purpose="starting more than one process", install="torch")
             from ..elastic.agent import ElasticJob
+            from ..elastic.output import OutputOptions
             from ..elastic.report import announce, signal_name
             from ..elastic.run import run_job
 
@@ -45,6 +47,12 @@ class ElasticLauncher(Launcher):
             rendezvous=plan.rendezvous,
             debug=plan.debug,
             facts=facts_of_plan(plan) if plan.num_machines > 1 else {},
+            line_prefix=plan.option("log_line_prefix_template"),
+            run_id=plan.option("rdzv_id"),
+            output=OutputOptions(
+                plan.option("tee"), plan.option("redirects") or "0", plan.option("local_ranks_filter")
+            ),
+            grace_seconds=plan.option("shutdown_timeout") or GRACE_SECONDS,
         )
         # The agent starts processes with the variables of its own process.
         with patch_environment(**plan.environment):

@@ -32,3 +32,4 @@ from .resolution import Setting as Setting
 from .resolution import Source as Source
 from .resolution import resolve as resolve
 from .resources import ResourceOptions as ResourceOptions
+from .torchrun import TorchrunOptions as TorchrunOptions

@@ -14,6 +14,7 @@ _CLASSES = {
     "dynamo": "core:DynamoOptions",
     "paradigm": "launch:ParadigmOptions",
     "rendezvous": "rendezvous:RendezvousOptions",
+    "torchrun": "torchrun:TorchrunOptions",
     "fault_tolerance": "fault_tolerance:FaultToleranceOptions",
     "mpi": "rendezvous:MpiOptions",
     "deepspeed": "deepspeed:DeepSpeedOptions",

@@ -48,12 +48,14 @@ class RendezvousOptions(OptionGroup):
     machine_rank: int = _several(
         0,
         minimum=0,
+        also=("node_rank",),
         metavar="RANK",
         help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
         question="What is the rank of this machine?",
     )
     main_process_ip: str | None = _several(
         parser=parse_host,
+        also=("master_addr",),
         metavar="HOST",
         help="Address or host name of the machine with rank 0.",
         question="What is the IP address of the machine that will host the main process?",
@@ -61,6 +63,7 @@ class RendezvousOptions(OptionGroup):
     main_process_port: int | None = _several(
         minimum=0,
         maximum=65535,
+        also=("master_port",),
         metavar="PORT",
         help="Port on the machine with rank 0. Left out, or 0: a free port on one machine, 29500 on several.",
         question="What is the port you will use to communicate with the main process?",

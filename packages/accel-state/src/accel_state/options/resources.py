@@ -52,6 +52,7 @@ class ResourceOptions(OptionGroup):
     num_machines: int = option(
         1,
         parser=parse_machines,
+        also=("nnodes",),
         other_envs=("PET_NNODES",),
         help="Number of machines. Run the command once on each. MIN:MAX (with --rdzv_backend c10d and --max_restarts): "
         "the run begins with MIN machines, and its processes are restarted when one joins or is lost; num_processes "
