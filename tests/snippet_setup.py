@@ -62,10 +62,10 @@ model_name = "bert"
 def train(name="bert", lr=0.1):
     assert (name, lr) == ("bert", 0.1)
 """,
-    ("docs/guides/pipelined-inference.md", "from accel.inference import prepare_pippy"): f"""{_SMALL_MODEL}
+    ("docs/guides/pipelined-inference.md", "from accel_bigmodel import prepare_pippy"): f"""{_SMALL_MODEL}
 input_ids = torch.randn(4, 64)
 """,
-    ("docs/guides/quantization.md", "from accel import init_empty_weights"): f"""{_SMALL_MODEL}
+    ("docs/guides/quantization.md", "from accel_bigmodel import init_empty_weights"): f"""{_SMALL_MODEL}
 accelerator.save_model(build_model(), "checkpoint")
 """,
     ("docs/guides/sharding.md", "if accelerator.is_main_process:"): """
@@ -74,7 +74,7 @@ path = "llama"
 LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                              num_attention_heads=2)).save_pretrained(path)
 """,
-    ("docs/guides/tpu.md", "from accel import notebook_launcher"): """
+    ("docs/guides/tpu.md", "from accel_launch import notebook_launcher"): """
 def create_model():
     return nn.Linear(2, 1)
 def training_function(model):

@@ -35,6 +35,9 @@ SPECIAL = {
     "gpu_ids": ("0", "1,2"),
     "main_process_port": ("0", "4711"),
     "tee": ("3", "0:1,1:2"),
+    "redirects": ("3", "0:1,1:2"),
+    "local_ranks_filter": ("0", "0,1"),
+    "nproc_per_node": ("2", "auto"),
     "rdzv_conf": ("timeout=1", "timeout=2,b=3"),
     "fp8_override_linear_precision": ("true", "false,true,false"),
 }
