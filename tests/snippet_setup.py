@@ -74,7 +74,7 @@ path = "llama"
 LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                              num_attention_heads=2)).save_pretrained(path)
 """,
-    ("docs/guides/tpu.md", "from accel_launch import notebook_launcher"): """
+    ("docs/guides/tpu.md", "from accel import notebook_launcher"): """
 def create_model():
     return nn.Linear(2, 1)
 def training_function(model):

@@ -31,6 +31,8 @@ _OWN = frozenset((
     *("config_file", "gpu_ids", "log_dir", "tee", "role", "quiet", "dry_run", "json", "oversubscribe", "monitor"),
     *("enable_cpu_affinity", "multi_gpu", "num_cpu_threads_per_process", "compute_environment", "distributed_type"),
     *("mpirun_hostfile", "mpirun_ccl"),
+    *("nproc_per_node", "rdzv_endpoint", "standalone", "redirects", "local_ranks_filter", "log_line_prefix_template"),
+    "shutdown_timeout",
 ))  # fmt: skip
 # Settings that change when something is noticed, or where something is stored, not what is computed.
 _TOLERATED = frozenset((
