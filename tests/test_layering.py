@@ -44,6 +44,7 @@ VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGN
 
 # Files and directories that name vendors, and why.
 VENDORS_NAMED = {
+    "accel_launch/torchrun_options.py": "values of torchrun's options, and variables of libraries",
     "accel_compat/parsers.py": "tpu_command_parser and tpu_command_launcher are names of the reference's command",
     "accel_compat/test_utils/__init__.py": "require_cuda is a name that test suites import",
     "accel_compat/test_utils/testing.py": "require_cuda is a name that test suites import",

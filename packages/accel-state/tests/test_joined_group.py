@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from accel_state.devices.cpu import CpuDevice
 from accel_state.environments.base import Variables
 from accel_state.errors import CollectiveTimeoutError, ConfigurationError
 from accel_state.logging import warn_once
-from accel_state.state import current_rank, joined_group, partial
+from accel_state.state import current_rank, joined_group, partial, rank_owner
 from accel_state.testing import run_world
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -205,6 +208,46 @@ def others_than_states() -> tuple[int, int, list[str]]:
 
 def test_what_reads_the_rank_before_or_besides_a_state_reads_the_group() -> None:
     assert run_world(others_than_states, 2, state=False) == [(0, 0, ["once"]), (1, 1, [])]
+
+
+def in_worker(kind: str) -> tuple[list[Any], str]:
+    state = PartialState(cpu=True)
+    try:
+        state.wait_for_everyone()
+    except ConfigurationError as error:
+        return [*numbers(state), str(state.device)], str(error)
+    return numbers(state), f"{kind}: communicated"
+
+
+def with_workers() -> tuple[list[Any], list[Any], int]:
+    state = PartialState(cpu=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found = pool.submit(in_worker, "spawn").result(timeout=90)
+    assert state.collectives.all_gather(torch.tensor(state.process_index)).tolist() == [0, 1], "the rank's own group"
+    state.destroy_process_group()
+    assert "ACCEL_RANK_OWNER" not in os.environ
+    return [*numbers(state), str(state.device)], *found, os.getpid()
+
+
+@pytest.mark.slow  # two workers that import torch
+def test_a_worker_that_a_rank_starts_has_its_rank_and_cannot_communicate() -> None:
+    """It used to join the group a second time, with the same rank, and to hang."""
+    for rank, (own, found, error, pid) in enumerate(run_world(with_workers, 2)):
+        assert own == found and own[:2] == [rank, 2]
+        assert f"rank {rank} of 2 (pid {pid})" in error
+
+
+def with_own_launcher() -> list[int | None]:
+    state = PartialState(cpu=True)
+    environment = state.environment
+    os.environ["ACCEL_RANK_OWNER"] = os.environ["ACCEL_RANK_OWNER"].replace(str(os.getpid()), "1")
+    found = [rank_owner.owner_of_rank(environment)]
+    found.append(rank_owner.owner_of_rank(replace(environment, main_port=1)))
+    return [*found, rank_owner.owner_of_rank(replace(environment, world_size=3))]
+
+
+def test_a_run_of_its_own_is_no_worker() -> None:
+    assert run_world(with_own_launcher, 2) == [[1, None, None]] * 2
 
 
 class FakeModule:

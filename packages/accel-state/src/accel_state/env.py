@@ -107,6 +107,12 @@ def export(**variables: str) -> None:
     os.environ.update(variables)
 
 
+def unset(*names: str) -> None:
+    """Remove variables of this process."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set variables (names are upper-cased) for a ``with`` block, and restore the previous values afterwards.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import devices, env, environments
+from ..collectives.refused import RefusedCollectives
 from ..collectives.registry import COLLECTIVES
 from ..collectives.single import Collectives
 from ..devices.base import Device
@@ -23,6 +24,7 @@ from ..ports import is_loopback
 from ..tcp_store import serve_store
 from .joined_group import environment_of_group, is_joined, local_rank_is_known
 from .process_control import ProcessControl
+from .rank_owner import own_rank, owner_of_rank, release_rank
 from .shared import SharedState
 
 # How long a call into the store of a process group may take: torch's own value.
@@ -141,7 +143,11 @@ class PartialState(ProcessControl, SharedState):
             return environments.detect()
         if not is_joined():
             environment = environments.detect()
-            if environment.world_size == 1 or local_rank_is_known(environment):
+            if (
+                environment.world_size == 1
+                or local_rank_is_known(environment)
+                or owner_of_rank(environment) is not None
+            ):
                 return environment
             _init_process_group(environment, kwargs, backend, device=None)
         return environment_of_group()
@@ -175,9 +181,14 @@ class PartialState(ProcessControl, SharedState):
             if environment.world_size == 1:
                 self.backend, self.collectives = None, Collectives()
                 return
+            if (owner := owner_of_rank(environment)) is not None:
+                rank, world_size = environment.rank, environment.world_size
+                self.backend, self.collectives = None, RefusedCollectives(rank, world_size, owner)
+                return
             _init_process_group(environment, kwargs, self.device_backend, self.device)
         self.backend, through = _backend_of_group(self.device)
         self.collectives = COLLECTIVES.load(name)(through)  # type: ignore[call-arg]
+        own_rank(environment)
         atexit.unregister(_destroy_at_exit)
         atexit.register(_destroy_at_exit)
 
@@ -225,6 +236,7 @@ class PartialState(ProcessControl, SharedState):
             dist.destroy_process_group(group)
         else:
             self.collectives.shutdown()
+            release_rank()
 
     def __repr__(self) -> str:
         return self._describe(self.distributed_type)
