@@ -1,0 +1,147 @@
+"""Each component's wheel alone in a new environment, used by foreign code: see ``scripts/test-components``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from wheel_environment import empty_environment, linked, site_packages  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Component:
+    """A distribution, what is installed next to it, and the programs that use it."""
+
+    program: str | None  # a file of this folder, run as it is; None: starts.py
+    foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
+    slow: tuple[str, ...] = ()  # those that --quick leaves out
+    also: tuple[str, ...] = field(default=())  # wheels of siblings that the program needs too
+
+
+# Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
+COMPONENTS = {
+    "accel-state": Component(
+        None,
+        ("mpi4py", "joblib", "nbclient", "ipykernel", "numpy"),
+        ("lightning", "ray", "pydantic"),
+        also=("accel-data", "accel-launch"),
+    ),
+    "accel-launch": Component("launch_program.py"),
+    "accel-data": Component("data_program.py", ("webdataset", "torchdata"), ("datasets",)),
+    "accel-bigmodel": Component("bigmodel_program.py"),
+    "accel-track": Component("track_program.py"),
+}
+
+
+def run(*command: object, seconds: float = 900, folder: Path | None = None) -> str:
+    """Standard output of a command; raises SystemExit with all of its output if it fails."""
+    hidden = ("PYTHONPATH", "ACCEL")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        env=environment | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def pip(python: Path, *words: object) -> str:
+    """pip of this environment, for another one."""
+    return run(sys.executable, "-m", "pip", "--python", python, *words, "--disable-pip-version-check", "-q")
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Versions by distribution, of those in the environment itself."""
+    code = (
+        "import importlib.metadata as m, json, sysconfig\n"
+        "found = m.distributions(path=[sysconfig.get_path('purelib')])\n"
+        "print(json.dumps({d.name: d.version for d in found}))"
+    )
+    versions: dict[str, str] = json.loads(run(python, "-c", code))
+    return versions
+
+
+def megabytes(folder: Path) -> float:
+    """The size of the files of a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+
+
+def check(name: str, wheels: Path, quick: bool) -> str:
+    """Install and use one component; returns its row of the table."""
+    component = COMPONENTS[name]
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as text:
+        folder = Path(text)
+        python = empty_environment(folder / "venv")
+        packages = site_packages(python)
+        # torch and what it requires, as a user has them already.
+        shown = linked(["torch"], _made(folder / "torch"))
+        (packages / "torch.pth").write_text(f"{shown}\n")
+        pip(python, "install", "--find-links", wheels, name)
+        size, alone = megabytes(packages), installed(python)
+        foreign = component.foreign + (() if quick else component.slow)
+        if component.also or foreign:
+            pip(python, "install", "--find-links", wheels, *component.also, *foreign)
+        versions = installed(python)
+        started = time.monotonic()
+        if component.program is None:
+            printed = run(python, HERE / "starts.py", folder=folder)
+            ran = "; ".join(_rows(printed))
+        else:
+            ran = "; ".join(run(python, HERE / component.program, folder=folder).splitlines())
+        seconds = time.monotonic() - started
+    used = ", ".join(f"{other} {versions[other]}" for other in foreign if other in versions)
+    print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _rows(table: str) -> list[str]:
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line.startswith("|")]
+    return [f"{name}: {result}" for name, _, result in lines]
+
+
+def main() -> None:
+    """Check the components, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("components", nargs="*", help=f"of {', '.join(COMPONENTS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="without what takes long to install")
+    parser.add_argument("--summary", type=Path, help="file for the table")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.components) - set(COMPONENTS))
+    if unknown:
+        raise SystemExit(f"unknown components {unknown}; there are {', '.join(COMPONENTS)}")
+    with tempfile.TemporaryDirectory(prefix="wheels-") as text:
+        wheels = Path(text)
+        projects = [ROOT / "packages" / name for name in (*COMPONENTS,)]
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, *projects)
+        rows = [check(name, wheels, arguments.quick) for name in arguments.components or COMPONENTS]
+    head = "| component | size | packages | what ran | with |\n| --- | --- | --- | --- | --- |"
+    table = "\n".join([head, *rows])
+    print(table)
+    if arguments.summary:
+        arguments.summary.write_text(table + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
