@@ -169,4 +169,6 @@ def workers(folder: str) -> None:
 
 if __name__ == "__main__":
     WAYS = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}
-    WAYS[sys.argv[1]](sys.argv[2])
+    # DeepSpeed's launcher adds --local_rank before the arguments.
+    way, place = (word for word in sys.argv[1:] if not word.startswith("--"))
+    WAYS[way](place)
