@@ -23,14 +23,14 @@ NORM_TOLERANCE = 1e-3
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
 
 
-def llama(tied: bool = False, kv_heads: int = 4) -> nn.Module:
+def llama(tied: bool = False, kv_heads: int = 4, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=22,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=16,
@@ -43,6 +43,10 @@ def llama(tied: bool = False, kv_heads: int = 4) -> nn.Module:
 
 def tied_llama() -> nn.Module:
     return llama(tied=True)
+
+
+def deep_llama() -> nn.Module:
+    return llama(layers=5)
 
 
 def gpt2(dropout: float = 0) -> nn.Module:
@@ -195,6 +199,7 @@ class Own(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied llama": tied_llama,
+    "deep llama": deep_llama,
     "gpt2": gpt2,
     "qwen": qwen,
     "gemma": gemma,

@@ -61,13 +61,22 @@ def _padded(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _own_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     rows = rows_per_rank(x.shape[1], mesh)
-    return _padded(x, mesh).narrow(1, mesh.get_local_rank() * rows, rows).contiguous()
+    # A copy, not a view, which would keep the full tensor.
+    own = _padded(x, mesh).narrow(1, mesh.get_local_rank() * rows, rows)
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _all_rows(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-    parts = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group=mesh.get_group())
-    return parts.unflatten(0, (mesh.size(), -1)).transpose(0, 1).flatten(1, 2).narrow(1, 0, length)
+    total = mesh.size() * x.shape[1]
+    joined = x.new_empty((x.shape[0], total, *x.shape[2:]))
+    if x.shape[0] == 1:  # the order of what arrives is that of the sequence
+        _all_gather(joined.view(mesh.size(), *x.shape[1:]), x.contiguous(), group=mesh.get_group())
+    else:
+        parts = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
+        _all_gather(parts, x.contiguous(), group=mesh.get_group())
+        joined.unflatten(1, (mesh.size(), -1)).copy_(parts.unflatten(0, (mesh.size(), -1)).transpose(0, 1))
+    # fully_shard warns of modules that return views.
+    return joined if length == total else joined.narrow(1, 0, length).clone(memory_format=torch.contiguous_format)
 
 
 def _summed_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
