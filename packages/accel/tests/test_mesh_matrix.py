@@ -21,6 +21,8 @@ pytestmark = [
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
 BOUND = 1e-5
+KEPT = {"reshard_after_forward": False}
+ZERO_BUBBLE = {"pipeline": {"schedule": "interleaved_zero_bubble"}, "note": "interleaved_zero_bubble"}
 RECOMPUTED = {"activation_checkpointing": True}
 TWICE = {"window": 2, "note": "2 micro-batches"}
 
@@ -62,6 +64,9 @@ CASES = [
     Case("pp 2 x dp_shard 2", "gpt2", pipeline={"schedule": "gpipe"}, note="gpipe"),
     Case("pp 2 x dp_shard 2", "llama", fsdp=RECOMPUTED, note="recomputed"),
     Case("pp 2 x dp_replicate 2", "qwen"),
+    Case("pp 2 x dp_shard 2", "deep llama", fsdp=KEPT, **ZERO_BUBBLE),
+    Case("pp 2 x dp_replicate 2", "deep llama", fsdp=KEPT, window=2, **ZERO_BUBBLE),
+    Case("pp 2 x tp 2", "deep llama", **ZERO_BUBBLE),
 ]
 
 

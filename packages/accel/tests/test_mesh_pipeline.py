@@ -17,6 +17,7 @@ from language_models import (
     assert_same,
     build,
     dataset,
+    loss_of,
     optimizer_of,
     plain,
     sharding,
@@ -397,3 +398,48 @@ def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: 
                 torch.testing.assert_close(
                     found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}"
                 )
+
+
+def zero_bubbles() -> float:
+    """Refusals of the schedule that computes gradients of weights separately, and a step with it."""
+    settings = PipelineParallelConfig(schedule="interleaved_zero_bubble")
+    config = ParallelismConfig(pp_size=2, pp_handler=settings)
+    accelerator = Accelerator(parallelism_config=config)
+    frozen, recomputed = build("llama", layers=4), build("llama", layers=4)
+    frozen.model.embed_tokens.weight.requires_grad_(False)
+    recomputed.gradient_checkpointing_enable()
+    for model, message in ((frozen, "embed_tokens.weight is frozen"), (recomputed, "checkpoints its activations")):
+        with pytest.raises(ConfigurationError, match=message):
+            accelerator.prepare(model)
+    model = accelerator.prepare(build("llama", layers=4))
+    accelerator.backward(model(**stack(dataset(1))).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
+    accelerator.free_memory()
+    return norm
+
+
+def test_gradients_of_weights_may_be_computed_later() -> None:
+    model = build("llama", layers=4)
+    loss_of(model, stack(dataset(1))).backward()
+    expected = nn.utils.get_total_norm([item.grad for item in model.parameters()]).item()
+    assert run_world(zero_bubbles, 2, timeout=250) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def freed() -> None:
+    for fsdp, message in (
+        ({}, "reshard_after_forward=True"),
+        ({"reshard_after_forward": False, "activation_checkpointing": True}, "activation_checkpointing=True"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Accelerator(
+                parallelism_config=ParallelismConfig(
+                    pp_size=2,
+                    dp_shard_size=2,
+                    pp_handler=PipelineParallelConfig(schedule="interleaved_zero_bubble"),
+                ),
+                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **fsdp),
+            )
+
+
+def test_zero_bubbles_are_refused_where_parameters_are_freed() -> None:
+    run_world(freed, 4, timeout=250)

@@ -24,9 +24,16 @@ SCHEDULES: Mapping[str, str] = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
     "interleaved1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
 }
-"""Schedules of torch.distributed.pipelining, by name. The zero-bubble schedules are left out: with sharded parameters
-torch computes wrong gradients in them, without an error."""
+"""Schedules of torch.distributed.pipelining, by name."""
+
+INTERLEAVED = frozenset({"interleaved1f1b", "interleaved_zero_bubble"})
+"""Schedules with several stages on a rank."""
+
+SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble"})
+"""Schedules that compute gradients of weights later than those of inputs. If parameters are freed in between, torch
+computes wrong gradients in them, without an error."""
 
 
 @dataclass
@@ -120,10 +127,12 @@ class PipelineParallelConfig:
 
     Args:
         schedule: the order of forward and backward passes: "1f1b" (as few micro-batches in memory as there are stages),
-            "gpipe" (all forward passes first), or "interleaved1f1b" (several stages on each rank, so that less time is
-            spent waiting).
+            "gpipe" (all forward passes first), "interleaved1f1b" (several stages on each rank, so that less time is
+            spent waiting), or "interleaved_zero_bubble" (the same, and gradients of weights are computed where a rank
+            would wait; parameters must not be freed after the forward).
         num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline.
-        stages_per_rank: stages on each rank; None takes 2 for "interleaved1f1b" and 1 otherwise.
+        stages_per_rank: stages on each rank; None takes 2 for the interleaved schedules and 1
+            otherwise.
         loss_fn: the loss of a micro-batch, from outputs and labels, a mean; None takes that of Transformers' causal
             language models.
         example: a small batch to record the model's calls with: a tuple or a dict. Generated for models of
@@ -142,10 +151,9 @@ class PipelineParallelConfig:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigurationError(
-                f"{self.label('schedule')} is not one of {', '.join(SCHEDULES)}. Choose one of them. (In torch's "
-                "zero-bubble schedules, gradients of sharded parameters are wrong.)"
+                f"{self.label('schedule')} is not one of {', '.join(SCHEDULES)}. Choose one of them."
             )
-        is_interleaved = self.schedule == "interleaved1f1b"
+        is_interleaved = self.schedule in INTERLEAVED
         if self.stages_per_rank is None:
             self.stages_per_rank = 2 if is_interleaved else 1
         _positive("stages_per_rank", self.stages_per_rank)
@@ -153,8 +161,8 @@ class PipelineParallelConfig:
             _positive("num_microbatches", self.num_microbatches)
         if (self.stages_per_rank > 1) != is_interleaved:
             raise ConfigurationError(
-                f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}. Use the schedule "
-                "'interleaved1f1b' with 2 or more stages per rank, or another schedule with 1."
+                f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}. Use "
+                f"{' or '.join(sorted(INTERLEAVED))} with 2 or more stages per rank, or another schedule with 1."
             )
 
     def check_batch(self, samples: int, ranks: int) -> int:
@@ -166,8 +174,8 @@ class PipelineParallelConfig:
         count = self.num_microbatches or ranks
         if self.schedule == "1f1b" and count < ranks:
             reason = f"1f1b needs at least as many as there are ranks in the pipeline ({ranks})"
-        elif self.schedule == "interleaved1f1b" and count % ranks:
-            reason = f"interleaved1f1b needs a multiple of the {ranks} ranks of the pipeline"
+        elif self.schedule in INTERLEAVED and count % ranks:
+            reason = f"{self.schedule} needs a multiple of the {ranks} ranks of the pipeline"
         elif samples % count:
             reason = (
                 f"a batch of {samples} samples on a rank is not a multiple of it (drop_last=True drops a short last "

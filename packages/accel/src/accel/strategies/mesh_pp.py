@@ -20,7 +20,7 @@ from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import flatten_mesh
+from .._torch_compat import checkpointed_module, flatten_mesh
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.types import Gathered, Layout
@@ -30,7 +30,7 @@ from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..kwargs.base import Handlers
-from ..parallel.config import PipelineParallelConfig
+from ..parallel.config import SPLIT_BACKWARD, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import TrainingPipeline
 from ..parallel.tp_plan import TensorParallelPlan
@@ -62,6 +62,7 @@ class PipelineStrategy(MeshStrategy):
                 "not update the scales of their layers. Use 'bf16', or pp_size=1."
             )
         super().attach(state, handlers)
+        self._check_schedule()
         self._pipelines: Any = WeakIdKeyDictionary()
         self._names: Any = WeakIdKeyDictionary()
         self._elsewhere: Any = WeakIdKeyDictionary()
@@ -69,6 +70,23 @@ class PipelineStrategy(MeshStrategy):
         self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
         self._scaler: SharedGradScaler | None = None
         self._stage = _stage_collectives(self.mesh, state)
+
+    def _check_schedule(self) -> None:
+        handler = self.parallelism.pp_handler
+        if handler is None or handler.schedule not in SPLIT_BACKWARD:
+            return
+        settings = self.settings
+        if self._sharding is not None and settings.reshard_after_forward is not False:
+            raise ConfigurationError(
+                f"schedule={handler.schedule!r} computes gradients of weights after those of inputs, which needs the "
+                f"gathered parameters, and reshard_after_forward={settings.reshard_after_forward!r} frees them. Set "
+                "fsdp_reshard_after_forward=False, or use the schedule 'interleaved1f1b'."
+            )
+        if settings.activation_checkpointing:
+            raise ConfigurationError(
+                f"schedule={handler.schedule!r} with activation_checkpointing=True has not been compared with one "
+                "process. Turn checkpointing off, or use the schedule 'interleaved1f1b'."
+            )
 
     @property
     def model_collectives(self) -> Collectives:
@@ -87,9 +105,24 @@ class PipelineStrategy(MeshStrategy):
                 f"calls of a model to split it into pp_size={self.parallelism.pp_size} stages. Pass the model itself."
             )
 
+    def _check_split_backward(self, model: nn.Module) -> None:
+        """Refuse what has not been compared with one process where gradients of weights are computed separately."""
+        handler = self.parallelism.pp_handler
+        if handler is None or handler.schedule not in SPLIT_BACKWARD:
+            return
+        frozen = next((name for name, item in model.named_parameters() if not item.requires_grad), None)
+        recomputed = next((name for name, item in model.named_modules() if _is_recomputed(item)), None)
+        if frozen is not None or recomputed is not None:
+            what = f"{frozen} is frozen" if frozen is not None else f"{recomputed} checkpoints its activations"
+            raise ConfigurationError(
+                f"schedule={handler.schedule!r}: {what}, which has not been compared with one process. Use the schedule "
+                "'interleaved1f1b'."
+            )
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
+        self._check_split_backward(model)
         names = {name: parameter for name, parameter in model.named_parameters()}
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
@@ -208,6 +241,10 @@ class PipelineStrategy(MeshStrategy):
         if optimizer not in self._group_names:
             return super().parameter_names(model, optimizer)
         return [name for names in self._group_names[optimizer] for name in names]
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False)) or checkpointed_module(module) is not None
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
