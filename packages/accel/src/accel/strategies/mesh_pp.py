@@ -115,8 +115,8 @@ class PipelineStrategy(MeshStrategy):
         if frozen is not None or recomputed is not None:
             what = f"{frozen} is frozen" if frozen is not None else f"{recomputed} checkpoints its activations"
             raise ConfigurationError(
-                f"schedule={handler.schedule!r}: {what}, which has not been compared with one process. Use the schedule "
-                "'interleaved1f1b'."
+                f"schedule={handler.schedule!r}: {what}, which has not been compared with one process. Use "
+                "the schedule 'interleaved1f1b'."
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
