@@ -83,9 +83,10 @@ def test_data_parallel_processes_load_it(results, folder) -> None:
 
 
 def test_settings_that_do_not_fit(results, folder) -> None:
-    sizes, context, offload, deepspeed = results["refused"]
+    sizes, context, sequence, offload, deepspeed = results["refused"]
     assert "dp_shard_size=3" in sizes and "has 4 XLA devices" in sizes
     assert "cp_size=4: XLA devices support" in context
+    assert "tp_sequence_parallel=True is not available on XLA devices" in sequence
     assert "cpu_offload" in offload and "not available on XLA devices" in offload
     assert "deepspeed does not train on xla devices" in deepspeed
     late = run("late", folder, CPU_NUM_DEVICES="4")["refused"]

@@ -474,6 +474,7 @@ def refused() -> list[str]:
     for settings in (
         {"parallelism_config": ParallelismConfig(dp_shard_size=3)},
         {"parallelism_config": ParallelismConfig(cp_size=4)},
+        {"parallelism_config": ParallelismConfig(tp_size=4, tp_sequence_parallel=True)},
         {"fsdp_plugin": FullyShardedDataParallelPlugin(cpu_offload=True)},
         {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
     ):

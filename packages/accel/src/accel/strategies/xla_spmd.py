@@ -100,6 +100,11 @@ class XlaSpmdStrategy(XlaStrategy):
                 f"{' and '.join(others)}: XLA devices support {', '.join(f'{axis}_size' for axis in _AXES)}. Leave the "
                 "others out."
             )
+        if sizes.tp_sequence_parallel:
+            raise ConfigurationError(
+                "tp_sequence_parallel=True is not available on XLA devices, whose compiler places hidden states. Leave it "
+                "out."
+            )
         if sizes.total_size != count:
             factors = " x ".join(f"{axis}_size={sizes.size(axis)}" for axis in _AXES)
             raise ConfigurationError(
