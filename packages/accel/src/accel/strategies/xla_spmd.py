@@ -102,8 +102,8 @@ class XlaSpmdStrategy(XlaStrategy):
             )
         if sizes.tp_sequence_parallel:
             raise ConfigurationError(
-                "tp_sequence_parallel=True is not available on XLA devices, whose compiler places hidden states. Leave it "
-                "out."
+                "tp_sequence_parallel=True is not available on XLA devices, whose compiler places hidden states. Leave "
+                "it out."
             )
         if sizes.total_size != count:
             factors = " x ".join(f"{axis}_size={sizes.size(axis)}" for axis in _AXES)
