@@ -78,6 +78,11 @@ def same_loss_as_alone(script: str) -> Callable[[str], None]:
     return check
 
 
+def same_loss_as_one_process(found: str) -> None:
+    alone = number_of(Example("moe.py", r"last loss: (.*)", at_most(9), processes=1, words=("--steps", "20")))
+    assert float(found) == pytest.approx(float(alone), abs=2e-4)
+
+
 LOSS_OF_ONE_PROCESS = "by_feature/tensor_parallel.py"
 RUNS = [
     Example("by_feature/gradient_accumulation.py", ACCURACY, at_least(0.8), fast=True),
@@ -120,6 +125,18 @@ RUNS = [
     mesh("pp", "by_feature/pipeline_parallel.py"),
     mesh("cp", "by_feature/context_parallel.py"),
     mesh("sp", "by_feature/sequence_parallel.py"),
+    Example(
+        "moe.py",
+        r"last loss: (.*)",
+        same_loss_as_one_process,
+        processes=4,
+        words=("--steps", "20"),
+        launch=(
+            *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
+            *("--parallelism_config_dp_shard_size", "4", "--parallelism_config_ep_size", "2"),
+        ),
+        needs="transformers",
+    ),
     Example("distributed_inference/text.py", r"(\d) prompts on rank 0, 5 in all", equal("3"), needs="transformers"),
     Example("distributed_inference/image.py", r"5 images on rank 0, (\d+) files", equal("10")),
     Example("distributed_inference/speech.py", r"frames recognised: (\d+ of \d+)", equal("460 of 460"), fast=True),

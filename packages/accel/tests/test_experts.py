@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from expert_runs import BLOCKS, EXPERTS, SETTINGS, accelerator_for, batches, build, compare, loss_of, plain, train
+from expert_runs import (
+    BLOCKS,
+    EXPERTS,
+    SETTINGS,
+    accelerator_for,
+    batches,
+    build,
+    compare,
+    deviation,
+    loss_of,
+    loss_on,
+    optimizer_of,
+    plain,
+    train,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -133,6 +147,28 @@ def compiled() -> dict[str, Any]:
 def test_compiled_blocks_train_as_one_process() -> None:
     worst = compare(run_world(compiled, 2, timeout=250)[0], plain("mixtral", 3))
     assert max(worst.values()) < TOLERANCE, worst
+
+
+def kernels() -> dict[str, dict[str, torch.Tensor]]:
+    weights = {}
+    for name in ("foreach", "fused"):
+        accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS)
+        model = build("mixtral")
+        model, optimizer = accelerator.prepare(model, optimizer_of(model, **{name: True}))
+        for tokens in batches(2):
+            loss_on(accelerator, model, tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(group[name] for group in optimizer.param_groups)
+        weights[name] = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
+        accelerator.free_memory()
+    return weights
+
+
+def test_one_kernel_updates_weights_on_both_meshes() -> None:
+    expected = plain("mixtral", 2, max_norm=float("inf"))["weights"]
+    for name, weights in run_world(kernels, 2, timeout=250)[0].items():
+        assert deviation(weights, expected) < TOLERANCE, name
 
 
 def unchanged_elsewhere() -> None:

@@ -144,8 +144,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+def optimizer_of(model: nn.Module, **kernel: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **kernel)
 
 
 def plain(

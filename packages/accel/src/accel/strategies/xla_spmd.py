@@ -94,7 +94,8 @@ class XlaSpmdStrategy(XlaStrategy):
 
     def _check(self, count: int) -> None:
         sizes = self.parallelism
-        others = [f"{axis}_size={sizes.size(axis)}" for axis in sizes.active_mesh_dims if axis not in _AXES]
+        wanted = [*sizes.active_mesh_dims, *(["ep"] if sizes.ep_enabled else [])]
+        others = [f"{axis}_size={sizes.size(axis)}" for axis in wanted if axis not in _AXES]
         if others:
             raise ConfigurationError(
                 f"{' and '.join(others)}: XLA devices support {', '.join(f'{axis}_size' for axis in _AXES)}. Leave the "
