@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel import Accelerator
+from accel.parallel.config import PipelineParallelConfig
 from accel.utils import expert_load
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -179,33 +181,72 @@ def test_only_models_with_distributed_experts_have_a_load() -> None:
 RATE = 0.05
 
 
+class Rule:
+    """The rule of arXiv:2408.15664 in one process, by hand, from what the routers choose."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, list[int]] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+
+    def observe(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if hasattr(module, "e_score_correction_bias"):
+                module.register_forward_hook(partial(self._count, name.replace(".gate", ".experts")))
+
+    def _count(self, name: str, router: nn.Module, inputs: Any, output: Any) -> None:
+        chosen = torch.bincount(output[2].reshape(-1), minlength=EXPERTS)
+        self._counts[name] = self._counts.get(name, 0) + chosen
+        self.total[name] = (torch.tensor(self.total.get(name, [0] * EXPERTS)) + chosen).tolist()
+
+    def step(self, model: nn.Module) -> None:
+        for name, load in self._counts.items():
+            router = model.get_submodule(name.replace(".experts", ".gate"))
+            router.e_score_correction_bias += RATE * torch.sign(load.float().mean() - load)
+        self._counts.clear()
+
+
 def balanced() -> dict[str, Any]:
     accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, RATE, gradient_accumulation_steps=2)
     return train(accelerator, KIND, 6, window=2)
 
 
 def test_the_bias_moves_once_a_step_from_busy_experts_to_idle_ones() -> None:
-    """The rule of arXiv:2408.15664 in one process, by hand, from what the routers chose."""
-    counts: dict[nn.Module, torch.Tensor] = {}
-
-    def count(router: nn.Module, inputs: Any, output: Any) -> None:
-        chosen = torch.bincount(output[2].reshape(-1), minlength=EXPERTS)
-        counts[router] = counts.get(router, torch.zeros_like(chosen)) + chosen
-
-    def after_step(model: nn.Module) -> None:
-        for router, load in counts.items():
-            router.e_score_correction_bias += RATE * torch.sign(load.float().mean() - load)
-        counts.clear()
-
-    def observe(model: nn.Module) -> None:
-        for module in model.modules():
-            if hasattr(module, "e_score_correction_bias"):
-                module.register_forward_hook(count)
-
-    expected = plain(KIND, 6, window=2, after_step=after_step, observe=observe)
+    rule = Rule()
+    expected = plain(KIND, 6, window=2, after_step=rule.step, observe=rule.observe)
     found = run_world(balanced, 2, timeout=250)[0]
     names = [name for name in expected["weights"] if name.endswith("e_score_correction_bias")]
     assert names and all(expected["weights"][name].abs().max() > RATE for name in names)
     for name in names:
         torch.testing.assert_close(found["weights"][name], expected["weights"][name], rtol=0, atol=1e-6)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
+
+
+PIPELINE = {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}
+
+
+def pipelined() -> dict[str, Any]:
+    with pytest.raises(ConfigurationError) as raised:
+        accelerator_for(PIPELINE, BLOCKS).prepare(build("mixtral"))
+    assert "output_router_logits" in str(raised.value)
+    interleaved = PipelineParallelConfig(schedule="interleaved1f1b", num_microbatches=2)
+    accelerator = accelerator_for(PIPELINE, BLOCKS, RATE, interleaved)
+    model = build(KIND, num_hidden_layers=4)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    losses = steps(accelerator, model, optimizer, batches(3))
+    weights = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, batches(1)[0])
+    return {"losses": losses, "weights": weights, "load": expert_load(model).tokens}
+
+
+@pytest.mark.slow  # four ranks
+def test_pipelines_count_and_balance_the_experts_of_all_stages() -> None:
+    rule = Rule()
+    expected = plain(KIND, 3, max_norm=float("inf"), after_step=rule.step, observe=rule.observe, num_hidden_layers=4)
+    ranks = run_world(pipelined, 4, timeout=250)
+    torch.testing.assert_close(ranks[0]["losses"], expected["losses"], rtol=1e-5, atol=0)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(ranks[0]["weights"][name], value, rtol=0, atol=1e-4, msg=name)
+    for rank in ranks:
+        assert {name: counts.tolist() for name, counts in rank["load"].items()} == rule.total

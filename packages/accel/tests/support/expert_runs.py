@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accel import Accelerator
 from accel.core.fused_dtensor import full_tensor
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ExpertParallelConfig, ParallelismConfig
+from accel.parallel.config import ExpertParallelConfig, ParallelismConfig, PipelineParallelConfig
 
 VOCABULARY, EXPERTS, SAMPLES = 61, 8, 8
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
@@ -184,11 +184,15 @@ def plain(
 
 
 def accelerator_for(
-    sizes: Mapping[str, int], fsdp: Mapping[str, Any] | None = None, balance_rate: float = 0.0, **settings: Any
+    sizes: Mapping[str, int],
+    fsdp: Mapping[str, Any] | None = None,
+    balance_rate: float = 0.0,
+    pipeline: PipelineParallelConfig | None = None,
+    **settings: Any,
 ) -> Accelerator:
     handler = ExpertParallelConfig(balance_rate) if balance_rate else None
     return Accelerator(
-        parallelism_config=ParallelismConfig(**sizes, ep_handler=handler),
+        parallelism_config=ParallelismConfig(**sizes, ep_handler=handler, pp_handler=pipeline),
         fsdp_plugin=None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp),
         **settings,
     )
@@ -222,8 +226,9 @@ def train(
     max_norm: float = 0.5,
     **changes: Any,
 ) -> dict[str, Any]:
-    """The run of :func:`plain` on a mesh; only rank 0 starts with the same weights."""
-    model = build(kind, seed=accelerator.process_index, **changes)
+    """The run of :func:`plain` on a mesh; only rank 0 of each stage starts with the same weights."""
+    stage_ranks = accelerator.num_processes // accelerator.parallelism_config.pp_size
+    model = build(kind, seed=accelerator.process_index % stage_ranks, **changes)
     skew(model, routing)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     losses, norms, gradients = [], [], {}
@@ -232,7 +237,7 @@ def train(
             loss = loss_on(accelerator, model, tokens)
             if accelerator.sync_gradients:
                 if not gradients:
-                    gradients = full_gradients(model)
+                    gradients = of_all_stages(accelerator, full_gradients(model))
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -241,6 +246,14 @@ def train(
     held = sum(part_of(item).numel() for name, item in model.named_parameters() if ".experts." in name)
     accelerator.free_memory()
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "held": held}
+
+
+def of_all_stages(accelerator: Accelerator, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if accelerator.parallelism_config.pp_size == 1:
+        return gradients
+    stages: list[Any] = [None] * accelerator.parallelism_config.pp_size
+    torch.distributed.all_gather_object(stages, gradients, group=accelerator.torch_device_mesh.get_group("pp"))
+    return {name: value for stage in stages for name, value in stage.items()}
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:

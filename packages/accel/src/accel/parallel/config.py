@@ -301,12 +301,11 @@ class ParallelismConfig:
         experts = self.size("ep")
         if experts == 1:
             return
-        for axis in ("sp", "pp"):
-            if self.size(axis) > 1:
-                raise ConfigurationError(
-                    f"ep_size={experts} does not support {axis}_size={self.size(axis)}: the combination has not been "
-                    "compared with one process. Set one of them to 1."
-                )
+        if self.size("sp") > 1:
+            raise ConfigurationError(
+                f"ep_size={experts} does not support sp_size={self.size('sp')}: the combination has not been compared "
+                "with one process. Set one of them to 1, or use cp_size."
+            )
         ranks = math.prod(self.size(axis) for axis in EXPERT_AXES)
         if ranks % experts:
             factors = " x ".join(f"{axis}_size={self.size(axis)}" for axis in EXPERT_AXES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,16 +28,22 @@ _RANKS: ContextVar[Collectives | None] = ContextVar("accel_auxiliary_loss_ranks"
 
 
 class LoadCounter:
-    """Counts the tokens that one layer sends to each expert, on this rank."""
+    """Counts the tokens that one layer sends to each expert, on this rank.
+
+    Attributes:
+        needs_gradients: whether passes without gradients are not of training, such as the one with which a pipeline
+            learns the shapes of its tensors. Reentrant checkpointing has such passes in training.
+    """
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
+        self.needs_gradients = False
         self.counts: torch.Tensor | None = None  # (experts + 1,), the last one: routed to no expert
         self.since_step: torch.Tensor | None = None
 
     def add(self, counts: torch.Tensor, assignments: int) -> None:
         """Add the counts of a forward pass in training; one that activation checkpointing repeats counts once."""
-        if is_in_backward():
+        if is_in_backward() or (self.needs_gradients and not torch.is_grad_enabled()):
             return
         counts = counts.detach()
         full = torch.cat([counts, (assignments - counts.sum()).reshape(1)])
@@ -114,6 +121,11 @@ class ExpertBalancer:
     ) -> None:
         self._counters, self._routers, self._rate, self._everyone = counters, routers, rate, everyone
 
+    def count_with_gradients(self) -> None:
+        """Leave out passes without gradients."""
+        for counter in self._counters.values():
+            counter.needs_gradients = True
+
     def load(self, reset: bool = True) -> ExpertLoad:
         """The load since the last call with ``reset``, of all ranks. Every rank must call it."""
         tokens, dropped = {}, 0
@@ -144,6 +156,24 @@ class ExpertBalancer:
             bias: Any = router.e_score_correction_bias
             load = total.to(torch.float64)
             bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=self._rate)
+
+
+class PipelineLoad:
+    """The load of the experts of all stages of a pipeline."""
+
+    def __init__(self, stages: Sequence[ExpertBalancer], group: dist.ProcessGroup) -> None:
+        self._stages, self._group = stages, group
+        for stage in stages:
+            stage.count_with_gradients()
+
+    def load(self, reset: bool = True) -> ExpertLoad:
+        """As of :class:`ExpertBalancer`."""
+        own = [stage.load(reset) for stage in self._stages]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, own, group=self._group)
+        loads = [load for loads in gathered for load in loads]
+        tokens = {name: counts for load in loads for name, counts in load.tokens.items()}
+        return ExpertLoad(dict(sorted(tokens.items())), sum(load.dropped for load in loads))
 
 
 def reduce_auxiliary_loss(model: nn.Module, ranks: Collectives) -> None:

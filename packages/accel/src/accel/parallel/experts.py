@@ -10,11 +10,12 @@ Gradients: a rank of ep sums those of all tokens that it received, so the mean o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,7 +27,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import shard_replicated
 from .config import ParallelismConfig
-from .expert_balance import BALANCERS, ExpertBalancer, LoadCounter, reduce_auxiliary_loss
+from .expert_balance import BALANCERS, ExpertBalancer, LoadCounter, PipelineLoad, reduce_auxiliary_loss
 from .expert_dispatch import dispatched, joined_rows, own_rows, scaled_gradient
 from .mesh import expert_mesh
 
@@ -68,6 +69,7 @@ class ExpertParallel:
 
     Attributes:
         size: the number of ranks that experts are distributed over.
+        everyone: the ranks with tokens of the same layers.
         sharding: the ranks that each expert is sharded over, and their copies, for ``fully_shard``.
     """
 
@@ -81,7 +83,7 @@ class ExpertParallel:
         replicates = "dp_replicate" in (sparse.mesh_dim_names or ())
         self.sharding = sparse["dp_replicate", "efsdp"] if replicates else sparse["efsdp"]
         self._factor = settings.size("tp") / self.size
-        self._averaging, self._everyone = averaging, everyone
+        self._averaging, self.everyone = averaging, everyone
         self._models: Any = WeakIdKeyDictionary()
         self._watched: Any = WeakIdKeyDictionary()
         self._rate = settings.ep_handler.balance_rate if settings.ep_handler is not None else 0.0
@@ -151,8 +153,12 @@ class ExpertParallel:
             module.num_experts = counter.experts // self.size  # type: ignore[assignment]
         routers = dict(_biased_routers(model)) if self._rate else {}
         self._models[model] = True
-        BALANCERS[model] = ExpertBalancer(loads, routers, self._rate, self._everyone)
+        BALANCERS[model] = ExpertBalancer(loads, routers, self._rate, self.everyone)
         reduce_auxiliary_loss(model, self._averaging)
+
+    def merge(self, model: nn.Module, parts: Iterable[nn.Module], stages: dist.ProcessGroup) -> None:
+        """Count the tokens of a pipeline's stages together; ``parts`` are those of this rank."""
+        BALANCERS[model] = PipelineLoad([BALANCERS[part] for part in parts], stages)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Change the biases of routers after each step of an optimizer that updates them."""

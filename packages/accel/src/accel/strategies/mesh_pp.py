@@ -70,6 +70,8 @@ class PipelineStrategy(MeshStrategy):
         self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
         self._scaler: SharedGradScaler | None = None
         self._stage = _stage_collectives(self.mesh, state)
+        if self.experts is not None:
+            self.experts.everyone = self._stage  # the ranks with tokens of the same layers
 
     def _check_schedule(self) -> None:
         handler = self.parallelism.pp_handler
@@ -98,6 +100,12 @@ class PipelineStrategy(MeshStrategy):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
+        if self.experts is not None and getattr(getattr(model, "config", None), "output_router_logits", False):
+            raise ConfigurationError(
+                f"pp_size={self.parallelism.pp_size} and ep_size={self.parallelism.ep_size} with output_router_logits="
+                "True: the auxiliary loss needs the routers of all stages. Set it to False in the model's config, or "
+                "pp_size=1."
+            )
         compiled = [name for name, module in model.named_modules() if is_compiled_module(module)]
         if compiled:
             raise ConfigurationError(
@@ -150,6 +158,8 @@ class PipelineStrategy(MeshStrategy):
         prepared = pipeline.assemble()
         for name, parameter in prepared.named_parameters():
             self._names[parameter] = pipeline.name_in_model(clean_name(name))
+        if self.experts is not None:
+            self.experts.merge(prepared, pipeline.parts.values(), self.mesh.get_group("pp"))
         self._wrapped[prepared], self._pipelines[prepared] = True, pipeline
         return prepared
 
