@@ -246,7 +246,9 @@ def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, 
     """
     blocks = getattr(task.config, "num_hidden_layers", None)
     kinds = set(getattr(task.config, "layer_types", None) or ["all"])
-    if all_blocks or not isinstance(blocks, int) or blocks <= TRACED_BLOCKS or len(kinds) > 1:
+    # The first blocks of DeepSeek-V3 have no experts.
+    differ = len(kinds) > 1 or bool(getattr(task.config, "first_k_dense_replace", 0))
+    if all_blocks or not isinstance(blocks, int) or blocks <= TRACED_BLOCKS or differ:
         return trace(task)
     smaller, batch = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS - 1)))
     larger, _ = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS)))

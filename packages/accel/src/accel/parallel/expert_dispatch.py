@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import FakeTensor
 from .tp_collectives import share_of
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,18 +37,34 @@ def dispatched(
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = torch.argsort(flat, stable=True)  # by expert, then by token: the same in every run
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=group)
-    sent = counts.view(ranks, -1).sum(1).tolist()
-    got = received.view(ranks, -1).sum(1).tolist()
+    if isinstance(flat, FakeTensor):
+        counts, sent, got, received = _even_routing(flat, experts, mesh)
+    else:
+        counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        sent = counts.view(ranks, -1).sum(1).tolist()
+        got = received.view(ranks, -1).sum(1).tolist()
     order = order[: sum(sent)]
     rows = exchanged(hidden[order // k], got, sent, group)
-    local_numbers = torch.arange(experts // ranks, device=hidden.device).repeat(ranks)
-    numbers = local_numbers.repeat_interleave(received, output_size=sum(got))
+    numbers = torch.arange(experts // ranks, device=hidden.device).repeat(ranks)
+    numbers = numbers.repeat_interleave(received, output_size=sum(got))
     back = exchanged(compute(rows, numbers), sent, got, group)
     outputs = back.new_zeros((tokens * k, back.shape[-1])).index_copy(0, order, back)
     return outputs.view(tokens, k, -1), counts
+
+
+def _even_routing(
+    flat: torch.Tensor, experts: int, mesh: DeviceMesh
+) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+    """The counts of a rank and the sizes of its messages where tokens have no values (``accel plan``): all alike."""
+    each, more = divmod(flat.numel(), mesh.size())
+    sizes = [each + (rank < more) for rank in range(mesh.size())]
+    counts = flat.new_zeros(experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=mesh.get_group())
+    own = sizes[mesh.get_local_rank()]
+    return counts, sizes, [own] * mesh.size(), received
 
 
 def exchanged(

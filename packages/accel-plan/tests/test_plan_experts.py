@@ -1,0 +1,92 @@
+"""`accel plan` of mixtures whose experts are distributed: what a rank holds and sends, from the shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from accel_launch.config.read import load_settings
+from accel_plan.plan import PlanRequest, RankPlan, make_plan
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+EXPERTS, HIDDEN, INNER, CHOSEN, TOKENS = 8, 64, 32, 2, 48
+KINDS = {
+    "qwen": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": EXPERTS,
+        "head_dim": 16,
+    },
+    "deepseek": {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_routed_experts": EXPERTS,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+
+
+def planned(folder: Path, kind: str, layers: int, **sizes: int) -> RankPlan:
+    content = {
+        **KINDS[kind],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "moe_intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": CHOSEN,
+        "vocab_size": 64,
+        "max_position_embeddings": TOKENS,
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    axes = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    processes = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    given = {
+        **axes,
+        "num_processes": processes,
+        "mixed_precision": "bf16",
+        "use_parallelism_config": True,
+        "use_fsdp": True,
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    }
+    options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    settings = load_settings(options, environ={"HF_HOME": "nowhere"})
+    return make_plan(PlanRequest(settings, str(folder / "config.json"), rank=1, seq_length=TOKENS))
+
+
+@pytest.mark.parametrize(("kind", "layers", "mixtures"), [("qwen", 3, 3), ("deepseek", 3, 2)])
+def test_tokens_are_exchanged_four_times_a_layer(tmp_path: Path, kind: str, layers: int, mixtures: int) -> None:
+    """To the experts and back, in the forward and in the backward pass; and the counts of tokens before them."""
+    found = planned(tmp_path, kind, layers, dp_shard=4, ep=2)
+    exchanged = [one for one in found.collectives if one.kind == "all-to-all"]
+    assert len(exchanged) == 1 and exchanged[0].ranks == 2 and exchanged[0].calls == mixtures * 5
+    rows, counts = TOKENS * CHOSEN * HIDDEN * 2, EXPERTS * 8
+    assert exchanged[0].payload == mixtures * (4 * rows + counts)
+
+
+def test_a_rank_gathers_its_own_experts_only(tmp_path: Path) -> None:
+    alone, distributed = (planned(tmp_path, "qwen", 3, dp_shard=4, ep=size) for size in (1, 2))
+    stack = 3 * EXPERTS * 3 * HIDDEN * INNER * 2  # bytes in bf16 of all experts of all layers
+    gathered = [
+        sum(one.payload for one in found.collectives if one.kind == "all-gather") for found in (alone, distributed)
+    ]
+    # Gathered in the forward and in the backward pass; with ep, half of the experts.
+    assert gathered[0] - gathered[1] == 2 * stack // 2
+    assert alone.memory.weights == distributed.memory.weights
