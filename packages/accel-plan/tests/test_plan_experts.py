@@ -71,7 +71,7 @@ def planned(folder: Path, kind: str, layers: int, **sizes: int) -> RankPlan:
     return make_plan(PlanRequest(settings, str(folder / "config.json"), rank=1, seq_length=TOKENS))
 
 
-@pytest.mark.parametrize(("kind", "layers", "mixtures"), [("qwen", 3, 3), ("deepseek", 3, 2)])
+@pytest.mark.parametrize(("kind", "layers", "mixtures"), [("qwen", 3, 3), ("deepseek", 6, 5)])
 def test_tokens_are_exchanged_four_times_a_layer(tmp_path: Path, kind: str, layers: int, mixtures: int) -> None:
     """To the experts and back, in the forward and in the backward pass; and the counts of tokens before them."""
     found = planned(tmp_path, kind, layers, dp_shard=4, ep=2)

@@ -246,13 +246,13 @@ def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, 
     """
     blocks = getattr(task.config, "num_hidden_layers", None)
     kinds = set(getattr(task.config, "layer_types", None) or ["all"])
-    # The first blocks of DeepSeek-V3 have no experts.
-    differ = len(kinds) > 1 or bool(getattr(task.config, "first_k_dense_replace", 0))
-    if all_blocks or not isinstance(blocks, int) or blocks <= TRACED_BLOCKS or differ:
+    # The first blocks of DeepSeek-V3 have no experts: those with experts are the equal ones.
+    traced = TRACED_BLOCKS + (getattr(task.config, "first_k_dense_replace", 0) or 0)
+    if all_blocks or not isinstance(blocks, int) or blocks <= traced or len(kinds) > 1:
         return trace(task)
-    smaller, batch = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS - 1)))
-    larger, _ = trace(replace(task, config=with_blocks(task.config, TRACED_BLOCKS)))
-    result = extrapolate(smaller, larger, blocks - TRACED_BLOCKS)
+    smaller, batch = trace(replace(task, config=with_blocks(task.config, traced - 1)))
+    larger, _ = trace(replace(task, config=with_blocks(task.config, traced)))
+    result = extrapolate(smaller, larger, blocks - traced)
     model = build_model(task.config, task.trust_remote_code)
     matches = result.values == sum(parameter.numel() for parameter in model.parameters())
     return (result, batch) if matches else trace(task)
