@@ -111,7 +111,8 @@ def _row(info: CheckpointInfo) -> tuple[str, ...]:
 
 
 def _verify(directory: Location, as_json: bool) -> int:
-    number, problems = 0, {}
+    number = 0
+    problems: dict[str, str] = {}
     try:
         number, problems = verified(directory)
     except CheckpointError as error:

@@ -82,7 +82,8 @@ def delete(place: RemotePath) -> None:
 
 def rotate(directory: RemotePath, total_limit: int, newest: RemotePath) -> list[RemotePath]:
     """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest."""
-    old, unfinished = [], []
+    old: list[RemotePath] = []
+    unfinished: list[RemotePath] = []
     for path in numbered(directory).values():
         if path != newest:
             is_marked = MANIFEST_NAME in Store(path).names()

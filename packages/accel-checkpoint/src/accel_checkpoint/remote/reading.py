@@ -139,7 +139,7 @@ class RemoteFiles:
                 wanted.append((name, start, min(start + _PART_BYTES, end)))
         for first in range(0, len(wanted), 64):
             part = wanted[first : first + 64]
-            contents = self._store.read_ranges([(f"{self._prefix}/{name}", *place) for name, *place in part])
+            contents = self._store.read_ranges([(f"{self._prefix}/{name}", begin, end) for name, begin, end in part])
             for (name, begin, end), content in zip(part, contents, strict=True):
                 self._memory(name)[begin:end] = content
                 self._fetched.setdefault(name, []).append((begin, end))

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -129,7 +129,7 @@ def regions(value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     sharded = sharded_tensor(value)
     if sharded is None:
         return [((0,) * value.ndim, value.detach())]
-    part = sharded.detach().to_local()
+    part = cast("DTensor", sharded.detach()).to_local()
     coordinate = sharded.device_mesh.get_coordinate()
     if coordinate is None:
         return []

@@ -99,7 +99,7 @@ def _write_item(item: torch.Tensor | bytes, target: Any) -> tuple[int, int]:
 def saved_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """The bytes that ``torch.save`` takes for a contiguous tensor in host memory."""
     if (dtype, shape) not in _saved_sizes:
-        counter = _CountingWriter(None)
+        counter: Any = _CountingWriter(None)
         torch.save(torch.empty(shape, dtype=dtype), counter)
         _saved_sizes[dtype, shape] = counter.size
     return _saved_sizes[dtype, shape]

@@ -82,7 +82,7 @@ class Store:
         self.place = place
         options = dict(_TIMEOUTS.get(place.protocol, {}))
         try:
-            import fsspec
+            import fsspec  # type: ignore[import-untyped]
 
             self._fs, self._root = fsspec.core.url_to_fs(place.url, **options)
         except ImportError as error:
