@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ..network.board import FAREWELL_SECONDS, Board
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
-from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
+from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
 from .causes import cause_of, interruption
 from .meeting import join_others
 from .output import LogDirectories, OutputOptions, Streams, Tee, line_prefix
@@ -39,6 +40,7 @@ logger = logging.getLogger("accel_launch.agent")
 _RANKS_KEY = "accel/port_of_ranks"
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
+_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Agent:
         """The processes of the latest start, by local rank."""
         self.elsewhere: Cause | None = None
         """Why another machine failed first, if one did."""
+        self.finished = threading.Event()
+        """Set when the launcher has left the rendezvous."""
         self.succeeded: set[int] = set()
         """Local ranks that had ended without an error when the processes were last checked."""
         watch.supervised = self
@@ -272,6 +276,27 @@ class Agent:
             self._board.close(0)
         self._board = board
         self._peers = None if board is None else Peers(board, self._round, info.world_size)
+        if board is not None and not isinstance(self.handler, StaticRendezvous):
+            threading.Thread(target=self._end_if_lost, args=(board, self._peers), daemon=True).start()
+
+    def _end_if_lost(self, board: Board, peers: Peers) -> None:
+        """End the ranks, and this launcher if no restart is left, when a machine is lost and the main thread hangs.
+
+        torch's rendezvous keeps it in a call into its store for many minutes, if that is on the lost machine.
+        """
+        while not (lost := board.wait(lambda: bool(board.lost()), FAREWELL_SECONDS)):
+            if self._board is not board or self.finished.is_set():
+                return
+        cause = peers.loss()
+        if not lost or cause is None or self.finished.wait(_HUNG_SECONDS) or self._board is not board:
+            return
+        for rank in self.ranks:
+            rank.send(signal.SIGKILL)
+        if self._left > 0 or not self._job.owns_process or self.finished.wait(_PAUSE_SECONDS):
+            return
+        print(f"accel launch: {cause.text}", file=sys.stderr, flush=True)
+        kill_descendants()
+        os._exit(cause.code)
 
     def _serve_ranks(self, info: RendezvousInfo) -> int:
         """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""

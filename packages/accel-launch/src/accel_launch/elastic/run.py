@@ -91,6 +91,7 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
     finally:
         agent.close()
     agent.handler.shutdown()
+    agent.finished.set()
     return _outcome(agent, result, logs)
 
 
