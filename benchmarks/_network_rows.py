@@ -145,6 +145,7 @@ SLOW = ("--rdzv_conf=timeout=15",)
 ROWS = [
     Row("cut", "link down for ever", _cut, says=LOST, codes=(1, 1)),
     Row("drop", "all packets lost in one direction, for ever", _one_way, says=LOST, codes=(1, 1)),
+    Row("c10d cut", "link down for ever, c10d", _cut, ("--rdzv_backend=c10d",), says=LOST, codes=(1, 1)),
     Row(
         "cut, restarts",
         "link down for ever, --max_restarts 3, waits of 20 s",
