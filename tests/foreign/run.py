@@ -34,7 +34,7 @@ COMPONENTS = {
     "accel-state": Component(
         None,
         ("mpi4py", "joblib", "nbclient", "ipykernel", "numpy"),
-        ("lightning", "ray", "pydantic"),
+        ("lightning", "ray[train]"),
         also=("accel-data", "accel-launch"),
     ),
     "accel-launch": Component("launch_program.py"),
@@ -106,7 +106,8 @@ def check(name: str, wheels: Path, quick: bool) -> str:
         else:
             ran = "; ".join(run(python, HERE / component.program, folder=folder).splitlines())
         seconds = time.monotonic() - started
-    used = ", ".join(f"{other} {versions[other]}" for other in foreign if other in versions)
+    names = [other.partition("[")[0] for other in foreign]
+    used = ", ".join(f"{other} {versions[other]}" for other in names if other in versions)
     print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |"
 
