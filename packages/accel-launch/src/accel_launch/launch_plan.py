@@ -40,7 +40,7 @@ from .torchrun_options import with_torchrun_options
 
 _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 # Options of the agent, without effect where another program starts the ranks.
-_AGENT_OPTIONS = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
+_AGENT_OPTIONS: tuple[str, ...] = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
 _AGENT_OPTIONS += ("redirects", "local_ranks_filter", "shutdown_timeout", "rdzv_id")
 
 

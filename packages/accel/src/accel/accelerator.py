@@ -28,6 +28,7 @@ from accel_state import (
 from accel_state.arguments import check_number
 from accel_state.errors import check_type
 from accel_state.memory import release_memory
+from accel_state.storage.url import Location
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
 
@@ -525,7 +526,7 @@ class Accelerator(AcceleratorProperties):
         *,
         blocking: bool = True,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Location:
         """Save everything that training needs to continue exactly where it is. Every rank must call it.
 
         This includes models, optimizers, schedulers, positions of the loaders, the loss scale, the random number

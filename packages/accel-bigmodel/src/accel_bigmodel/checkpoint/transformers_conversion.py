@@ -191,11 +191,12 @@ def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conv
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         return None
-    mapping = get_model_conversion_mapping(model)
+    transformer: Any = model
+    mapping = get_model_conversion_mapping(transformer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    state, prefix = model.state_dict(keep_vars=True), transformer.base_model_prefix
     conversion = Conversion({}, {}, [])
     groups: dict[str, ConvertedFile] = {}
     for stored in sorted(files, key=_natural_order):  # an expert's place in the stack is that of its name

@@ -268,7 +268,7 @@ def _bound_device() -> torch.device | None:
 
 def _backend_of_group(device: torch.device) -> tuple[str, torch.device]:
     """The name of the group's backend, and the device whose tensors it moves."""
-    name = dist.get_backend()
+    name: str = dist.get_backend()
     if name == "undefined":
         # A group made without a backend has one for each type of device.
         pairs = (entry.split(":") for entry in dist.get_backend_config().split(","))

@@ -117,9 +117,15 @@ class ExpertBalancer:
     """The load of a model's experts, and the biases of its routers."""
 
     def __init__(
-        self, counters: Mapping[str, LoadCounter], routers: Mapping[str, nn.Module], rate: float, everyone: Collectives
+        self,
+        counters: Mapping[str, LoadCounter],
+        routers: Mapping[str, nn.Module],
+        rate: float,
+        everyone: Collectives,
+        device: torch.device,
     ) -> None:
-        self._counters, self._routers, self._rate, self._everyone = counters, routers, rate, everyone
+        self._counters, self._routers, self._rate = counters, routers, rate
+        self._everyone, self._device = everyone, device
 
     def count_with_gradients(self) -> None:
         """Leave out passes without gradients."""
@@ -132,7 +138,7 @@ class ExpertBalancer:
         for name, counter in self._counters.items():
             counts = counter.counts
             if counts is None:
-                counts = torch.zeros(counter.experts + 1, dtype=torch.int64, device=self._everyone.device)
+                counts = torch.zeros(counter.experts + 1, dtype=torch.int64, device=self._device)
             total = self._everyone.all_reduce(counts.clone()).cpu()
             tokens[name], dropped = total[:-1], dropped + int(total[-1])
             if reset:
@@ -149,7 +155,7 @@ class ExpertBalancer:
         for name in routers:
             since_step = self._counters[name].since_step
             if since_step is None:  # no forward pass on this rank
-                since_step = torch.zeros(self._counters[name].experts, dtype=torch.int64, device=self._everyone.device)
+                since_step = torch.zeros(self._counters[name].experts, dtype=torch.int64, device=self._device)
             counts.append(since_step.clone())
             self._counters[name].since_step = None
         for router, total in zip(routers.values(), self._everyone.all_reduce_many(counts), strict=True):

@@ -122,7 +122,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _exchange(gradients[0], *ctx.sizes, ctx.group), None, None, None
+        sent, received = ctx.sizes
+        return _exchange(gradients[0], sent, received, ctx.group), None, None, None
 
 
 class _OwnRows(torch.autograd.Function):

@@ -153,7 +153,8 @@ class ExpertParallel:
             module.num_experts = counter.experts // self.size  # type: ignore[assignment]
         routers = dict(_biased_routers(model)) if self._rate else {}
         self._models[model] = True
-        BALANCERS[model] = ExpertBalancer(loads, routers, self._rate, self.everyone)
+        device = torch.device(self._mesh.device_type)
+        BALANCERS[model] = ExpertBalancer(loads, routers, self._rate, self.everyone, device)
         reduce_auxiliary_loss(model, self._averaging)
 
     def merge(self, model: nn.Module, parts: Iterable[nn.Module], stages: dist.ProcessGroup) -> None:

@@ -176,13 +176,15 @@ class SequenceRegion:
     # Marks
 
     def _mark(self, x: torch.Tensor, length: int) -> None:
-        if x.grad_fn is not None:
-            x.grad_fn.metadata[_MARK] = length
+        node: Any = x.grad_fn
+        if node is not None:
+            node.metadata[_MARK] = length
         elif not x.is_inference():
             self._marks[x] = length
 
     def _known(self, x: torch.Tensor) -> int | None:
-        length: int | None = x.grad_fn.metadata.get(_MARK) if x.grad_fn is not None else self._marks.get(x)
+        node: Any = x.grad_fn
+        length: int | None = self._marks.get(x) if node is None else node.metadata.get(_MARK)
         return length
 
     def _noted(self, x: torch.Tensor) -> torch.Tensor:

@@ -243,7 +243,7 @@ def plan(
 
     Every rank must make them in this order.
     """
-    models = []
+    models: list[Callable[[], Any]] = []
     for index, layout in enumerate(layouts):
         state = reader.model(index, layout)
         models.append(state_dicts.plan_model(layout, state, strict, reader.directory))
