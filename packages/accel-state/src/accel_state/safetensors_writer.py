@@ -43,10 +43,9 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
     do; of the others those with wide elements come first, so each is aligned to its own element size.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(tensors, key=lambda name: _order(name, tensors[name]))
+    ordered = dict(sorted(tensors.items(), key=_order))
     offset = 0
-    for name in ordered:
-        tensor = tensors[name]
+    for name, tensor in ordered.items():
         if tensor.dtype not in _NAMES:
             raise ConfigurationError(
                 f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
@@ -61,11 +60,12 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     target.write(len(text).to_bytes(8, "little") + text)
-    for name in ordered:
-        elements = tensors[name].detach().cpu().contiguous().reshape(-1)
+    for tensor in ordered.values():
+        elements = tensor.detach().cpu().contiguous().reshape(-1)
         if elements.numel():
             target.write(memory_of(elements))
 
 
-def _order(name: str, tensor: torch.Tensor) -> tuple[bool, int, str]:
+def _order(item: tuple[str, torch.Tensor]) -> tuple[bool, int, str]:
+    name, tensor = item
     return tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name
