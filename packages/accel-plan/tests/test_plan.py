@@ -276,6 +276,7 @@ def test_offloaded_parts_are_marked(tmp_path) -> None:
     text = as_text(found)
     assert found.offloaded == ("weights", "gradients", "optimizer")
     assert figure(text, "on the device") == found.memory.buffers + found.memory.activations
+    assert found.peak is None and "is not followed" in text
     assert sum(line.endswith("offloaded") for line in text.splitlines()) == 3
 
 

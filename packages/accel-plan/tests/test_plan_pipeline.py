@@ -227,7 +227,7 @@ def test_extrapolated_ranks_equal_traced_ranks(tmp_path) -> None:
     stages = quick[0].pipeline.stages
     assert [stage.blocks for stage in stages] == [((0, 3),), ((4, 7),), ((8, 10),), ((11, 13),)]
     assert [(stage.rank, stage.stages) for stage in stages] == [(1, (0,)), (3, (1,)), (5, (2,)), (7, (3,))]
-    assert [stages[0].total, stages[2].total] == [one.memory.total for one in quick]
+    assert [stages[0].total, stages[2].total] == [one.total for one in quick]
     assert quick[1].pipeline.stages == stages
     assert [one.pipeline.in_flight for one in quick] == [4, 2]
     words = 320 * 64

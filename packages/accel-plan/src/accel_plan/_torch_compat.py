@@ -36,9 +36,24 @@ def fake_store() -> dist.Store:
     return store
 
 
+def forget_device_meshes() -> None:
+    """Clear DTensor's caches: their results hold device meshes, and an equal mesh of a later world has other groups."""
+    from torch.distributed.tensor import debug
+
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor. ``DTensor.to_local()`` would be recorded by autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def desugars_itself(kind: type) -> bool:
+    """Whether a class of tensors runs other operations for each of its own: DTensor, results of async collectives."""
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler not in (None, torch.Tensor.__torch_dispatch__) and not issubclass(kind, FakeTensor)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -85,6 +100,12 @@ def fsdp2_unsharded_tensors(parameter: Any) -> list[torch.Tensor]:
     gradient = None if full is None else full.grad
     accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
     return [tensor for tensor in (full, gradient, accumulated) if tensor is not None]
+
+
+def fsdp2_accumulated_gradient(parameter: Any) -> torch.Tensor | None:
+    """The gradient of a gathered parameter that is not reduced yet; ``parameter.grad`` shows reduced ones only."""
+    accumulated: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
+    return accumulated
 
 
 def fsdp1_unit_bytes(module: Any) -> int:

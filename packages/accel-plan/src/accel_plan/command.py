@@ -12,6 +12,7 @@ from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
+from accel_state.humanize import convert_file_size_to_int
 from accel_state.options import load_groups
 
 from .models import SHAPES
@@ -53,7 +54,7 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the configuration cannot train the model on these ranks.
     """
     options = parse_options(argv, _parser())
-    names = ("config", "config_file", "model", "optimizer", *_VALUES, *_SWITCHES)
+    names = ("config", "config_file", "model", "optimizer", "implementation", "memory", *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
     config = _config_file(given.pop("config", None), given.pop("config_file", None))
     settings = load_settings({**options, "config_file": str(config)})
@@ -66,6 +67,9 @@ def run(argv: list[str]) -> int:
         )
     from .plan import PlanRequest, make_plan
     from .report import as_text
+
+    if "memory" in given:
+        given["memory_limit"] = _parse_bytes(given.pop("memory"))
 
     as_json = given.pop("json", False)
     for name, (minimum, _, _) in _VALUES.items():
@@ -93,6 +97,16 @@ def _config_file(argument: str | None, option: str | None) -> Path:
             "Give a configuration file of accel launch; `accel config` writes one."
         )
     return config
+
+
+def _parse_bytes(text: str) -> int:
+    try:
+        value = convert_file_size_to_int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigurationError(f"--memory {text}: must be a size such as 80GiB or 80GB.")
+    return value
 
 
 def _parse_number(name: str, text: str, minimum: int) -> int:
@@ -127,6 +141,14 @@ def _parser() -> ConfigParser:
     parser.add_argument(
         "--optimizer", choices=optimizers, default=argparse.SUPPRESS, help="the optimizer (default: adamw)"
     )
+    _add_argument(
+        parser,
+        "optimizer_implementation",
+        dest="implementation",
+        choices=["for_loop", "foreach", "fused"],
+        help="torch's implementation of the optimizer (default: foreach, or for_loop on the CPU)",
+    )
+    _add_argument(parser, "memory", metavar="SIZE", help="memory of the device, such as 80GiB, to compare with")
     for name, (_, metavar, text) in _VALUES.items():
         _add_argument(parser, name, metavar=metavar, help=text)
     for name, text in _SWITCHES.items():

@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .models import build_model
+from .peak import peak_of
 from .stages import SharedSplit
 from .trace import TRACED_BLOCKS, RankBatch, RankTrace, TraceTask, extrapolate, trace, with_blocks
 
@@ -31,7 +32,7 @@ class StagePlan:
     stages: tuple[int, ...]  # their indices
     blocks: tuple[tuple[int, int], ...]  # indices of the first and the last block of each stage
     parameters: int  # bytes
-    total: int  # bytes, including activations
+    total: int  # bytes at the peak of a step
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,21 @@ class TracedPipeline:
     stages: tuple[tuple[int, ...], ...]  # the indices of each rank's stages
     blocks: tuple[range, ...]  # of each stage
     traces: tuple[RankTrace, ...]  # of each rank
+
+    def peaks(self) -> list[int]:
+        """The largest memory of a step on each rank, in bytes.
+
+        Ranks that were not followed are between two that were, and have blocks only: each has one micro batch in
+        flight less than the one before.
+        """
+        found = {index: peak_of(item.step).total for index, item in enumerate(self.traces) if item.step is not None}
+        peaks = []
+        for index in range(len(self.traces)):
+            before = max(position for position in found if position <= index)
+            after = min(position for position in found if position >= index)
+            share = (index - before) / max(after - before, 1)
+            peaks.append(round(found[before] + share * (found[after] - found[before])))
+        return peaks
 
     def plan(self, settings: PipelineParallelConfig, samples: int, totals: list[int]) -> PipelinePlan:
         """The plan of the pipeline, given the bytes that each rank holds."""
@@ -91,8 +107,8 @@ def trace_pipeline(
 ) -> tuple[TracedPipeline, RankBatch]:
     """Trace the ranks of a pipeline.
 
-    Only the first stage, the last one, the requested one and one in between are traced, with one block and with two:
-    all figures of a rank grow by the same amount with each block. Interleaved stages are traced on all ranks.
+    Only the first stage, the last one, the requested one and one in between are traced, with two blocks and with
+    three: all figures of a rank grow by the same amount with each block. Interleaved stages are traced on all ranks.
     """
     size = task.axes["pp"]
     stride, stage_count = task.world_size // size, size * (settings.stages_per_rank or 1)
@@ -125,7 +141,7 @@ def _trace_few_blocks(
         return None
     if interleaved and block_count % stage_count:
         return None
-    positions = sorted({0, 1, ranks.index(task.rank), size - 1})
+    positions = sorted({0, 1, ranks.index(task.rank), max(size - 2, 0), size - 1})
     if interleaved:
         positions = list(range(size))
     smaller: dict[int, tuple[RankTrace, RankBatch]] = {}
@@ -141,6 +157,8 @@ def _trace_few_blocks(
     for position in range(size):
         source = position if position in larger else 1
         result = extrapolate(smaller[source][0], larger[source][0], len(blocks[position]) - TRACED_BLOCKS)
+        if result is None:
+            return None
         trained = values * larger[source][0].trained // more
         result = replace(result, values=values, trained=trained)
         if position not in larger and settings.schedule == "1f1b" and result.stages is not None:
@@ -148,5 +166,7 @@ def _trace_few_blocks(
             activations = result.stages.activations[: size - position]
             stages = replace(result.stages, activations=activations)
             result = replace(result, activations=max(activations), stages=stages)
+        if position not in larger:
+            result = replace(result, step=None)
         results[position] = result, smaller[source][1]
     return results

@@ -14,6 +14,7 @@ from accel_state.options import Resolution
 
 from ._torch_compat import has_meta_collectives
 from .models import build_model, model_config
+from .peak import PeakMemory, peak_of
 from .pipelines import PipelinePlan, pipeline_settings, trace_pipeline
 from .planners import plan_by
 from .record import Axes, Traffic, coordinates_of
@@ -34,6 +35,8 @@ class PlanRequest:
     batch_size: int = 1  # of the loader
     seq_length: int | None = None  # None: 2,048, or the model's maximum if it is smaller
     optimizer: str = "adamw"
+    implementation: str | None = None  # of the optimizer; None: torch's default on the device
+    memory_limit: int | None = None  # bytes of the device
     split_batches: bool = False
     all_blocks: bool = False
     trust_remote_code: bool = False
@@ -63,6 +66,14 @@ class RankPlan:
     optimizer: str
     offloaded: tuple[str, ...] = ()  # the parts of memory in CPU memory or on a drive
     pipeline: PipelinePlan | None = None
+    peak: PeakMemory | None = None  # None if the memory of a step cannot be followed
+    implementation: str = "foreach"  # of the optimizer
+    memory_limit: int | None = None  # bytes of the device
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a step; without one, at the end of a backward pass."""
+        return self.memory.total if self.peak is None else self.peak.total
 
     def as_dict(self) -> dict[str, Any]:
         """All values, for JSON."""
@@ -98,7 +109,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
     if task.pipeline is not None:
         traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
-        pipeline_plan = traced.plan(task.pipeline, len(batch.samples), [memory.total for memory in memories])
+        totals = traced.peaks() if task.follow else [memory.total for memory in memories]
+        pipeline_plan = traced.plan(task.pipeline, len(batch.samples), totals)
         result, memory = traced.traces[traced.position], memories[traced.position]
         traffic = result.traffic
     elif settings["use_deepspeed"]:
@@ -125,6 +137,9 @@ def make_plan(request: PlanRequest) -> RankPlan:
         optimizer=optimizer,
         offloaded=_offloaded_parts(settings),
         pipeline=pipeline_plan,
+        peak=None if result.step is None or settings["use_deepspeed"] else peak_of(result.step),
+        implementation=task.implementation,
+        memory_limit=request.memory_limit,
     )
 
 
@@ -144,6 +159,7 @@ def _plan_megatron(request: PlanRequest) -> RankPlan:
         steps=int(settings["gradient_accumulation_steps"] or 1),
         mixed_precision=settings["mixed_precision"] or "no",
         optimizer=request.optimizer,
+        memory_limit=request.memory_limit,
         **planned,
     )
 
@@ -178,6 +194,10 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         split_batches=request.split_batches,
         trust_remote_code=request.trust_remote_code,
         pipeline=pipeline,
+        optimizer=request.optimizer,
+        implementation=request.implementation or ("for_loop" if settings["cpu"] else "foreach"),
+        # Offloaded tensors are on the CPU here like all others, and DeepSpeed is not traced.
+        follow=not settings["use_deepspeed"] and not _offloaded_parts(settings),
     )
 
 

@@ -20,8 +20,7 @@ SEND = "send"
 POINT_TO_POINT = (SEND, "activations", "gradients", "tied gradients")
 """Kinds of traffic between two ranks."""
 
-# By operator: the kind, and the index of the argument with the full data; -1 for the result.
-_OPERATORS: Mapping[str, tuple[str, int]] = {
+COLLECTIVES: Mapping[str, tuple[str, int]] = {
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::allgather_": ("all-gather", 0),
     "c10d::allgather_into_tensor_coalesced_": ("all-gather", 0),
@@ -44,6 +43,7 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::broadcast": ("broadcast", 0),
     "_c10d_functional::all_to_all_single": ("all-to-all", 0),
 }
+"""By operator: the kind, and the index of the argument with the full data; -1 for the result."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Recorder(TorchDispatchMode):
                 self._existing[key] = StorageWeakRef(tensor.untyped_storage())
         result = func(*args, **kwargs)
         operator = func.name()
-        if operator in _OPERATORS:
-            self._record(*_OPERATORS[operator], args, kwargs, result)
+        if operator in COLLECTIVES:
+            self._record(*COLLECTIVES[operator], args, kwargs, result)
         for tensor in _tensors_in(result):
             key = storage_id(tensor)
             if key not in self._created and key not in self._existing:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from accel_state.humanize import convert_bytes
 
+from .memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
+from .peak import PeakMemory
 from .pipelines import StagePlan
 from .plan import RankPlan
 from .record import POINT_TO_POINT, Traffic
@@ -44,7 +46,7 @@ def _stage_name(stage: StagePlan) -> str:
 def _pipeline(plan: RankPlan) -> list[str]:
     if plan.pipeline is None:
         return []
-    lines = ["ranks of this pipeline (bytes of parameters, total bytes):"]
+    lines = ["ranks of this pipeline (bytes of parameters, bytes at the peak):"]
     width = max(len(_stage_name(stage)) for stage in plan.pipeline.stages)
     for stage in plan.pipeline.stages:
         start = f"  {'rank ' + str(stage.rank):<11}{_stage_name(stage):<{width}}"
@@ -54,22 +56,62 @@ def _pipeline(plan: RankPlan) -> list[str]:
 
 
 def _memory(plan: RankPlan) -> list[str]:
+    if plan.peak is not None:
+        return [*_peak(plan, plan.peak), *_verdict(plan)]
     memory = plan.memory
-    tokens = f"{len(plan.batch.samples)} sample(s) of {plan.local_length:,} tokens"
-    lines = ["memory (bytes):"]
+    lines = ["memory at the end of a backward pass (bytes):"]
     for name, part, note in (
         ("parameters", "weights", ""),
         ("gradients", "gradients", ""),
         ("optimizer state", "optimizer", plan.optimizer),
         ("gathered or in flight", "buffers", ""),
-        ("activations", "activations", tokens),
+        ("activations", "activations", _tokens(plan)),
     ):
         notes = [note, "offloaded" if part in plan.offloaded else ""]
         lines.append(_row(name, getattr(memory, part), ", ".join(filter(None, notes))))
     lines.append(_row("total", memory.total, ""))
     if plan.offloaded:
         lines.append(_row("on the device", memory.total - sum(getattr(memory, part) for part in plan.offloaded), ""))
+    reason = "with offloaded parts" if plan.offloaded else f"of {plan.strategy}"
+    lines.append(f"  The memory of a step {reason} is not followed: its peak, in the loss or the backward pass, is higher.")
     return lines
+
+
+def _tokens(plan: RankPlan) -> str:
+    return f"{len(plan.batch.samples)} sample(s) of {plan.local_length:,} tokens"
+
+
+def _peak(plan: RankPlan, peak: PeakMemory) -> list[str]:
+    held = {PARAMETERS: plan.memory.weights, GRADIENTS: plan.memory.gradients, OPTIMIZER: plan.memory.optimizer}
+    notes = {OPTIMIZER: f"{plan.optimizer}, {plan.implementation}", ACTIVATIONS: _tokens(plan)}
+    lines = [f"memory (bytes):{'held':>29}{'at the peak':>22}"]
+    for name in CATEGORIES:
+        value = peak.categories[name]
+        if name in held or value:
+            start = f"  {name:<20}{held[name]:>22,}" if name in held else f"  {name:<20}{'':>22}"
+            lines.append(f"{start}{value:>22,}  {convert_bytes(value):>11}  {notes.get(name, '')}".rstrip())
+    lines.append(f"  {'total':<20}{sum(held.values()):>22,}{peak.total:>22,}  {convert_bytes(peak.total):>11}")
+    moment = peak.moment
+    where = f" of {moment.module}" if moment.module else ""
+    lines.append(f"  The peak is in the {moment.phase}{where}, at {moment.operation}.")
+    phases = [f"{name} {convert_bytes(value)}" for name, value in peak.phases.items()]
+    lines += [f"  Largest in each phase: {', '.join(phases)}.", "", "largest tensors at the peak (bytes):"]
+    for item in peak.tensors:
+        group = item.group
+        shape = f"{item.count} x {group.dtype} [{', '.join(map(str, group.shape))}]"
+        what = " ".join(filter(None, (group.operation, group.module)))
+        lines.append(f"  {shape:<38}{item.bytes:>20,}  {convert_bytes(item.bytes):>11}  {what}")
+    return lines
+
+
+def _verdict(plan: RankPlan) -> list[str]:
+    limit = plan.memory_limit
+    if limit is None:
+        return []
+    rest = limit - plan.total
+    if rest >= 0:
+        return ["", f"fits in {convert_bytes(limit)}, with {convert_bytes(rest)} left for the device's context and allocator"]
+    return ["", f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"]
 
 
 def _row(name: str, value: int, note: str) -> str:

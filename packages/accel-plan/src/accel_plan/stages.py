@@ -20,6 +20,7 @@ from accel_bigmodel.pipeline.recording import record
 from accel_bigmodel.pipeline.split import PipelineSplit
 
 from ._torch_compat import fsdp2_units, fsdp2_unsharded_tensors, local_pipeline_stage, local_tensor, storage_id
+from .memory import BACKWARD, FORWARD, MemoryTracker
 from .record import Recorder, module_storages
 
 
@@ -51,6 +52,12 @@ class StageMonitor:
     gathered: int = 0
     shared: SharedSplit = field(default_factory=SharedSplit)
     pipeline: TrainingPipeline | None = None
+    tracker: MemoryTracker | None = None
+
+    def enter(self, phase: str) -> None:
+        """A forward or a backward pass of a micro batch begins."""
+        if self.tracker is not None:
+            self.tracker.enter(phase)
 
     def label(self, ops: list[dist.P2POp], kind: str) -> list[dist.P2POp]:
         """Record what is sent as messages of a kind."""
@@ -136,11 +143,13 @@ def monitored_stage_class() -> Any:
             self.monitor = monitor
 
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            self.monitor.enter(FORWARD)
             output = super().forward_one_chunk(*args, **kwargs)
             self.monitor.in_flight += 1
             return output
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            self.monitor.enter(BACKWARD)
             self.monitor.measure(before_backward=True)
             result = super().backward_one_chunk(*args, **kwargs)
             self.monitor.in_flight -= 1

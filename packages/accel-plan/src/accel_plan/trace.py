@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import fsdp1_unit_bytes, fsdp2_units, fsdp2_unsharded_bytes
+from .memory import BACKWARD, FORWARD, WHOLE_MODEL, MemoryTracker, StepMemory
 from .models import build_model
+from .peak import more_blocks
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
 from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
+from .step import build_optimizer, categorize_unreduced, follow_steps
 from .world import ReplicatedModel, simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-TRACED_BLOCKS = 2
+TRACED_BLOCKS = 3
 """Number of equal blocks that a model, or a stage of it, is reduced to. It is traced with one block less, too."""
 
 
@@ -55,6 +58,7 @@ class RankTrace:
     largest_unit: int  # the largest set of parameters that is gathered at once
     traffic: tuple[Traffic, ...]  # of an optimizer step
     stages: StageMemory | None = None  # with a pipeline
+    step: StepMemory | None = None  # None if the memory of a step was not followed
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class TraceTask:
     trust_remote_code: bool = False
     dtype: str | None = None  # of the weights, if not float32
     pipeline: PipelineParallelConfig | None = None
+    optimizer: str = "adamw"
+    implementation: str = "foreach"  # of the optimizer
+    follow: bool = True  # the memory of a step
 
 
 def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace, RankBatch]:
@@ -97,6 +104,7 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         monitor = StageMonitor(shared=shared or SharedSplit())
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator: Any = Accelerator(cpu=True, dataloader_config=loaders)
+        accelerator._startup_checks = None  # they look for mistakes of training loops, and the plan has its own
         # Only strategies of this kind read it.
         accelerator.strategy.wrapper_class = ReplicatedModel
         accelerator.strategy.pipeline_class = functools.partial(SimulatedPipeline, monitor)
@@ -108,16 +116,24 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         values = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         stack.enter_context(without_memory())
-        # Module.to_empty would untie tied weights.
-        owners = owners_of(model)
-        for module in model.modules():
-            allocate(module, torch.device("cpu"), owners)
+        tracker = stack.enter_context(MemoryTracker(task.axes).watching()) if task.follow else None
+        _allocate(model)
+        if tracker is not None:
+            tracker.categorize((*model.parameters(), *model.buffers()), WHOLE_MODEL)
         if task.pipeline is not None:
             handler = _recording_microbatch(task, task.pipeline, model, len(batch.samples))
             accelerator.strategy.parallelism.pp_handler = handler
+        monitor.tracker = tracker
         model = accelerator.prepare_model(model, device_placement=False)
-        result = _trace_step(accelerator, model, monitor, task, len(batch.samples))
+        result = _trace_step(accelerator, model, monitor, tracker, task, len(batch.samples))
     return replace(result, values=values, trained=trained), batch
+
+
+def _allocate(model: nn.Module) -> None:
+    """Move a model from the meta device. Module.to_empty would untie tied weights."""
+    owners = owners_of(model)
+    for module in model.modules():
+        allocate(module, torch.device("cpu"), owners)
 
 
 def _variable_overrides(variables: Mapping[str, str]) -> dict[str, str]:
@@ -144,18 +160,21 @@ def _first_batch(accelerator: Any, task: TraceTask) -> RankBatch:
     return RankBatch(ranks, data_rank, len(samples) * ranks, samples)
 
 
-def _trace_step(accelerator: Any, model: nn.Module, monitor: StageMonitor, task: TraceTask, samples: int) -> RankTrace:
+def _trace_step(
+    accelerator: Any, model: nn.Module, monitor: StageMonitor, tracker: MemoryTracker | None, task: TraceTask, samples: int
+) -> RankTrace:
     weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
-    # Of the micro batches that only accumulate, the first may gather parameters that the next ones reuse.
-    accumulating = accelerator.gradient_accumulation_steps - 1
-    passes = [(min(accumulating, 1), False), (accumulating - 1, False), (1, True)]
-    traffic, activations = [], 0
+    traced = _Passes(accelerator, model, monitor, tracker, task, samples)
+    step = None
     try:
-        for times, synchronises in passes:
-            if times > 0:
-                recorder, live = _trace_pass(accelerator, model, monitor, task, samples, synchronises)
-                traffic.append((times, recorder.traffic))
-                activations = max(activations, live)
+        if tracker is None:
+            traced.run(True)
+        else:
+            tracker.name_modules(model)
+            for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
+                tracker.name_modules(part)
+            optimizer = build_optimizer(task.optimizer, task.implementation, model.parameters())
+            step = follow_steps(accelerator, model, optimizer, tracker, traced.run, dry=task.pipeline is not None)
     except ConfigurationError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
@@ -164,33 +183,70 @@ def _trace_step(accelerator: Any, model: nn.Module, monitor: StageMonitor, task:
             f"{type(model).__name__} cannot take a step on tensors without values: {reason}. `accel estimate-memory` "
             "estimates the memory of its parameters."
         ) from error
-    gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     stages = monitor.result() if task.pipeline is not None else None
-    return RankTrace(0, 0, weights, gradients, activations, largest_unit, add_traffic(traffic), stages)
+    traffic = add_traffic(traced.traffic)
+    return RankTrace(0, 0, weights, traced.gradients, traced.activations, largest_unit, traffic, stages, step)
 
 
-def _trace_pass(
-    accelerator: Any, model: nn.Module, monitor: StageMonitor, task: TraceTask, samples: int, synchronises: bool
-) -> tuple[Recorder, int]:
-    """One forward and backward pass; the recorder, and the bytes that were alive between them."""
-    # The adapter gives this rank its part of the sequences if they are split over attention heads.
-    inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([_model_inputs(model, task, samples)], model)))
-    with ExitStack() as stack:
-        stack.enter_context(nullcontext() if synchronises else accelerator.no_sync(model))
-        if task.axes.get("cp", 1) > 1:
-            sequences = [item for item in inputs.values() if item.ndim > 1 and item.shape[1] == task.seq_length]
-            dims = [1] * len(sequences)
-            stack.enter_context(accelerator.maybe_context_parallel(buffers=sequences, buffer_seq_dims=dims))
-        recorder = stack.enter_context(Recorder(task.axes))
-        if task.pipeline is not None:
-            # The forward of a pipeline also runs its backward passes.
-            stack.enter_context(recording_pass(monitor, model, recorder))
-        output = model(**inputs)
-        loss = _loss_of(output)
-        live = recorder.live_bytes(model) if task.pipeline is None else max(monitor.result().activations)
-        accelerator.backward(loss)
-        del output, loss
-    return recorder, live
+@dataclass
+class _Passes:
+    """The forward and backward passes of a step."""
+
+    accelerator: Any
+    model: nn.Module
+    monitor: StageMonitor
+    tracker: MemoryTracker | None
+    task: TraceTask
+    samples: int
+    traffic: list[tuple[int, tuple[Traffic, ...]]] = field(default_factory=list)
+    activations: int = 0
+    gradients: int = 0
+
+    def run(self, first: bool) -> None:
+        """Run each kind of pass once; those of the first step are recorded."""
+        # Of the micro batches that only accumulate, the first may gather parameters that the next ones reuse.
+        accumulating = self.accelerator.gradient_accumulation_steps - 1
+        for times, synchronises in [(min(accumulating, 1), False), (accumulating - 1, False), (1, True)]:
+            if times > 0:
+                recorder = Recorder(self.task.axes) if first else None
+                self._run_one(synchronises, recorder)
+                if recorder is not None:
+                    self.traffic.append((times, recorder.traffic))
+                if self.tracker is not None:
+                    parts = [self.model] if self.monitor.pipeline is None else self.monitor.pipeline.parts.values()
+                    categorize_unreduced(parts, self.tracker)
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        self.gradients = storage_bytes(gradients)
+
+    def _run_one(self, synchronises: bool, recorder: Recorder | None) -> None:
+        """One forward and backward pass, in which the bytes that are alive between them are measured."""
+        accelerator, model, task = self.accelerator, self.model, self.task
+        self._enter(FORWARD)
+        # The adapter gives this rank its part of the sequences if they are split over attention heads.
+        inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([_model_inputs(model, task, self.samples)], model)))
+        with ExitStack() as stack:
+            stack.enter_context(nullcontext() if synchronises else accelerator.no_sync(model))
+            if task.axes.get("cp", 1) > 1:
+                sequences = [item for item in inputs.values() if item.ndim > 1 and item.shape[1] == task.seq_length]
+                dims = [1] * len(sequences)
+                stack.enter_context(accelerator.maybe_context_parallel(buffers=sequences, buffer_seq_dims=dims))
+            if recorder is not None:
+                stack.enter_context(recorder)
+                if task.pipeline is not None:
+                    # The forward of a pipeline also runs its backward passes.
+                    stack.enter_context(recording_pass(self.monitor, model, recorder))
+            loss = _loss_of(model(**inputs))
+            if recorder is not None:
+                pipeline = task.pipeline is not None
+                live = max(self.monitor.result().activations) if pipeline else recorder.live_bytes(model)
+                self.activations = max(self.activations, live)
+            self._enter(BACKWARD)
+            accelerator.backward(loss)
+            del loss
+
+    def _enter(self, phase: str) -> None:
+        if self.tracker is not None:
+            self.tracker.enter(phase)
 
 
 def _recording_microbatch(
@@ -241,8 +297,9 @@ def _largest_unit(model: nn.Module) -> int:
 def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, RankBatch]:
     """Like :func:`trace`, but trace few of many equal blocks.
 
-    All figures grow by the same amount with each block, so models of one and two blocks give those of any number.
-    The resulting number of parameters is compared with that of the full model; if it differs, the full model is traced.
+    All figures grow by the same amount with each block, so models of two and three blocks give those of any number: the
+    block in the middle is repeated. If the resulting number of parameters is not that of the full model, or the traces
+    differ by more than that block, the full model is traced.
     """
     blocks = getattr(task.config, "num_hidden_layers", None)
     kinds = set(getattr(task.config, "layer_types", None) or ["all"])
@@ -252,10 +309,12 @@ def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, 
         return trace(task)
     smaller, batch = trace(replace(task, config=with_blocks(task.config, traced - 1)))
     larger, _ = trace(replace(task, config=with_blocks(task.config, traced)))
-    result = extrapolate(smaller, larger, blocks - traced)
-    model = build_model(task.config, task.trust_remote_code)
-    matches = result.values == sum(parameter.numel() for parameter in model.parameters())
-    return (result, batch) if matches else trace(task)
+    result = extrapolate(smaller, larger, blocks - traced, traced)
+    if result is not None:
+        model = build_model(task.config, task.trust_remote_code)
+        if result.values == sum(parameter.numel() for parameter in model.parameters()):
+            return result, batch
+    return trace(task)
 
 
 def with_blocks(config: Any, number: int) -> Any:
@@ -267,8 +326,15 @@ def with_blocks(config: Any, number: int) -> Any:
     return changed
 
 
-def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int) -> RankTrace:
-    """The larger trace plus ``steps`` times its difference to the smaller one."""
+def extrapolate(
+    smaller: RankTrace, larger: RankTrace, steps: int, blocks: int = TRACED_BLOCKS
+) -> RankTrace | None:
+    """The larger trace plus ``steps`` times its difference to the smaller one; None if blocks are not alike."""
+    step = None
+    if smaller.step is not None and larger.step is not None:
+        step = more_blocks(smaller.step, larger.step, blocks, steps)
+        if step is None:
+            return None
 
     def extend(first: int, second: int) -> int:
         return second + steps * (second - first)
@@ -281,7 +347,7 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int) -> RankTrace:
         gathered = extend(smaller.stages.gathered, stages.gathered)
         stages = replace(stages, activations=tuple(extend(*pair) for pair in pairs), gathered=gathered)
     traffic = add_traffic([(1 + steps, larger.traffic), (-steps, smaller.traffic)])
-    return replace(larger, **numbers, traffic=traffic, stages=stages)
+    return replace(larger, **numbers, traffic=traffic, stages=stages, step=step)
 
 
 def data_ranks(axes: Axes) -> int:

@@ -18,31 +18,47 @@ from accel_state import PartialState, context, env
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ._torch_compat import FakeTensor, FakeTensorMode, fake_store, unset_fake_temporarily
+from ._torch_compat import FakeTensor, FakeTensorMode, fake_store, forget_device_meshes, unset_fake_temporarily
 
 
 class ReplicatedModel(nn.Module):
     """Broadcasts buffers before the forward, and all-reduces gradients in the backward, of passes that synchronise.
 
-    It all-reduces each parameter separately; DDP uses buckets, which send the same bytes in fewer calls. Other settings
-    of DDP do not change the number of bytes.
+    It all-reduces each parameter separately; DDP uses buckets, which send the same bytes in fewer calls. Like DDP it
+    holds a second copy of all gradients, or views of it as gradients. Other settings of DDP do not change the number of
+    bytes.
     """
 
     def __init__(
-        self, module: nn.Module, process_group: Any = None, broadcast_buffers: bool = True, **settings: Any
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self.module = module
         self.group = process_group
         self.broadcast_buffers = broadcast_buffers
+        self.as_views = gradient_as_bucket_view
         self.synchronises = True
+        self.buckets: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
+                self.buckets[parameter] = torch.empty_like(parameter, requires_grad=False)
                 parameter.register_post_accumulate_grad_hook(self._reduce)
 
     def _reduce(self, parameter: torch.Tensor) -> None:
-        if self.synchronises and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=self.group)
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        bucket = self.buckets[parameter]
+        if self.as_views and gradient is not bucket:
+            bucket.copy_(gradient)
+            parameter.grad = gradient = bucket
+        if self.synchronises:
+            dist.all_reduce(gradient, group=self.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.synchronises:
@@ -144,6 +160,7 @@ def simulated_rank(
         stack.enter_context(context.isolated())
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         stack.callback(dist.destroy_process_group)
+        forget_device_meshes()
         state = PartialState(cpu=True)
         state.collectives = LocalCollectives(rank, world_size)
         stack.enter_context(_patched(_mask_replacements()))

@@ -1,0 +1,106 @@
+"""The optimizer step of a plan: the second of two steps is followed, because the first one makes the optimizer's state."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ._torch_compat import fsdp2_accumulated_gradient, fsdp2_units
+from .memory import CLIPPING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, STEP, MemoryTracker, StepMemory
+from .world import ReplicatedModel
+
+IMPLEMENTATIONS = ("for_loop", "foreach", "fused")
+"""Of an optimizer in torch: one parameter after the other, all parameters in each operation, or one kernel for all."""
+
+_CLASSES: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd_momentum": torch.optim.SGD,
+}
+
+
+def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> Optimizer:
+    """An optimizer of a plan, with an implementation of :data:`IMPLEMENTATIONS`."""
+    settings: dict[str, Any] = {"momentum": 0.9} if name == "sgd_momentum" else {}
+    chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    return _CLASSES[name](parameters, lr=1e-3, **chosen, **settings)
+
+
+def follow_steps(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    tracker: MemoryTracker,
+    passes: Callable[[bool], None],
+    dry: bool = False,
+) -> StepMemory:
+    """Take two steps, and follow the second.
+
+    Args:
+        accelerator: prepared ``model``.
+        model: the prepared model.
+        optimizer: of torch, over the parameters of the prepared model. Preparing it would not change its memory.
+        tracker: follows storages.
+        passes: runs the forward and backward passes of a step; told whether its traffic is to be recorded.
+        dry: the first step is one of the optimizer only, which is faster.
+    """
+    _categorize_model(model, tracker)
+    if dry:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    else:
+        passes(True)
+    _update(accelerator, model, optimizer, tracker)
+    gc.collect()  # what splitting and wrapping a model left
+    tracker.start()
+    passes(dry)
+    _update(accelerator, model, optimizer, tracker)
+    return tracker.stop()
+
+
+def _update(accelerator: Any, model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
+    """Clip the gradients and step, as a training loop does."""
+    tracker.enter(CLIPPING)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tracker.categorize([parameter.grad], GRADIENTS, "gradient", tracker.name_of(name))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    tracker.enter(STEP)
+    optimizer.step()
+    _categorize_state(model, optimizer, tracker)
+    optimizer.zero_grad()
+
+
+def categorize_unreduced(parts: Iterable[nn.Module], tracker: MemoryTracker) -> None:
+    """Gradients that fully_shard accumulates whole, between micro batches."""
+    for part in parts:
+        for module in part.modules():
+            for unit in fsdp2_units(module) if isinstance(module, FSDPModule) else ():
+                tracker.categorize((item for item in map(fsdp2_accumulated_gradient, unit) if item is not None), REDUCTION, "whole gradient")
+
+
+def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:
+    for name, parameter in model.named_parameters():
+        tracker.categorize([parameter], PARAMETERS, "parameter", tracker.name_of(name))
+    for name, buffer in model.named_buffers():
+        tracker.categorize([buffer], PARAMETERS, "buffer", tracker.name_of(name))
+    for module in model.modules():
+        if isinstance(module, ReplicatedModel):
+            names = {id(parameter): tracker.name_of(name) for name, parameter in module.named_parameters()}
+            for parameter, bucket in module.buckets.items():
+                tracker.categorize([bucket], REDUCTION, "bucket", names[id(parameter)])
+
+
+def _categorize_state(model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
+    names = {id(parameter): tracker.name_of(name) for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tracker.categorize([value], OPTIMIZER, name, names.get(id(parameter), ""))

@@ -1,0 +1,210 @@
+"""The peak of a step: compared with what torch's CPU allocator reports, and for more blocks than were traced."""
+
+from __future__ import annotations
+
+import gc
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from accel import Accelerator
+from accel_launch.config.read import load_settings
+from accel_plan.command import COMMAND
+from accel_plan.memory import BACKWARD, CLIPPING, FORWARD, STEP, Event, Group, Moment, StepMemory
+from accel_plan.models import build_model, model_config
+from accel_plan.peak import more_blocks, peak_of
+from accel_plan.plan import PlanRequest, RankPlan, make_plan
+from accel_plan.report import as_text
+from accel_plan.step import build_optimizer
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+BATCH, LENGTH = 2, 256
+FSDP2 = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+def folder_of(folder: Path, **changed: Any) -> str:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1000, **changed}))
+    return str(folder)
+
+
+def planned(model: str, options: dict[str, str], **asked: Any) -> RankPlan:
+    settings = load_settings({"num_processes": "1", **options}, environ={"HF_HOME": "nowhere"})
+    return make_plan(PlanRequest(settings, model, **{"batch_size": BATCH, "seq_length": LENGTH, **asked}))
+
+
+def measured(model_folder: str, optimizer: str, implementation: str, options: dict[str, str]) -> int:
+    """The largest sum of this process's allocations in the second of two steps."""
+    import os
+
+    os.environ.update(load_settings(options, environ={"HF_HOME": "nowhere"}).environment())
+    accelerator = Accelerator(cpu=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model: Any = build_model(model_config(model_folder))
+        model.to_empty(device="cpu")
+        model.init_weights()
+        model, prepared = accelerator.prepare(model, build_optimizer(optimizer, implementation, model.parameters()))
+        gc.collect()
+        tokens = torch.randint(1000, (BATCH, LENGTH))
+        for step in range(2):
+            with record_function(f"step {step}"):
+                pass
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            prepared.step()
+            prepared.zero_grad()
+    events = profiler.profiler.kineto_results.events()
+    begin = min(event.start_ns() for event in events if event.name() == "step 1")
+    total = peak = 0
+    for when, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        total += size
+        peak = max(peak, total) if when >= begin else 0
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "implementation", "changed", "phase"),
+    [
+        ("adamw", "for_loop", {}, BACKWARD),
+        # Few activations, so that the optimizer's temporaries are the peak: one copy of all parameters with foreach.
+        ("adamw", "foreach", {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 3000}, STEP),
+        ("sgd_momentum", "foreach", {"vocab_size": 20_000}, BACKWARD),
+    ],
+)
+def test_one_process_allocates_what_was_planned(tmp_path, optimizer, implementation, changed, phase) -> None:
+    model = folder_of(tmp_path, **changed)
+    plan = planned(model, {}, optimizer=optimizer, implementation=implementation)
+    assert plan.peak is not None and plan.peak.moment.phase == phase
+    assert plan.peak.total == pytest.approx(measured(model, optimizer, implementation, {}), rel=0.01)
+    assert sum(plan.peak.categories.values()) == plan.peak.total
+
+
+CASES: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "fsdp2, checkpointing": {**FSDP2, "fsdp_activation_checkpointing": "true"},
+    "tp": {"use_parallelism_config": "true", "parallelism_config_tp_size": "2"},
+}
+
+
+@pytest.mark.slow  # trains on two ranks; benchmarks/plan_memory.py has twenty-one configurations
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_allocate_what_was_planned(tmp_path, name) -> None:
+    model, options = folder_of(tmp_path, vocab_size=8000), CASES[name]
+    plan = planned(model, {**options, "num_processes": "2"}, implementation="for_loop")
+    assert plan.peak is not None
+    found = run_world(measured, 2, model, "adamw", "for_loop", options, timeout=250)
+    # gloo's threads hold the tensors of their last collective for some time.
+    assert plan.peak.total == pytest.approx(min(found), rel=0.05)
+
+
+def test_the_loss_of_a_large_vocabulary_is_the_peak(tmp_path) -> None:
+    """Log-softmax, its gradient, and the gradient of the logits: three times float32."""
+    plan = planned(folder_of(tmp_path, vocab_size=20_000), {**FSDP2, "mixed_precision": "bf16", "num_processes": "2"})
+    assert plan.peak is not None
+    largest = plan.peak.tensors[:3]
+    assert {item.bytes for item in largest} == {4 * BATCH * LENGTH * 20_000}
+    assert {item.group.operation for item in largest} == {
+        "_log_softmax",
+        "nll_loss_backward",
+        "_log_softmax_backward_data",
+    }
+    assert "The peak is in the backward pass, at _log_softmax_backward_data." in as_text(plan)
+
+
+def test_ddp_holds_gradients_twice(tmp_path) -> None:
+    plan = planned(folder_of(tmp_path), {"num_processes": "2"})
+    assert plan.peak is not None and plan.peak.categories["gradient buffers"] == 4 * plan.parameters
+
+
+@pytest.mark.parametrize(("given", "found"), [("1TiB", "fits in 1.0 TiB, with"), ("1MB", "does not fit in 976.56 KiB")])
+def test_the_verdict_on_a_limit(tmp_path, capsys, given, found) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    words = [str(file), "--model", folder_of(tmp_path, num_hidden_layers=1), "--seq_length", "16", "--memory", given]
+    assert COMMAND.run(words) == 0
+    assert found in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["plenty", "0GB", "-1GiB", "80"])
+def test_a_limit_that_is_no_size(tmp_path, given) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    with pytest.raises(ConfigurationError, match=f"--memory {given}"):
+        COMMAND.run([str(file), "--model", folder_of(tmp_path), f"--memory={given}"])
+
+
+# -- more blocks than were traced ------------------------------------------------------------------------------------
+
+
+def group(name: str, size: int) -> Group:
+    return Group("activations", name, "layers.*", (size,), "int8", size)
+
+
+def synthetic(blocks: int, last: int = 0) -> StepMemory:
+    """A step of a model: each block keeps 10 bytes and needs 5, the last one ``last`` more; foreach takes all of it."""
+    events = [Event(None, Moment(FORWARD, "", "embed"), group("embed", 3), 1)]
+
+    def add(block: int | None, phase: str, name: str, size: int, count: int) -> None:
+        events.append(Event(block, Moment(phase, name, name), group(name, size), count))
+
+    for block in range(blocks):
+        add(block, FORWARD, "keep", 10, 1)
+        add(block, FORWARD, "need", 5 + (last if block == blocks - 1 else 0), 1)
+        add(block, FORWARD, "need", 5 + (last if block == blocks - 1 else 0), -1)
+    for block in reversed(range(blocks)):
+        add(block, BACKWARD, "gradient", 7, 1)
+        add(block, BACKWARD, "keep", 10, -1)
+    add(None, CLIPPING, "norm", 1, 1)
+    add(None, CLIPPING, "norm", 1, -1)
+    for count in (1, -1):
+        for _ in range(blocks):
+            add(None, STEP, "root", 20, count)
+    for _ in range(blocks):
+        add(None, STEP, "gradient", 7, -1)
+    add(None, STEP, "embed", 3, -1)
+    return StepMemory({group("weight", 7): blocks}, tuple(events))
+
+
+def test_the_block_in_the_middle_is_repeated() -> None:
+    for blocks in (4, 9):
+        found = more_blocks(synthetic(2, last=2), synthetic(3, last=2), 3, blocks - 3)
+        assert found is not None
+        assert peak_of(found) == peak_of(synthetic(blocks, last=2))
+    assert peak_of(synthetic(9)).total == 9 * 7 + 3 + 9 * 7 + 9 * 20
+
+
+def test_blocks_that_differ_are_not_repeated() -> None:
+    """The last of three blocks is larger than the last of two."""
+    assert more_blocks(synthetic(2), synthetic(3), 3, 5) is not None
+    assert more_blocks(synthetic(2), synthetic(3, last=500), 3, 5) is None
+
+
+def test_a_plan_of_few_blocks_equals_that_of_all(tmp_path) -> None:
+    model = folder_of(tmp_path, num_hidden_layers=5)
+    options = {**FSDP2, "fsdp_activation_checkpointing": "true", "num_processes": "2"}
+    quick, whole = (planned(model, options, all_blocks=every) for every in (False, True))
+    assert quick.peak == whole.peak
