@@ -154,7 +154,7 @@ def compare(folder: Path, name: str) -> tuple[int, list[int]]:
 def main() -> int:
     words = sys.argv[1:]
     worst = 0.0
-    print(f"{'configuration':<44}{'ranks':>6}{'planned':>12}{'measured':>12}{'error':>8}   bytes; all measured ranks in MB")
+    print(f"{'configuration':<44}{'ranks':>6}{'planned':>12}{'measured':>12}{'error':>8}   bytes; ranks in MB")
     with tempfile.TemporaryDirectory() as folder:
         for name in CASES:
             if words and not any(word in name for word in words):

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from accel import Accelerator
 from accel_launch.config.read import load_settings
+from accel_plan.changes import Changes, changes_that_fit
 from accel_plan.command import COMMAND
 from accel_plan.memory import BACKWARD, CLIPPING, FORWARD, STEP, Event, Group, Moment, StepMemory
 from accel_plan.models import build_model, model_config
@@ -208,3 +209,35 @@ def test_a_plan_of_few_blocks_equals_that_of_all(tmp_path) -> None:
     options = {**FSDP2, "fsdp_activation_checkpointing": "true", "num_processes": "2"}
     quick, whole = (planned(model, options, all_blocks=every) for every in (False, True))
     assert quick.peak == whole.peak
+
+
+# -- changes that make a plan fit ------------------------------------------------------------------------------------
+
+
+def fitting(model: str, options: dict[str, str], limit: int, **asked: Any) -> tuple[RankPlan, Changes]:
+    settings = load_settings(options, environ={"HF_HOME": "nowhere"})
+    request = PlanRequest(settings, model, seq_length=LENGTH, memory_limit=limit, **asked)
+    plan = make_plan(request)
+    return plan, changes_that_fit(plan, request)
+
+
+def test_each_of_the_changes_makes_the_plan_fit(tmp_path) -> None:
+    model = folder_of(tmp_path, num_hidden_layers=2)
+    options = {**FSDP2, "num_processes": "2"}
+    limit = planned(model, options, batch_size=4).total - 1
+    plan, found = fitting(model, options, limit, batch_size=4)
+    assert plan.total == limit + 1 and found.fits and not found.together
+    assert [change.description.split()[0] for change in found.changes] == ["--batch_size"] * 2 + [
+        "fsdp_activation_checkpointing:"
+    ]
+    assert all(change.total <= limit for change in found.changes)
+    # What is said of a change is what its plan says.
+    halved = planned(model, {**options, "gradient_accumulation_steps": "2"}, batch_size=2)
+    assert found.changes[0].total == halved.total
+
+
+def test_a_limit_that_nothing_meets(tmp_path) -> None:
+    _, found = fitting(folder_of(tmp_path, num_hidden_layers=1), {**FSDP2, "num_processes": "2"}, 1000, batch_size=2)
+    assert not found.fits and found.together and found.changes
+    totals = [change.total for change in found.changes]
+    assert totals == sorted(totals, reverse=True) and totals[-1] > 1000

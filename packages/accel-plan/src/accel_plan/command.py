@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def run(argv: list[str]) -> int:
             f"--model is missing. Give {', '.join(SHAPES)}, a config.json, a directory that contains one, or a "
             "repository on the Hub (owner/name)."
         )
+    from .changes import changes_that_fit
     from .plan import PlanRequest, make_plan
     from .report import as_text
 
@@ -75,8 +77,15 @@ def run(argv: list[str]) -> int:
     for name, (minimum, _, _) in _VALUES.items():
         if name in given and minimum is not None:
             given[name] = _parse_number(name, given[name], minimum)
-    plan = make_plan(PlanRequest(settings, **{name.removeprefix("pp_"): value for name, value in given.items()}))
-    print(json.dumps(plan.as_dict(), indent=2) if as_json else as_text(plan))
+    request = PlanRequest(settings, **{name.removeprefix("pp_"): value for name, value in given.items()})
+    plan, changes = make_plan(request), None
+    if plan.peak is not None and plan.memory_limit is not None and plan.total > plan.memory_limit:
+        changes = changes_that_fit(plan, request)
+    if as_json:
+        content = plan.as_dict() | ({} if changes is None else {"changes": asdict(changes)})
+        print(json.dumps(content, indent=2))
+    else:
+        print(as_text(plan, changes))
     return 0
 
 

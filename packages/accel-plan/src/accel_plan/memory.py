@@ -254,7 +254,7 @@ class MemoryTracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             return self._storage_resized(original(storage, size), storage, size)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
             with self:
                 yield self

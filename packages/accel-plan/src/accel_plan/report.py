@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accel_state.humanize import convert_bytes
 
+from .changes import Changes
 from .memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 from .peak import PeakMemory
 from .pipelines import StagePlan
@@ -13,9 +14,15 @@ from .record import POINT_TO_POINT, Traffic
 _SHOWN_SAMPLES = 8
 
 
-def as_text(plan: RankPlan) -> str:
-    """The report of ``accel plan``."""
-    parts = [_head(plan), _memory(plan), _pipeline(plan), _traffic(plan), _data(plan)]
+def as_text(plan: RankPlan, changes: Changes | None = None) -> str:
+    """The report of ``accel plan``.
+
+    Args:
+        plan: what to report.
+        changes: for a plan that does not fit in the memory of the device.
+    """
+    memory = [*_memory(plan), *(_changes(changes) if changes is not None else [])]
+    parts = [_head(plan), memory, _pipeline(plan), _traffic(plan), _data(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -58,6 +65,10 @@ def _pipeline(plan: RankPlan) -> list[str]:
 def _memory(plan: RankPlan) -> list[str]:
     if plan.peak is not None:
         return [*_peak(plan, plan.peak), *_verdict(plan)]
+    return _estimate(plan)
+
+
+def _estimate(plan: RankPlan) -> list[str]:
     memory = plan.memory
     lines = ["memory at the end of a backward pass (bytes):"]
     for name, part, note in (
@@ -73,7 +84,9 @@ def _memory(plan: RankPlan) -> list[str]:
     if plan.offloaded:
         lines.append(_row("on the device", memory.total - sum(getattr(memory, part) for part in plan.offloaded), ""))
     reason = "with offloaded parts" if plan.offloaded else f"of {plan.strategy}"
-    lines.append(f"  The memory of a step {reason} is not followed: its peak, in the loss or the backward pass, is higher.")
+    lines.append(f"  The memory of a step {reason} is not followed: the peak, in loss or backward pass, is higher.")
+    if plan.memory_limit is not None:
+        lines.append(f"  Whether it fits in {convert_bytes(plan.memory_limit)} is therefore not known.")
     return lines
 
 
@@ -110,8 +123,19 @@ def _verdict(plan: RankPlan) -> list[str]:
         return []
     rest = limit - plan.total
     if rest >= 0:
-        return ["", f"fits in {convert_bytes(limit)}, with {convert_bytes(rest)} left for the device's context and allocator"]
+        left = f"{convert_bytes(rest)} left for the device's context and allocator"
+        return ["", f"fits in {convert_bytes(limit)}, with {left}"]
     return ["", f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"]
+
+
+def _changes(changes: Changes) -> list[str]:
+    if not changes.fits:
+        lines = ["  No change of those that were tried makes it fit. All that help, together:"]
+    elif changes.together:
+        lines = ["  It fits with all of these changes (peak with each and those before it):"]
+    else:
+        lines = ["  It fits with any of these changes, the cheapest first:"]
+    return lines + [f"    {one.description:<60}{convert_bytes(one.total):>11}" for one in changes.changes]
 
 
 def _row(name: str, value: int, note: str) -> str:

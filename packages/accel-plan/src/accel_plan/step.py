@@ -1,4 +1,4 @@
-"""The optimizer step of a plan: the second of two steps is followed, because the first one makes the optimizer's state."""
+"""The training steps of a plan: the second one is followed, because the first one makes the optimizer's state."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def categorize_unreduced(parts: Iterable[nn.Module], tracker: MemoryTracker) -> 
     for part in parts:
         for module in part.modules():
             for unit in fsdp2_units(module) if isinstance(module, FSDPModule) else ():
-                tracker.categorize((item for item in map(fsdp2_accumulated_gradient, unit) if item is not None), REDUCTION, "whole gradient")
+                gradients = [gradient for gradient in map(fsdp2_accumulated_gradient, unit) if gradient is not None]
+                tracker.categorize(gradients, REDUCTION, "whole gradient")
 
 
 def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:
@@ -94,13 +95,13 @@ def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:
     for module in model.modules():
         if isinstance(module, ReplicatedModel):
             names = {id(parameter): tracker.name_of(name) for name, parameter in module.named_parameters()}
-            for parameter, bucket in module.buckets.items():
-                tracker.categorize([bucket], REDUCTION, "bucket", names[id(parameter)])
+            for key, bucket in module.buckets.items():
+                tracker.categorize([bucket], REDUCTION, "bucket", names[id(key)])
 
 
 def _categorize_state(model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
     names = {id(parameter): tracker.name_of(name) for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
+    for key, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                tracker.categorize([value], OPTIMIZER, name, names.get(id(parameter), ""))
+                tracker.categorize([value], OPTIMIZER, name, names.get(id(key), ""))

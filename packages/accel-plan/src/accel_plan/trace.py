@@ -161,7 +161,12 @@ def _first_batch(accelerator: Any, task: TraceTask) -> RankBatch:
 
 
 def _trace_step(
-    accelerator: Any, model: nn.Module, monitor: StageMonitor, tracker: MemoryTracker | None, task: TraceTask, samples: int
+    accelerator: Any,
+    model: nn.Module,
+    monitor: StageMonitor,
+    tracker: MemoryTracker | None,
+    task: TraceTask,
+    samples: int,
 ) -> RankTrace:
     weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
     traced = _Passes(accelerator, model, monitor, tracker, task, samples)
