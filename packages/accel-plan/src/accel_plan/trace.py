@@ -331,9 +331,7 @@ def with_blocks(config: Any, number: int) -> Any:
     return changed
 
 
-def extrapolate(
-    smaller: RankTrace, larger: RankTrace, steps: int, blocks: int = TRACED_BLOCKS
-) -> RankTrace | None:
+def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int = TRACED_BLOCKS) -> RankTrace | None:
     """The larger trace plus ``steps`` times its difference to the smaller one; None if blocks are not alike."""
     step = None
     if smaller.step is not None and larger.step is not None:
