@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from accel_launch.config.read import load_settings
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
+from accel_plan.report import as_text
 
 pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
@@ -90,3 +92,8 @@ def test_a_rank_gathers_its_own_experts_only(tmp_path: Path) -> None:
     # Gathered in the forward and in the backward pass; with ep, half of the experts.
     assert gathered[0] - gathered[1] == 2 * stack // 2
     assert alone.memory.weights == distributed.memory.weights
+    # The peak depends on the tokens that a real router sends, so there is none, and no verdict.
+    assert alone.peak is not None and distributed.peak is None
+    text = as_text(replace(distributed, memory_limit=2**40)).splitlines()
+    assert "  The memory of a step with distributed experts is not followed: the peak is higher." in text
+    assert "  Whether it fits in 1.0 TiB is therefore not known." in text

@@ -287,6 +287,15 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
         COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
 
 
+def test_a_schedule_that_was_not_compared_has_no_peak(tmp_path) -> None:
+    schedule = {"schedule": "interleaved_zero_bubble", "num_microbatches": 4}
+    model = folder_of(tmp_path, num_hidden_layers=4)
+    found = planned(model, {"pp": 2}, schedule, fsdp=False, memory_limit=2**40)
+    text = as_text(found)
+    assert found.peak is None and "  Whether it fits in 1.0 TiB is therefore not known." in text.splitlines()
+    assert "bytes of parameters, total bytes" in text
+
+
 def test_the_report_marks_the_largest_rank(tmp_path) -> None:
     found = planned(folder_of(tmp_path), {"pp": 2}, {}, fsdp=False)
     lines = as_text(found).splitlines()

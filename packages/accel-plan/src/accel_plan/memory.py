@@ -233,7 +233,12 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _label_collective(self, kind: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
-        """Collectives over data-parallel ranks gather parameters and reduce gradients; others exchange activations."""
+        """Collectives over data-parallel ranks gather parameters and reduce gradients; others exchange activations.
+
+        So does an all-to-all over data-parallel ranks, which brings tokens to experts and back.
+        """
+        if kind == "all-to-all":
+            return
         ranks = dist.get_process_group_ranks(process_group_of(args))
         if "dp" not in axis_of(ranks, self._axes):
             return

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from accel.parallel.config import SPLIT_BACKWARD, PipelineParallelConfig
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
@@ -66,7 +67,8 @@ class RankPlan:
     optimizer: str
     offloaded: tuple[str, ...] = ()  # the parts of memory in CPU memory or on a drive
     pipeline: PipelinePlan | None = None
-    peak: PeakMemory | None = None  # None if the memory of a step cannot be followed
+    peak: PeakMemory | None = None  # None if the memory of a step is not followed
+    unfollowed: str = ""  # what of the configuration is the reason
     implementation: str = "foreach"  # of the optimizer
     memory_limit: int | None = None  # bytes of the device
 
@@ -137,7 +139,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
         optimizer=optimizer,
         offloaded=_offloaded_parts(settings),
         pipeline=pipeline_plan,
-        peak=None if result.step is None or settings["use_deepspeed"] else peak_of(result.step),
+        peak=None if result.step is None else peak_of(result.step),
+        unfollowed=_unfollowed(settings, task.pipeline),
         implementation=task.implementation,
         memory_limit=request.memory_limit,
     )
@@ -160,6 +163,7 @@ def _plan_megatron(request: PlanRequest) -> RankPlan:
         mixed_precision=settings["mixed_precision"] or "no",
         optimizer=request.optimizer,
         memory_limit=request.memory_limit,
+        unfollowed=f"of {planned['strategy']}",
         **planned,
     )
 
@@ -196,9 +200,21 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         pipeline=pipeline,
         optimizer=request.optimizer,
         implementation=request.implementation or ("for_loop" if settings["cpu"] else "foreach"),
-        # Offloaded tensors are on the CPU here like all others, and DeepSpeed is not traced.
-        follow=not settings["use_deepspeed"] and not _offloaded_parts(settings),
+        follow=not _unfollowed(settings, pipeline),
     )
+
+
+def _unfollowed(settings: Resolution, pipeline: PipelineParallelConfig | None) -> str:
+    """Why the memory of a step is not followed; empty if it is."""
+    if settings["use_deepspeed"]:
+        return f"of {strategy_of(settings)}"  # not traced
+    if _offloaded_parts(settings):
+        return "with offloaded parts"  # on the CPU here like all others
+    if pipeline is not None and pipeline.schedule in SPLIT_BACKWARD:
+        return f"in the schedule {pipeline.schedule}"  # not compared with real runs
+    if settings["use_parallelism_config"] and settings["parallelism_config_ep_size"] > 1:
+        return "with distributed experts"  # depends on how many tokens the routers send to this rank's
+    return ""
 
 
 def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ def _stage_name(stage: StagePlan) -> str:
 def _pipeline(plan: RankPlan) -> list[str]:
     if plan.pipeline is None:
         return []
-    lines = ["ranks of this pipeline (bytes of parameters, bytes at the peak):"]
+    total = "total bytes" if plan.peak is None else "bytes at the peak"
+    lines = [f"ranks of this pipeline (bytes of parameters, {total}):"]
     width = max(len(_stage_name(stage)) for stage in plan.pipeline.stages)
     for stage in plan.pipeline.stages:
         start = f"  {'rank ' + str(stage.rank):<11}{_stage_name(stage):<{width}}"
@@ -83,8 +84,7 @@ def _estimate(plan: RankPlan) -> list[str]:
     lines.append(_row("total", memory.total, ""))
     if plan.offloaded:
         lines.append(_row("on the device", memory.total - sum(getattr(memory, part) for part in plan.offloaded), ""))
-    reason = "with offloaded parts" if plan.offloaded else f"of {plan.strategy}"
-    lines.append(f"  The memory of a step {reason} is not followed: the peak, in loss or backward pass, is higher.")
+    lines.append(f"  The memory of a step {plan.unfollowed} is not followed: the peak is higher.")
     if plan.memory_limit is not None:
         lines.append(f"  Whether it fits in {convert_bytes(plan.memory_limit)} is therefore not known.")
     return lines
