@@ -40,14 +40,6 @@ SHAPE = {
 BATCH, LENGTH = 2, 1024
 FSDP1 = {"use_fsdp": "true", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FSDP2 = {**FSDP1, "fsdp_version": "2"}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 352,
-    "head_dim": 32,
-}
 CHECKPOINTING = {"fsdp_activation_checkpointing": "true"}
 BF16 = {"mixed_precision": "bf16"}
 LARGE = {"vocab_size": 64000}
@@ -76,7 +68,6 @@ CASES: dict[str, tuple[int, dict[str, str], dict[str, Any], str, str]] = {
     "hsdp": (4, {**FSDP2, **mesh(dp_replicate=2, dp_shard=2)}, {}, "adamw", "for_loop"),
     "tp": (2, mesh(tp=2), {}, "adamw", "for_loop"),
     "tp x fsdp2, 64,000 words": (4, {**FSDP2, **mesh(tp=2, dp_shard=2)}, LARGE, "adamw", "for_loop"),
-    "experts": (2, {**FSDP2, **mesh(dp_shard=2, ep=2)}, EXPERTS, "adamw", "for_loop"),
     "cp": (2, {**FSDP2, **mesh(cp=2)}, {}, "adamw", "for_loop"),
     "sp": (2, {**FSDP2, **mesh(sp=2)}, {}, "adamw", "for_loop"),
     "pp": (2, mesh(pp=2), {}, "adamw", "for_loop"),
