@@ -122,6 +122,16 @@ def test_two_ranks_allocate_what_was_planned(tmp_path, name) -> None:
     assert plan.peak.total == pytest.approx(min(found), rel=0.05)
 
 
+def test_parameters_of_which_some_are_sharded_are_updated_one_by_one(tmp_path) -> None:
+    """As accel does it; torch's foreach does not mix the two."""
+    model, options = folder_of(tmp_path, num_hidden_layers=1), {**CASES["tp"], "num_processes": "2"}
+    assert [planned(model, {**FSDP2, "num_processes": "2"}).implementation] == ["foreach"]
+    plan = planned(model, options)
+    assert plan.implementation == "for_loop" and plan.peak is not None
+    with pytest.raises(ConfigurationError, match="--optimizer_implementation foreach"):
+        planned(model, options, implementation="foreach")
+
+
 def test_the_loss_of_a_large_vocabulary_is_the_peak(tmp_path) -> None:
     """Log-softmax, its gradient, and the gradient of the logits: three times float32."""
     plan = planned(folder_of(tmp_path, vocab_size=20_000), {**FSDP2, "mixed_precision": "bf16", "num_processes": "2"})

@@ -69,7 +69,7 @@ class RankPlan:
     pipeline: PipelinePlan | None = None
     peak: PeakMemory | None = None  # None if the memory of a step is not followed
     unfollowed: str = ""  # what of the configuration is the reason
-    implementation: str = "foreach"  # of the optimizer
+    implementation: str = ""  # of the optimizer in that step
     memory_limit: int | None = None  # bytes of the device
 
     @property
@@ -141,7 +141,7 @@ def make_plan(request: PlanRequest) -> RankPlan:
         pipeline=pipeline_plan,
         peak=None if result.step is None else peak_of(result.step),
         unfollowed=_unfollowed(settings, task.pipeline),
-        implementation=task.implementation,
+        implementation=result.implementation,
         memory_limit=request.memory_limit,
     )
 
@@ -199,7 +199,7 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         trust_remote_code=request.trust_remote_code,
         pipeline=pipeline,
         optimizer=request.optimizer,
-        implementation=request.implementation or ("for_loop" if settings["cpu"] else "foreach"),
+        implementation=request.implementation or ("for_loop" if settings["cpu"] else None),
         follow=not _unfollowed(settings, pipeline),
     )
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from accel_state.errors import ConfigurationError
 
 from ._torch_compat import fsdp2_accumulated_gradient, fsdp2_units
 from .memory import CLIPPING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, STEP, MemoryTracker, StepMemory
@@ -31,6 +34,28 @@ def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.T
     settings: dict[str, Any] = {"momentum": 0.9} if name == "sgd_momentum" else {}
     chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     return _CLASSES[name](parameters, lr=1e-3, **chosen, **settings)
+
+
+def implementation_for(asked: str | None, parameters: Iterable[torch.Tensor]) -> str:
+    """The implementation that an optimizer of these parameters uses.
+
+    Args:
+        asked: None for torch's default on accelerators, as accel changes it where only some parameters are DTensors.
+        parameters: of the prepared model.
+
+    Raises:
+        ConfigurationError: ``foreach`` was asked for, and only some of the parameters are DTensors.
+    """
+    sharded = [isinstance(parameter, DTensor) for parameter in parameters]
+    mixed = any(sharded) and not all(sharded)
+    if asked is None:
+        return "for_loop" if mixed else "foreach"
+    if mixed and asked == "foreach":
+        raise ConfigurationError(
+            f"--optimizer_implementation foreach: it cannot update {sum(sharded)} sharded parameters together with "
+            f"{len(sharded) - sum(sharded)} others. Use for_loop, the default here."
+        )
+    return asked
 
 
 def follow_steps(

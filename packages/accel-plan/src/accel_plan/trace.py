@@ -28,7 +28,7 @@ from .models import build_model
 from .peak import more_blocks
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
 from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
-from .step import build_optimizer, categorize_unreduced, follow_steps
+from .step import build_optimizer, categorize_unreduced, follow_steps, implementation_for
 from .world import ReplicatedModel, simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
@@ -59,6 +59,7 @@ class RankTrace:
     traffic: tuple[Traffic, ...]  # of an optimizer step
     stages: StageMemory | None = None  # with a pipeline
     step: StepMemory | None = None  # None if the memory of a step was not followed
+    implementation: str = ""  # of the optimizer in that step
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class TraceTask:
     dtype: str | None = None  # of the weights, if not float32
     pipeline: PipelineParallelConfig | None = None
     optimizer: str = "adamw"
-    implementation: str = "foreach"  # of the optimizer
+    implementation: str | None = None  # of the optimizer; None: the default on accelerators
     follow: bool = True  # the memory of a step
 
 
@@ -170,7 +171,7 @@ def _trace_step(
 ) -> RankTrace:
     weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
     traced = _Passes(accelerator, model, monitor, tracker, task, samples)
-    step = None
+    step, implementation = None, ""
     try:
         if tracker is None:
             traced.run(True)
@@ -178,7 +179,8 @@ def _trace_step(
             tracker.name_modules(model)
             for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
                 tracker.name_modules(part)
-            optimizer = build_optimizer(task.optimizer, task.implementation, model.parameters())
+            implementation = implementation_for(task.implementation, model.parameters())
+            optimizer = build_optimizer(task.optimizer, implementation, model.parameters())
             step = follow_steps(accelerator, model, optimizer, tracker, traced.run, dry=task.pipeline is not None)
     except ConfigurationError:
         raise
@@ -190,7 +192,8 @@ def _trace_step(
         ) from error
     stages = monitor.result() if task.pipeline is not None else None
     traffic = add_traffic(traced.traffic)
-    return RankTrace(0, 0, weights, traced.gradients, traced.activations, largest_unit, traffic, stages, step)
+    sizes = (weights, traced.gradients, traced.activations, largest_unit)
+    return RankTrace(0, 0, *sizes, traffic, stages, step, implementation)
 
 
 @dataclass
