@@ -353,7 +353,8 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int =
         gathered = extend(smaller.stages.gathered, stages.gathered)
         stages = replace(stages, activations=tuple(extend(*pair) for pair in pairs), gathered=gathered)
     traffic = add_traffic([(1 + steps, larger.traffic), (-steps, smaller.traffic)])
-    return replace(larger, **numbers, traffic=traffic, stages=stages, step=step)
+    chosen = larger.implementation
+    return replace(larger, **numbers, traffic=traffic, stages=stages, step=step, implementation=chosen)
 
 
 def data_ranks(axes: Axes) -> int:
