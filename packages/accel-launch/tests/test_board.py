@@ -110,7 +110,7 @@ def test_a_cut_is_noticed_on_both_sides_and_so_is_its_end(boards, cable, wait_un
     line.plugged.set()
     wait_until(lambda: all(one.failure() is None for one in peers), "both are back")
     told = capfd.readouterr().err
-    assert "machine rank 1" in told and "machine rank 0" in told and told.count("is back") == 2, told
+    assert "machine rank 1" in told and "machine rank 0" in told and told.count("is back") >= 2, told
 
 
 def test_a_machine_that_ends_in_order_is_not_lost(boards, wait_until) -> None:
