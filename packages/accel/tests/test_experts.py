@@ -266,6 +266,19 @@ def refused() -> dict[str, str]:
     return {**found, "offload": str(raised.value)}
 
 
+def refused_in_a_pipeline() -> str:
+    accelerator = accelerator_for({"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, BLOCKS)
+    model = build("mixtral", output_router_logits=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ConfigurationError) as raised:
+        accelerator.prepare(model)
+    return str(raised.value)
+
+
+def test_reentrant_checkpointing_in_a_pipeline_whose_tokens_would_not_be_counted_is_refused() -> None:
+    assert "use_reentrant=True" in run_world(refused_in_a_pipeline, 4, timeout=250)[0]
+
+
 def test_models_and_settings_that_were_not_compared_are_refused() -> None:
     found = run_world(refused, 2, timeout=250)[0]
     expected = {

@@ -106,6 +106,12 @@ class PipelineStrategy(MeshStrategy):
                 "True: the auxiliary loss needs the routers of all stages. Set it to False in the model's config, or "
                 "pp_size=1."
             )
+        if self.experts is not None and any(map(_is_reentrant, model.modules())):
+            raise ConfigurationError(
+                f"pp_size={self.parallelism.pp_size} and ep_size={self.parallelism.ep_size} with activation "
+                "checkpointing of use_reentrant=True: the first forward pass looks like the example's, so that the "
+                "tokens of the experts are not counted. Checkpoint with use_reentrant=False."
+            )
         compiled = [name for name, module in model.named_modules() if is_compiled_module(module)]
         if compiled:
             raise ConfigurationError(
@@ -255,6 +261,12 @@ class PipelineStrategy(MeshStrategy):
 
 def _is_recomputed(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False)) or checkpointed_module(module) is not None
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    """Whether a model of Transformers checkpoints this module by the reentrant function."""
+    keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    return _is_recomputed(module) and keywords.get("use_reentrant") is True
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
