@@ -57,6 +57,7 @@ ELSEWHERE = {
     "accel launch * --monitor examples/digits.py*": "packages/accel-monitor/tests/test_accelerator.py",
     "accel monitor *": "packages/accel-monitor/tests/test_page.py",
     "accel goodput*": "packages/accel-monitor/tests/test_ledger.py",
+    "accel track show * --html *": "packages/accel-track/tests/test_viewer_page.py",
     "accel track show * --png *": "packages/accel-track/tests/test_viewer.py",
     "accel track show * --run *": "packages/accel-track/tests/test_viewer.py",
 }
