@@ -64,6 +64,7 @@ ELSEWHERE = {
 # Commands that `accel launch` only checks and prints (--dry_run): they need hardware or machines.
 DRY_RUN = {
     "accel launch --num_machines 2 *": "needs two machines; tests/test_launch_hosts.py has two",
+    "accel launch --nnodes 2 *": "as above",
     "accel launch * --deepspeed_hostfile *": "needs two machines; tests/test_launch_deepspeed.py has two",
     "accel launch --tpu *": "needs a TPU",
     "accel launch *--config_file sagemaker.yaml *": "creates a job of AWS; tests/test_launch_sagemaker.py has its SDK",

@@ -120,6 +120,9 @@ RAISES: dict[tuple[str, str], str] = {
 
 # Snippets that cannot run here, and why; they are compiled.
 NOT_RUN: dict[tuple[str, str], str] = {
+    ("docs/guides/parallelism.md", "from accel.utils import causal_lm_loss"): (
+        "needs a model on a mesh: packages/accel/tests/test_mesh_loss.py"
+    ),
     ("docs/guides/deepspeed.md", "from accel import Accelerator, DeepSpeedPlugin"): (
         "compiles DeepSpeed's CPU optimizer; packages/accel/tests/test_deepspeed_training.py trains with it"
     ),

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accel import Accelerator, CheckpointError, DataLoaderConfiguration
 from accel.checkpointer.accumulation_state import check, combine
+from accel.contract.accumulated_gradients import AccumulatedGradients
 from accel_state import AcceleratorState
 from accel_state.random import set_seed
 from accel_state.testing import run_world
@@ -291,7 +292,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(2, 1)
     window = {"loader": 0, "models": [0], "divisor": 3, "position": 1, "by_items": None, "items": 0, "normaliser": None}
     fitting = {"windows": [window], "gradients": {0: {"weight": torch.zeros(1, 2)}}}
-    check(fitting, "here", ["loader"], [model])
+    check(fitting, "here", ["loader"], [model], AccumulatedGradients())
     for wrong, message in [
         ({**fitting, "windows": [{**window, "loader": 1}]}, "a loader or a model that was not prepared"),
         ({**fitting, "windows": [{**window, "models": [1]}]}, "a loader or a model that was not prepared"),
@@ -301,7 +302,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
         ([], "does not hold the gradients"),
     ]:
         with pytest.raises(CheckpointError, match=message):
-            check(wrong, "here", ["loader"], [model])
+            check(wrong, "here", ["loader"], [model], AccumulatedGradients())
 
 
 @pytest.mark.parametrize(("before", "after"), [*product((2, 4), WORLDS)])

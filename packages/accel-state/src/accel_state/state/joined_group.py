@@ -94,7 +94,9 @@ def environment_of_group() -> Environment:
 def local_rank_is_known(environment: Environment, variables: Variables | None = None) -> bool:
     """Whether the launcher's variables say where all processes are, instead of only their ranks."""
     variables = variables or Variables()
-    return environment.name != "torchrun" or ("LOCAL_RANK" in variables and "LOCAL_WORLD_SIZE" in variables)
+    # LOCAL_SIZE is that of DeepSpeed's launcher, whose nodes may be on one host.
+    sized = "LOCAL_WORLD_SIZE" in variables or "LOCAL_SIZE" in variables
+    return environment.name != "torchrun" or ("LOCAL_RANK" in variables and sized)
 
 
 def _launched(variables: Variables, rank: int, world_size: int) -> Environment | None:
