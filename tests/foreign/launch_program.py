@@ -17,6 +17,7 @@ for _ in range(3):
     model(data[dist.get_rank()::2]).square().mean().backward()
     optimizer.step()
 print(f"{float(model.module.weight.sum()):.6f}", flush=True)
+del model  # with its reducer, which otherwise may abort the process when gloo's threads end after the group
 dist.destroy_process_group()
 """
 PLAIN = """
