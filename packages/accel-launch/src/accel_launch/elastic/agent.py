@@ -202,15 +202,16 @@ class Agent:
         codes = {local: code for local, rank in enumerate(self.ranks) if (code := rank.poll()) is not None}
         self.succeeded = {local for local, code in codes.items() if code == 0}
         failures = {local: code for local, code in codes.items() if code}
-        if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
-            # The launcher was signalled, not a single rank: this machine is about to go away.
-            self._left = 0
         peers = self._peers
         if failures:
             self._codes = failures
             for local, code in failures.items():
                 logger.error("failed (exitcode: %d) local_rank: %d (pid: %d)", code, local, self.ranks[local].pid)
             self._stop()
+            # Now, because ranks that save do not end at the same moment.
+            if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
+                # The launcher was signalled, not a single rank: this machine is about to go away.
+                self._left = 0
             if self._left > 0 and peers is not None and not self._may_shrink and peers.any_ended():
                 self._left = 0  # a machine that has ended cannot take part in a restart
             return Result(True, failures), True
