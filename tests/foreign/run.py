@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ class Component:
     foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
     slow: tuple[str, ...] = ()  # those that --quick leaves out
     also: tuple[str, ...] = field(default=())  # wheels of siblings that the program needs too
+    shown: tuple[str, ...] = ()  # foreign ones that --quick shows from this environment, as torch, instead of installing
 
 
 # Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
@@ -41,6 +43,12 @@ COMPONENTS = {
     "accel-data": Component("data_program.py", ("webdataset", "torchdata"), ("datasets",)),
     "accel-bigmodel": Component("bigmodel_program.py"),
     "accel-track": Component("track_program.py"),
+    "accel-checkpoint": Component("checkpoint_program.py"),
+    "accel-fp8": Component("fp8_program.py"),
+    "accel-monitor": Component("monitor_program.py"),
+    "accel-quant": Component("quant_program.py", shown=("transformers",)),
+    "accel-plan": Component("plan_program.py", shown=("transformers",)),
+    "accel-compat": Component("compat_program.py", shown=("transformers",)),
 }
 
 
@@ -95,7 +103,10 @@ def check(name: str, wheels: Path, quick: bool) -> str:
         (packages / "torch.pth").write_text(f"{shown}\n")
         pip(python, "install", "--find-links", wheels, name)
         size, alone = megabytes(packages), installed(python)
-        foreign = component.foreign + (() if quick else component.slow)
+        foreign = component.foreign + (() if quick else component.slow + component.shown)
+        if quick and component.shown:
+            more = linked([*component.shown], _made(folder / "shown"))
+            (packages / "shown.pth").write_text(f"{more}\n")
         if component.also or foreign:
             pip(python, "install", "--find-links", wheels, *component.also, *foreign)
         versions = installed(python)
@@ -107,6 +118,8 @@ def check(name: str, wheels: Path, quick: bool) -> str:
             ran = "; ".join(run(python, HERE / component.program, folder=folder).splitlines())
         seconds = time.monotonic() - started
     names = [other.partition("[")[0] for other in foreign]
+    versions |= {other: importlib.metadata.version(other) for other in component.shown if quick}
+    names += component.shown if quick else ()
     used = ", ".join(f"{other} {versions[other]}" for other in names if other in versions)
     print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |"
@@ -134,8 +147,9 @@ def main() -> None:
         raise SystemExit(f"unknown components {unknown}; there are {', '.join(COMPONENTS)}")
     with tempfile.TemporaryDirectory(prefix="wheels-") as text:
         wheels = Path(text)
-        projects = [ROOT / "packages" / name for name in (*COMPONENTS,)]
-        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, *projects)
+        # accel itself, which accel-plan and accel-compat require; its own tests from a wheel are in tests/test_wheels.py.
+        projects = [ROOT / "packages" / name for name in (*COMPONENTS, "accel")]
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, *projects)
         rows = [check(name, wheels, arguments.quick) for name in arguments.components or COMPONENTS]
     head = "| component | size | packages | what ran | with |\n| --- | --- | --- | --- | --- |"
     table = "\n".join([head, *rows])
