@@ -48,7 +48,9 @@ tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
 rows = [{"input_ids": row, "labels": row} for row in tokens]
 trained, plain = build(), build()
 arguments = TrainingArguments(
-    "out", max_steps=4, per_device_train_batch_size=4, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", use_cpu=True,
+    "out",
+    max_steps=4, per_device_train_batch_size=4, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
+    use_cpu=True,
     weight_decay=0.0, max_grad_norm=0.0, report_to="none", save_strategy="no", disable_tqdm=True,
 )
 trainer = Trainer(trained, arguments, train_dataset=rows)

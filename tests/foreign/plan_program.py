@@ -65,7 +65,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 tokens = torch.randint(97, (1, 16))
 model(tokens, labels=tokens)["loss"].backward()
 optimizer.step()
-# DDP on two ranks: every rank holds what this process holds, and all-reduces the gradients (a ring sends 2 S (n-1) / n).
+# DDP on two ranks: each holds what this process holds, and all-reduces the gradients (a ring sends 2 S (n-1) / n).
 held = {
     "parameters": sum(value.nbytes for value in model.parameters()),
     "gradients": sum(value.grad.nbytes for value in model.parameters()),

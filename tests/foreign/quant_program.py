@@ -50,7 +50,7 @@ with torch.no_grad():
         assert type(model[0]) is not nn.Linear and type(model[2]) is nn.Linear
         hidden = model[0](x)
         error = (hidden - plain[0](x)).abs()
-        assert 0 < error.max() and (error <= error_of(x, plain[0].weight, config)).all(), (bits, error.max())
+        assert error.max() > 0 and (error <= error_of(x, plain[0].weight, config)).all(), (bits, error.max())
         output = model(x)
         assert torch.equal(output, plain[2](plain[1](hidden))), "other layers are those of plain PyTorch"
         save_file(model.state_dict(), "quantized.safetensors")
@@ -58,7 +58,7 @@ with torch.no_grad():
         offloaded = quantized("quantized.safetensors", config, device_map={"0": "disk", "2": "cpu"}, offload_folder="o")
         assert torch.equal(offloaded(x), output)
         size = sum(value.nbytes for value in model[0].state_dict().values()) / plain[0].weight.nbytes
-        print(f"plain module in {bits} bits: {size:.0%} of the memory, errors within those of rounding; reloaded: bit-equal")
+        print(f"plain module in {bits} bits: {size:.0%} of the memory, errors within rounding; reloaded: bit-equal")
 
     if importlib.util.find_spec("transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM

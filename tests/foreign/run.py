@@ -28,7 +28,7 @@ class Component:
     foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
     slow: tuple[str, ...] = ()  # those that --quick leaves out
     also: tuple[str, ...] = field(default=())  # wheels of siblings that the program needs too
-    shown: tuple[str, ...] = ()  # foreign ones that --quick shows from this environment, as torch, instead of installing
+    shown: tuple[str, ...] = ()  # foreign too; --quick shows them from this environment, as torch
 
 
 # Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
@@ -147,7 +147,7 @@ def main() -> None:
         raise SystemExit(f"unknown components {unknown}; there are {', '.join(COMPONENTS)}")
     with tempfile.TemporaryDirectory(prefix="wheels-") as text:
         wheels = Path(text)
-        # accel itself, which accel-plan and accel-compat require; its own tests from a wheel are in tests/test_wheels.py.
+        # accel itself, which accel-plan and accel-compat require; tests/test_wheels.py tests it.
         projects = [ROOT / "packages" / name for name in (*COMPONENTS, "accel")]
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, *projects)
         rows = [check(name, wheels, arguments.quick) for name in arguments.components or COMPONENTS]
