@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -28,7 +27,6 @@ class Component:
     foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
     slow: tuple[str, ...] = ()  # those that --quick leaves out
     also: tuple[str, ...] = field(default=())  # wheels of siblings that the program needs too
-    shown: tuple[str, ...] = ()  # foreign too; --quick shows them from this environment, as torch
 
 
 # Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
@@ -46,9 +44,8 @@ COMPONENTS = {
     "accel-checkpoint": Component("checkpoint_program.py"),
     "accel-fp8": Component("fp8_program.py"),
     "accel-monitor": Component("monitor_program.py"),
-    "accel-quant": Component("quant_program.py", shown=("transformers",)),
-    "accel-plan": Component("plan_program.py", shown=("transformers",)),
-    "accel-compat": Component("compat_program.py", shown=("transformers",)),
+    "accel-quant": Component("quant_program.py", ("transformers",)),
+    "accel-compat": Component("compat_program.py", ("transformers",)),
 }
 
 
@@ -91,6 +88,10 @@ def megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
 
 
+QUICK = ("accel-state", "accel-launch", "accel-data", "accel-bigmodel", "accel-track")
+"""Those of ``--quick``; an environment takes half a minute on two cores."""
+
+
 def check(name: str, wheels: Path, quick: bool) -> str:
     """Install and use one component; returns its row of the table."""
     component = COMPONENTS[name]
@@ -103,10 +104,7 @@ def check(name: str, wheels: Path, quick: bool) -> str:
         (packages / "torch.pth").write_text(f"{shown}\n")
         pip(python, "install", "--find-links", wheels, name)
         size, alone = megabytes(packages), installed(python)
-        foreign = component.foreign + (() if quick else component.slow + component.shown)
-        if quick and component.shown:
-            more = linked([*component.shown], _made(folder / "shown"))
-            (packages / "shown.pth").write_text(f"{more}\n")
+        foreign = component.foreign + (() if quick else component.slow)
         if component.also or foreign:
             pip(python, "install", "--find-links", wheels, *component.also, *foreign)
         versions = installed(python)
@@ -118,8 +116,6 @@ def check(name: str, wheels: Path, quick: bool) -> str:
             ran = "; ".join(run(python, HERE / component.program, folder=folder).splitlines())
         seconds = time.monotonic() - started
     names = [other.partition("[")[0] for other in foreign]
-    versions |= {other: importlib.metadata.version(other) for other in component.shown if quick}
-    names += component.shown if quick else ()
     used = ", ".join(f"{other} {versions[other]}" for other in names if other in versions)
     print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |"
@@ -150,7 +146,8 @@ def main() -> None:
         # accel itself, which accel-plan and accel-compat require; tests/test_wheels.py tests it.
         projects = [ROOT / "packages" / name for name in (*COMPONENTS, "accel")]
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, *projects)
-        rows = [check(name, wheels, arguments.quick) for name in arguments.components or COMPONENTS]
+        chosen = arguments.components or (QUICK if arguments.quick else COMPONENTS)
+        rows = [check(name, wheels, arguments.quick) for name in chosen]
     head = "| component | size | packages | what ran | with |\n| --- | --- | --- | --- | --- |"
     table = "\n".join([head, *rows])
     print(table)
