@@ -162,6 +162,38 @@ def test_the_record_in_memory_has_the_step_before_any_report(tmp_path: Path) -> 
     monitor.finish()
 
 
+def test_a_forked_process_leaves_the_record_alone(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
+    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
+    train(model, optimizer, loader)
+    path = monitor._reporter._start["live"]
+    before = read_live(path)
+    child = os.fork()
+    if child == 0:
+        train(model, optimizer, loader)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0 and read_live(path)["samples"] == before["samples"] == 32
+    assert read_live(path)["step"] == 4
+    monitor.finish()
+
+
+def test_a_loop_that_is_left_within_a_step_does_not_count_its_operations_further(tmp_path: Path) -> None:
+    model, optimizer, loader = parts(TensorDataset(torch.ones(64, 4)))
+    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
+    for number, inputs in enumerate(loader):
+        model(inputs).pow(2).mean().backward()
+        if number == 2:
+            break  # in the third step, whose operations are counted
+        optimizer.step()
+    recorder = monitor._recorder
+    assert recorder.flops is not None and recorder.flops._mode is None
+    train(model, optimizer, loader)
+    assert recorder.flops is None  # a whole step was counted afterwards
+    monitor.finish()
+
+
 def test_files_that_cannot_be_written_cost_a_warning_and_no_counters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("accel")
 from accel import Accelerator
 from accel_monitor.bad_steps import BadSteps, NormLimit, guilty_group, plain_indices
 from accel_monitor.commands.monitor import run as monitor_command
-from accel_monitor.recorder import Recorder, StepRecord
+from accel_monitor.recorder import Recorder
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -89,21 +89,38 @@ def test_each_rank_reports_its_own_loss(tmp_path: Path) -> None:
     assert first["what"] == "loss" and 37 in first["indices"]
 
 
-def record(step: int, loss: float = 1.0, norm: float | None = None) -> StepRecord:
-    return StepRecord(step, [], 0.0, loss, norm, None, [[step]])
+def steps(recorder: Recorder, first: int, values: list[tuple[float, float | None]]) -> None:
+    """Steps with these losses and norms, as a loop reports them."""
+    recorder.begin_at(first - 1)
+    for loss, norm in values:
+        recorder.loss, recorder.norm, recorder.indices = loss, norm, [[recorder.step + 1]]
+        recorder.step_done()
 
 
 def test_only_the_first_of_bad_values_in_a_row_is_reported() -> None:
-    bad = BadSteps(Recorder())
-    assert bad.check([record(step, norm=1.0 + step / 100) for step in range(1, 21)]) == []
-    found = bad.check([record(21, math.nan, 5.0), record(22, math.nan, 40.0), record(23, 1.0, 41.0)])
+    recorder = Recorder()
+    bad = BadSteps(recorder)
+    steps(recorder, 1, [(1.0, 1.0 + step / 100) for step in range(1, 21)])
+    assert bad.check() == []
+    steps(recorder, 21, [(math.nan, 5.0), (math.nan, 40.0), (1.0, 41.0)])
+    found = bad.check()
     assert [(event["what"], event["step"]) for event in found] == [("loss", 21), ("norm", 22)]
-    found = bad.check([record(23), record(24, norm=1.0), record(25, math.inf, math.nan)])
-    assert [(event["what"], event["step"], event["value"]) for event in found] == [
+    assert [event["indices"] for event in found] == [[21], [22]]
+    steps(recorder, 24, [(1.0, 1.0), (math.inf, math.nan)])
+    assert [(event["what"], event["step"], event["value"]) for event in bad.check()] == [
         ("loss", 25, "inf"),
         ("norm", 25, "nan"),
     ]
-    assert bad.check([record(25, math.inf)]) == []
+    assert bad.check() == []
+
+
+def test_steps_that_are_computed_again_after_a_load_are_looked_through_again() -> None:
+    recorder = Recorder()
+    bad = BadSteps(recorder)
+    steps(recorder, 1, [(1.0, None)] * 10)
+    assert bad.check() == []
+    steps(recorder, 4, [(math.nan, None), *[(1.0, None)] * 20])
+    assert [event["step"] for event in bad.check()] == [4]
 
 
 def test_the_limit_of_a_norm_follows_the_median() -> None:

@@ -68,7 +68,7 @@ def test_a_rank_without_a_processor_and_too_few_common_steps() -> None:
 
 def write(folder: Path, rank: int, process: str, recent: Recent) -> None:
     own = [round(value / 1e-5) for row in recent.own for value in row]
-    line = {"kind": "sample", "id": process, "at": 1.0, "host": "host", "device": "cpu", "held": 0.0}
+    line = {"kind": "sample", "id": process, "at": 1.0, "host": "host", "device": "cpu", "held": recent.held}
     line["recent"] = {"last": recent.step, "own": own}
     (folder / f"{file_name(None, rank)}.now").write_bytes(encode_now(line))
 
@@ -93,6 +93,19 @@ def test_reports_of_an_earlier_process_are_not_compared_and_a_rank_is_named_once
     assert watch.named is None
     (tmp_path / f"{file_name(None, 0)}.now").write_text("{")
     assert watch.check() is None
+
+
+def test_a_rank_without_a_processor_is_named_by_several_reports_only(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, None, 2)
+    named = []
+    for turn in range(5):
+        for rank, recent in reports(2, 7, noise=0.0).items():
+            held = Recent("host", "cpu", recent.step + turn, recent.own, 0.03 if rank else 0.0)
+            write(tmp_path, rank, "run", held)
+        named.append(watch.check())
+    # The first report of a process is not compared; then three must agree.
+    assert [found is not None for found in named] == [False, False, False, True, False]
+    assert named[3].part == "host"
 
 
 class Rows(Dataset):

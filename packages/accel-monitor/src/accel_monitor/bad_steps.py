@@ -51,19 +51,18 @@ class BadSteps:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._checked = recorder.step
+        self._recorder = recorder
+        self._checked: StepRecord | None = None
         self._norms = NormLimit()
         self._open: set[str] = set()  # kinds of which the latest value was bad
         self._events = 0
 
-    def check(self, records: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    def check(self) -> list[dict[str, Any]]:
         """The bad steps since the last call, as fields of a line; of values that are bad in a row only the first."""
-        if records and records[-1].step < self._checked:
-            self._checked = records[0].step - 1  # a state was loaded
-        fresh = [record for record in records if record.step > self._checked]
+        fresh = self._recorder.latest(after=self._checked)
         if not fresh:
             return []
-        self._checked = fresh[-1].step
+        self._checked = fresh[-1]
         losses, norms = _numbers([record.loss for record in fresh]), _numbers([record.norm for record in fresh])
         found: list[dict[str, Any]] = []
         for record, loss, norm in zip(fresh, losses, norms, strict=True):

@@ -191,13 +191,27 @@ class Recorder:
         if self.on_step is not None:
             self.on_step(self)
 
-    def latest(self) -> list[StepRecord]:
-        """The latest steps, oldest first; may be called from another thread."""
+    def latest(self, at_most: int = RECENT_STEPS, after: StepRecord | None = None) -> list[StepRecord]:
+        """The latest steps, oldest first; may be called from another thread.
+
+        Args:
+            at_most: how many.
+            after: a record that was returned before: only those that followed it. Their steps may begin again, where a
+                state was loaded.
+        """
         while True:
             try:
-                return [StepRecord(*record) for record in list(self.recent)]
+                records = list(self.recent)
+                break
             except RuntimeError:  # the loop has appended meanwhile
                 continue
+        found: list[StepRecord] = []
+        for record in reversed(records):
+            # By the counters, which no other step shares.
+            if len(found) == at_most or (after is not None and record[1] is after.seconds):
+                break
+            found.append(StepRecord(*record))
+        return found[::-1]
 
     def snapshot(self) -> Snapshot:
         """The counters now; may be called from another thread."""

@@ -198,7 +198,7 @@ class Reporter:
 
     def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
         """The latest steps, for rank 0 to compare, if there are other ranks. Sets the pause to the next report."""
-        records = self.recorder.latest()[-REPORTED_STEPS - 1 :]
+        records = self.recorder.latest(REPORTED_STEPS + 1)
         if len(records) < 2:
             return {}
         first, last = records[0], records[-1]
@@ -220,7 +220,7 @@ class Reporter:
         return {**self._identity, "held": round(held, 6), "recent": recent}
 
     def _look_for_bad_steps(self) -> None:
-        for found in self._bad_steps.check(self.recorder.latest()):
+        for found in self._bad_steps.check():
             # All ranks have the same norm; the batch of each may be the reason.
             if found["what"] == "loss" or self._start["rank"] == 0:
                 logger.warning(bad_step_sentence(found, self._start["rank"]))
