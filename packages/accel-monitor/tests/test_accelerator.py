@@ -197,3 +197,54 @@ def test_killed_ranks_lose_no_second_and_no_step(tmp_path: Path) -> None:
     assert ledger.total == pytest.approx(2 * ledger.wall, rel=0.01)
     # The launcher's own end, after the ranks, is not in the ledger.
     assert 0 <= wall - ledger.wall < 0.1 * wall + 2
+
+
+class SlowNet(nn.Module):
+    """A linear layer whose forward pass takes 10 ms more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return self.layer(inputs)
+
+
+def test_a_second_forward_pass_within_a_batch_is_told_from_other_code(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, monitor=True, project_dir=tmp_path)
+    model = SlowNet()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
+    )
+    for (inputs,) in loader:
+        for part in inputs.chunk(2):
+            accelerator.backward(model(part).mean())
+        optimizer.step()
+    seconds = accelerator._monitor._monitor.snapshot().seconds
+    accelerator.end_training()
+    # 16 passes; that the batches have two each is known from the second backward pass on.
+    assert seconds[Part.FORWARD] >= 0.15
+
+
+def late_gathers(folder: str) -> list[float]:
+    accelerator = Accelerator(monitor=True, project_dir=folder)
+    model = nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
+    )
+    for (inputs,) in loader:
+        loss = model(inputs).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        time.sleep(0.02 * accelerator.process_index)
+        accelerator.gather(loss.detach())
+    seconds = accelerator._monitor._monitor.snapshot().seconds
+    accelerator.end_training()
+    return seconds
+
+
+def test_a_rank_waits_for_the_others_in_the_collectives_of_the_script_too(tmp_path: Path) -> None:
+    early, late = run_world(late_gathers, 2, str(tmp_path))
+    # 8 batches a rank, after each of which rank 0 waits for 20 ms.
+    assert early[Part.WAITING] >= 0.13 > early[Part.OTHER] and late[Part.OTHER] >= 0.16
