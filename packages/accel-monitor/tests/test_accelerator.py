@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,34 @@ def test_a_rank_waits_for_the_others_in_the_collectives_of_the_script_too(tmp_pa
     early, late = run_world(late_gathers, 2, str(tmp_path))
     # 8 batches a rank, after each of which rank 0 waits for 20 ms.
     assert early[Part.WAITING] >= 0.13 > early[Part.OTHER] and late[Part.OTHER] >= 0.16
+
+
+def metrics_and_positions(folder: str, monitor: bool, workers: int) -> list:
+    accelerator = Accelerator(monitor=monitor, project_dir=folder)
+    # 22 samples on two ranks in batches of 4: the last step has padding, which a metric must leave out.
+    data = TensorDataset(torch.arange(22.0).reshape(22, 1))
+    loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers))
+    model = accelerator.prepare(nn.Linear(1, 1))
+    torch.manual_seed(1)
+    found = []
+    for training in (True, False, True):
+        model.train(training)
+        for (inputs,) in loader:
+            found.append(accelerator.gather_for_metrics(inputs).flatten().tolist())
+            found.append((loader.end_of_dataloader, loader.remainder, str(loader.state_dict())))
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    loader.load_state_dict(state)
+    found += [inputs.flatten().tolist() for (inputs,) in loader]
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # workers start for a minute
+def test_metrics_and_positions_are_those_of_an_unmeasured_loader(tmp_path: Path, workers: int) -> None:
+    plain = run_world(metrics_and_positions, 2, str(tmp_path), False, workers)
+    first_epoch = chain.from_iterable(item for item in plain[0][:6] if isinstance(item, list))
+    assert sorted(first_epoch) == [float(index) for index in range(22)]
+    assert run_world(metrics_and_positions, 2, str(tmp_path), True, workers) == plain

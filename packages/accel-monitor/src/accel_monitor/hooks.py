@@ -99,11 +99,19 @@ class _Loading:
 
 
 def _drawing(sampler: Any) -> Iterator[Any]:
-    """The batches of indices of a measured sampler."""
+    """The batches of indices of a measured sampler.
+
+    No generator itself: what the sampler does where its iteration begins must happen there, and not with the first
+    batch. A prepared loader reads what is left of the epoch in between.
+    """
     loading, cls = getattr(type(sampler), _CLASSES)
     drawn: deque[Any] = deque()
     loading.drawn = drawn
-    for indices in cls.__iter__(sampler):
+    return _noted(cls.__iter__(sampler), drawn)
+
+
+def _noted(batches: Iterator[Any], drawn: deque[Any]) -> Iterator[Any]:
+    for indices in batches:
         drawn.append(indices)
         yield indices
 

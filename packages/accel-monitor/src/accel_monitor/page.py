@@ -191,7 +191,7 @@ def _line(row: Row, several: bool, host_width: int, bar: int) -> str:
     name = f"{row.slot[0]}/{row.slot[1]}" if several else str(row.slot[1])
     own = "-" if row.own is None else duration(row.own)
     rate = "-" if row.rate is None else f"{row.rate:.4g}"
-    memory = "-" if row.memory is None else f"{row.memory / 2**30:.2f} GB"
+    memory = "-" if row.memory is None else f"{row.memory / 2**30:.2f} GiB"
     loss = f"{row.loss:.4g}" if isinstance(row.loss, (int, float)) else str(row.loss or "-")
     text = f"{name:>6} {row.state:<10} {row.step:>8} {own:>9} {rate:>9} {memory:>8} {loss:>9}"
     host = f" {row.host:<{host_width}}" if host_width else ""
