@@ -72,7 +72,6 @@ CASES: dict[str, tuple[int, dict[str, str], dict[str, Any], str, str]] = {
     "sp": (2, {**FSDP2, **mesh(sp=2)}, {}, "adamw", "for_loop"),
     "pp": (2, mesh(pp=2), {}, "adamw", "for_loop"),
     "pp x tp": (4, mesh(pp=2, tp=2), {}, "adamw", "for_loop"),
-    "pp x fsdp2, bf16": (4, {**FSDP2, **BF16, **mesh(pp=2, dp_shard=2)}, {}, "adamw", "for_loop"),
 }
 
 

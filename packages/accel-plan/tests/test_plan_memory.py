@@ -111,7 +111,7 @@ CASES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.slow  # trains on two ranks; benchmarks/plan_memory.py has twenty-one configurations
+@pytest.mark.slow  # trains on two ranks; benchmarks/plan_memory.py has twenty configurations
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_allocate_what_was_planned(tmp_path, name) -> None:
     model, options = folder_of(tmp_path, vocab_size=8000), CASES[name]

@@ -287,13 +287,32 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
         COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
 
 
-def test_a_schedule_that_was_not_compared_has_no_peak(tmp_path) -> None:
-    schedule = {"schedule": "interleaved_zero_bubble", "num_microbatches": 4}
-    model = folder_of(tmp_path, num_hidden_layers=4)
-    found = planned(model, {"pp": 2}, schedule, fsdp=False, memory_limit=2**40)
+@pytest.mark.parametrize(
+    ("sizes", "pipeline", "fsdp"),
+    [
+        ({"pp": 2}, {"schedule": "interleaved_zero_bubble", "num_microbatches": 4}, False),
+        ({"pp": 2, "dp_shard": 2}, {}, True),
+        ({"pp": 2, "dp_shard": 2}, {}, False),
+    ],
+)
+def test_a_pipeline_whose_memory_was_not_as_planned_has_no_peak(tmp_path, sizes, pipeline, fsdp) -> None:
+    """With sharded parameters, real ranks take more than what was followed."""
+    found = planned(folder_of(tmp_path, num_hidden_layers=4), sizes, pipeline, fsdp=fsdp, memory_limit=2**40)
     text = as_text(found)
     assert found.peak is None and "  Whether it fits in 1.0 TiB is therefore not known." in text.splitlines()
-    assert "bytes of parameters, total bytes" in text
+    assert "bytes of parameters, total bytes" in text and "fits in 1.0 TiB, with" not in text
+
+
+@pytest.mark.slow  # traces every block of six stages
+def test_the_peaks_of_ranks_that_were_not_traced(tmp_path) -> None:
+    """Of six stages of four blocks, the third and the fourth are between two that were traced."""
+    model = folder_of(tmp_path, num_hidden_layers=24)
+    quick, whole = (
+        planned(model, {"pp": 6}, {"num_microbatches": 6}, batch_size=6, fsdp=False, all_blocks=every)
+        for every in (False, True)
+    )
+    assert quick.peak == whole.peak and quick.peak is not None
+    assert quick.pipeline == whole.pipeline
 
 
 def test_the_report_marks_the_largest_rank(tmp_path) -> None:

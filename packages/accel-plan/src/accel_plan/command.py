@@ -39,7 +39,7 @@ _VALUES: dict[str, tuple[int | None, str, str]] = {
 }
 _SWITCHES = {
     "split_batches": "divide the loader's batch over the ranks",
-    "all_blocks": "trace all of the model's equal blocks rather than extrapolating from one and two",
+    "all_blocks": "trace all of the model's equal blocks rather than extrapolating from two and three",
     "trust_remote_code": "run Python code from the model's repository; read it first",
     "json": "print JSON",
 }

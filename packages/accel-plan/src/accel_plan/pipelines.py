@@ -63,13 +63,16 @@ class TracedPipeline:
         Ranks that were not followed are between two that were, and have blocks only: each has one micro batch in
         flight less than the one before.
         """
-        found = {index: peak_of(item.step).total for index, item in enumerate(self.traces) if item.step is not None}
+        steps = {index: peak_of(item.step) for index, item in enumerate(self.traces) if item.step is not None}
         peaks = []
         for index in range(len(self.traces)):
-            before = max(position for position in found if position <= index)
-            after = min(position for position in found if position >= index)
+            before = max(position for position in steps if position <= index)
+            after = min(position for position in steps if position >= index)
             share = (index - before) / max(after - before, 1)
-            peaks.append(round(found[before] + share * (found[after] - found[before])))
+            # The peak may be in another phase from some rank on, so each phase is interpolated by itself.
+            pairs = [(largest, steps[after].phases[phase]) for phase, largest in steps[before].phases.items()]
+            pairs.append((steps[before].between_steps, steps[after].between_steps))
+            peaks.append(max(round(first + share * (second - first)) for first, second in pairs))
         return peaks
 
     def plan(self, settings: PipelineParallelConfig, samples: int, totals: list[int]) -> PipelinePlan:

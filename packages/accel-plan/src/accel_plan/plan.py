@@ -212,6 +212,8 @@ def _unfollowed(settings: Resolution, pipeline: PipelineParallelConfig | None) -
         return "with offloaded parts"  # on the CPU here like all others
     if pipeline is not None and pipeline.schedule in SPLIT_BACKWARD:
         return f"in the schedule {pipeline.schedule}"  # not compared with real runs
+    if pipeline is not None and strategy_of(settings) != "ddp":
+        return "of a pipeline with sharded parameters"  # real ranks took up to 10% more than was followed
     if settings["use_parallelism_config"] and settings["parallelism_config_ep_size"] > 1:
         return "with distributed experts"  # depends on how many tokens the routers send to this rank's
     return ""

@@ -103,13 +103,12 @@ def _update(accelerator: Any, model: nn.Module, optimizer: Optimizer, tracker: M
     optimizer.zero_grad()
 
 
-def categorize_unreduced(parts: Iterable[nn.Module], tracker: MemoryTracker) -> None:
+def categorize_unreduced(model: nn.Module, tracker: MemoryTracker) -> None:
     """Gradients that fully_shard accumulates whole, between micro batches."""
-    for part in parts:
-        for module in part.modules():
-            for unit in fsdp2_units(module) if isinstance(module, FSDPModule) else ():
-                gradients = [gradient for gradient in map(fsdp2_accumulated_gradient, unit) if gradient is not None]
-                tracker.categorize(gradients, REDUCTION, "whole gradient")
+    for module in model.modules():
+        for unit in fsdp2_units(module) if isinstance(module, FSDPModule) else ():
+            gradients = [gradient for gradient in map(fsdp2_accumulated_gradient, unit) if gradient is not None]
+            tracker.categorize(gradients, REDUCTION, "whole gradient")
 
 
 def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:

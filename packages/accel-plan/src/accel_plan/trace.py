@@ -105,7 +105,7 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         monitor = StageMonitor(shared=shared or SharedSplit())
         loaders = DataLoaderConfiguration(split_batches=task.split_batches)
         accelerator: Any = Accelerator(cpu=True, dataloader_config=loaders)
-        accelerator._startup_checks = None  # they look for mistakes of training loops, and the plan has its own
+        accelerator.startup_checks = None  # they look for mistakes of training loops, and the plan has its own
         # Only strategies of this kind read it.
         accelerator.strategy.wrapper_class = ReplicatedModel
         accelerator.strategy.pipeline_class = functools.partial(SimulatedPipeline, monitor)
@@ -221,8 +221,7 @@ class _Passes:
                 if recorder is not None:
                     self.traffic.append((times, recorder.traffic))
                 if self.tracker is not None:
-                    parts = [self.model] if self.monitor.pipeline is None else self.monitor.pipeline.parts.values()
-                    categorize_unreduced(parts, self.tracker)
+                    categorize_unreduced(self.model, self.tracker)
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
         self.gradients = storage_bytes(gradients)
 

@@ -178,14 +178,15 @@ class Accelerator(AcceleratorProperties):
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
-        self._startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
+        self.startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
+        """Look for mistakes of training loops in the first backward passes; set it to None to run without them."""
         if setup.strategy.replicas is not None:
             setup.strategy.replicas.follow(self)
         self._monitor = monitoring.start(monitor, self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers and measurements belong to this process; a monitor replaces some methods.
-        own = {"preemption": None, "_startup_checks": None, "_monitor": monitoring.NO_MONITOR}
+        own = {"preemption": None, "startup_checks": None, "_monitor": monitoring.NO_MONITOR}
         return {name: value for name, value in {**self.__dict__, **own}.items() if name not in self._monitor.replaced}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
@@ -319,9 +320,9 @@ class Accelerator(AcceleratorProperties):
         """
         if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
             check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
-        checks = self._startup_checks
+        checks = self.startup_checks
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
-            self._startup_checks = None
+            self.startup_checks = None
         elastic, scaler = self._accumulation.elastic, self.scaler
         scale = None if scaler is None else scaler.scale
         if elastic is not None and elastic.backward(loss, num_items, reduction, scale, **kwargs):
@@ -790,8 +791,8 @@ class Accelerator(AcceleratorProperties):
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
-        if self._startup_checks is not None:
-            self._startup_checks.stop()
+        if self.startup_checks is not None:
+            self.startup_checks.stop()
         self.prepared.forget()
         self._accumulation.forget()
         self.strategy.forget()
