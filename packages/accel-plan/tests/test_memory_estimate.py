@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_models import write_llama
 from safetensors.torch import save_file
 
 from accel import Accelerator
@@ -28,17 +29,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 64,
-}
 BATCH, LENGTH = 2, 16
 WRAP = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
@@ -114,8 +104,7 @@ def _step(accelerator: Accelerator, path: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    shapes = build_model(model_config(str(folder))).state_dict()
+    shapes = build_model(model_config(write_llama(folder))).state_dict()
     save_file({name: torch.zeros(value.shape) for name, value in shapes.items()}, folder / "weights.safetensors")
     return folder
 

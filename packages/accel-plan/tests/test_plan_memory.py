@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plan_models import write_llama
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from accel import Accelerator
@@ -30,25 +30,13 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": 512}
 BATCH, LENGTH = 2, 256
 FSDP2 = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
 def folder_of(folder: Path, **changed: Any) -> str:
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1000, **changed}))
-    return str(folder)
+    return write_llama(folder, **{**SHAPE, "vocab_size": 1000, **changed})
 
 
 def planned(model: str, options: dict[str, str], **asked: Any) -> RankPlan:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_models import write_llama
 from torch.distributed import pipelining
 
 from accel import Accelerator
@@ -32,18 +33,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 BATCH, LENGTH = 4, 16
 BLOCK = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 176 * 64 + 2 * 64
 FSDP2 = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -65,9 +54,7 @@ FOUR: dict[str, Case] = {
 
 
 def folder_of(folder: Path, **changed: Any) -> str:
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / "config.json").write_text(json.dumps({**SHAPE, **changed}))
-    return str(folder)
+    return write_llama(folder, **{"num_hidden_layers": 5, **changed})
 
 
 def planned(
