@@ -7,7 +7,6 @@ Operators of a DTensor are counted by the parts that a rank computes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,16 +130,3 @@ class FlopCount:
         if mode is not None:
             mode.__exit__(None, None, None)
         return mode
-
-
-def utilisation(operations: float, seconds: float, peak: float | None) -> float | None:
-    """The share of a device's peak that a step uses (MFU); None if the peak is unknown.
-
-    Args:
-        operations: of a step on this rank, without those that were computed again.
-        seconds: of a step.
-        peak: operations a second that the device could compute.
-    """
-    if peak is None or not math.isfinite(peak) or seconds <= 0 or peak <= 0:
-        return None
-    return operations / seconds / peak
