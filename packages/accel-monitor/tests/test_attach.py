@@ -162,6 +162,23 @@ def test_the_record_in_memory_has_the_step_before_any_report(tmp_path: Path) -> 
     monitor.finish()
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Eight samples without an index."""
+
+    def __iter__(self):
+        return iter(torch.ones(8, 4))
+
+
+def test_iterable_data_and_samplers_without_a_length(tmp_path: Path) -> None:
+    model, optimizer, _ = parts(SlowData())
+    loader = DataLoader(Stream(), batch_size=2)
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path)
+    train(model, optimizer, loader)
+    assert [record.indices for record in monitor._recorder.latest()] == [[None]] * 4
+    monitor.finish()
+    assert type(loader) is DataLoader and type(loader.batch_sampler) is torch.utils.data.BatchSampler
+
+
 def test_a_forked_process_leaves_the_record_alone(tmp_path: Path) -> None:
     model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
     loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
 from accel_state.errors import ConfigurationError
@@ -171,15 +171,18 @@ def watch_loader(loader: Any, recorder: Recorder) -> Callable[[], None]:
             f"loader={cls.__name__} object cannot be measured ({error}). Pass a DataLoader, or an object of a class "
             "with an __iter__."
         ) from None
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    if isinstance(sampler, Sampler):
+    # Not by their truth: some samplers have a length that cannot be asked for.
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    sampler = next((item for item in samplers if item is not None), None)
+    has_indices = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if has_indices and isinstance(sampler, Sampler):
         # A class that cannot be extended costs the indices of bad steps and nothing else.
         with contextlib.suppress(TypeError):
             _extend(sampler, loading, {"__iter__": _drawing})
 
     def remove() -> None:
-        unwatch(loader)
-        unwatch(sampler)
+        for obj in (loader, sampler):
+            unwatch(obj)
 
     return remove
 
