@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from accel import Accelerator
 from accel_launch.config.read import load_settings
+from accel_plan import trace as tracing
 from accel_plan.changes import Changes, changes_that_fit
 from accel_plan.command import COMMAND
 from accel_plan.memory import BACKWARD, CLIPPING, FORWARD, STEP, Event, Group, Moment, StepMemory
@@ -202,11 +203,19 @@ def test_blocks_that_differ_are_not_repeated() -> None:
     assert more_blocks(synthetic(2), synthetic(3, last=500), 3, 5) is None
 
 
-def test_a_plan_of_few_blocks_equals_that_of_all(tmp_path) -> None:
-    model = folder_of(tmp_path, num_hidden_layers=5)
+def test_a_plan_of_few_blocks_equals_that_of_all(tmp_path, monkeypatch) -> None:
+    model, traced = folder_of(tmp_path, num_hidden_layers=5), []
+    original = tracing.trace
+
+    def trace(task: tracing.TraceTask) -> Any:
+        traced.append(task.config.num_hidden_layers)
+        return original(task)
+
+    monkeypatch.setattr(tracing, "trace", trace)
     options = {**FSDP2, "fsdp_activation_checkpointing": "true", "num_processes": "2"}
     quick, whole = (planned(model, options, all_blocks=every) for every in (False, True))
     assert quick.peak == whole.peak
+    assert traced == [2, 3, 5], "blocks that are not repeated are all traced, which this does not compare"
 
 
 # -- changes that make a plan fit ------------------------------------------------------------------------------------
