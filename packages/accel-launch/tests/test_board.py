@@ -189,9 +189,10 @@ def test_strangers_and_nonsense_change_nothing(boards, wait_until) -> None:
     with socket.create_connection(("127.0.0.1", hub.port)) as silent:
         with socket.create_connection(("127.0.0.1", hub.port)) as loud:
             loud.sendall(b"x" * 100)
-        for text in (b"{}[]\n", b"[1]\n", b'{"machine": {"rank": "1"}}\n', b'{"machine": 3}\n', b"\xff\n"):
+        wrong = (b"{}[]", b"[1]", b'{"machine": {"rank": "1"}}', b'{"machine": 3}', b"\xff", b"[" * 100_000)
+        for text in wrong:
             with run_token.connect(("127.0.0.1", hub.port), contact.token_of_run(), 10) as known:
-                known.sendall(text)
+                known.sendall(text + b"\n")
                 known.settimeout(10)
                 while known.recv(4096):
                     pass

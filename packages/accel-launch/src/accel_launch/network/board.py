@@ -21,6 +21,7 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 
+from .fields import checked
 from .records import Machine
 
 BEAT_SECONDS = 1.0
@@ -241,11 +242,6 @@ class Lines:
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether everything has been passed to the system."""
-        return not self._unsent
-
     def receive(self) -> list[bytes]:
         """The lines that have arrived.
 
@@ -276,6 +272,5 @@ def silences(data: Any) -> Mapping[int, float]:
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(data, dict):
-        raise ValueError(f"{data!r} is not a JSON object")
+    checked(data)
     return {int(rank): float(seconds) for rank, seconds in data.items()}

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    checked(data)
+    return dict(data)
 
 
 def checked(data: Any, **types: type) -> dict[str, Any]:

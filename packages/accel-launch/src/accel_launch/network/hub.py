@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from accel_state.ports import listen
 
 from .agreement import compare
 from .board import HANDSHAKE_SECONDS, QUIET_SECONDS, Board, Lines, Refusal, Say
+from .fields import read_object
 from .records import Machine, State, line
 
 # So many connections may be about to prove that they have the token; further ones are closed at once.
@@ -100,7 +101,7 @@ class Hub(Board):
             return
         try:
             for text in source.lines.receive():
-                self._received(source, json.loads(text))
+                self._received(source, read_object(text))
         except (OSError, ValueError):
             self._drop(source)
 
@@ -157,10 +158,8 @@ class Hub(Board):
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _received(self, peer: _Peer, message: Any) -> None:
+    def _received(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         with self._changed:
-            if not isinstance(message, dict):
-                raise ValueError(f"{message!r} is not a JSON object")
             if "machine" in message:
                 self._take(peer, _at(Machine.read(message["machine"]), peer.address))
             if peer.rank >= 0 and self._machines[peer.rank].id == peer.id:

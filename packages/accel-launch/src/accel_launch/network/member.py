@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from accel_state import run_token
 
 from .board import HANDSHAKE_SECONDS, QUIET_SECONDS, Board, Lines, Refusal, Say, silences
-from .fields import checked
+from .fields import checked, read_object
 from .records import Machine, line
 
 # A connection on which nothing arrives for so long is replaced: after a lost packet TCP waits longer and longer.
@@ -117,14 +117,12 @@ class Member(Board):
                 return
             try:
                 for text in self._lines.receive():
-                    self._received(json.loads(text))
-            except (OSError, ValueError) as error:
+                    self._received(read_object(text))
+            except (OSError, ValueError, TypeError) as error:
                 self.problem = str(error)
                 self._disconnect()
 
-    def _received(self, message: Any) -> None:
-        if not isinstance(message, dict):
-            raise ValueError(f"{message!r} is not a JSON object")
+    def _received(self, message: Mapping[str, Any]) -> None:
         self._heard = 0.0
         if "rejected" in message:
             self.refusal = Refusal(str(message["rejected"]))
