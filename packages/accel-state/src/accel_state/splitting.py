@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from .containers import is_namedtuple, rebuild_mapping
+from .containers import honor_type, is_namedtuple, rebuild_mapping
 
 
 def share_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def _take(inputs: Any, start: int, end: int, padding: int) -> Any:
     if isinstance(inputs, Mapping):
         return rebuild_mapping(inputs, {key: _take(value, start, end, padding) for key, value in inputs.items()})
     if is_namedtuple(inputs):
-        return type(inputs)(*(_take(value, start, end, padding) for value in inputs))
+        return honor_type(inputs, (_take(value, start, end, padding) for value in inputs))
     if isinstance(inputs, (torch.Tensor, list, tuple)) or _is_array(inputs):
         share: Any = inputs[start:end]
         if isinstance(inputs, torch.Tensor) and padding:
