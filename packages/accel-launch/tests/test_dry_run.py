@@ -410,6 +410,7 @@ class TestCloud:
         (["--as-accelerate", "--cpu", "--multi_gpu"], "--multi_gpu"),
         (["--use_deepspeed", "--deepspeed_hostfile=hosts", "--deepspeed_multinode_launcher=nossh"], "--machine_rank"),
         (["--cpu", "--ft", "--tee=1"], "--tee"),
+        (["--cpu", "--ft", "--local-ranks-filter=0"], "local_ranks_filter 0"),
         (["--cpu", "--ft", "--num_machines=2", "--machine_rank=0", "--main_process_ip=no.such.host."], "no.such.host."),
         (["--config_file=sagemaker.yaml", "--aws_access_key_id=AKIA"], "--aws_secret_access_key"),
     ],

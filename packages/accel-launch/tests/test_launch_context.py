@@ -126,9 +126,15 @@ class TestRank:
     def test_options_of_the_agent_are_noted(self, plan) -> None:
         notes = plan(OPENMPI, max_restarts="3").notes
         assert any("--max_restarts 3 has no effect on ranks that openmpi starts" in note for note in notes)
+        notes = plan(OPENMPI, machine_timeout="60").notes
+        assert any("--machine_timeout 60" in note and "has no effect" in note for note in notes)
         assert any("--tee 3 has no effect on ranks that slurm starts" in note for note in plan(TASKS, tee="3").notes)
         assert plan(OPENMPI, config="max_restarts: 3\n").mode is LaunchMode.RANK, "a file may be for other ways too"
         assert plan(OPENMPI, max_restarts="0", tee="0").mode is LaunchMode.RANK
+
+    def test_options_without_effect_on_replicas_are_noted(self, plan) -> None:
+        notes = plan({}, ft="true", machine_timeout="60", max_restarts="3", heartbeat_timeout="9").notes
+        assert [note.split()[0] for note in notes if "has no effect with --ft" in note] == ["--machine_timeout"]
 
     def test_the_configuration_of_spec_14(self, plan) -> None:
         made = plan(

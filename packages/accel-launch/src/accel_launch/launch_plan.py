@@ -40,8 +40,11 @@ from .torchrun_options import with_torchrun_options
 
 _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 # Options of the agent, without effect where another program starts the ranks.
-_AGENT_OPTIONS: tuple[str, ...] = ("tee", "log_dir", "max_restarts", "monitor_interval", "rdzv_conf", "role")
-_AGENT_OPTIONS += ("redirects", "local_ranks_filter", "shutdown_timeout", "rdzv_id")
+_AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_filter", "max_restarts")
+# Those that --ft, which has no agents either, neither uses nor refuses.
+_WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "rdzv_conf", "monitor_interval", "machine_timeout")
+_WITHOUT_REPLICAS += ("shutdown_timeout", "log_line_prefix_template")
+_AGENT_OPTIONS += _WITHOUT_REPLICAS
 
 
 @dataclass(frozen=True)
@@ -180,17 +183,18 @@ def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -
 
 def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
     """Notes about command-line options without effect in this mode; a configuration file may serve several modes."""
-    if mode not in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED):
-        return []
     starter = context.starter if mode is LaunchMode.RANK else mode.value
-    notes = []
-    for setting in (settings.settings[name] for name in _AGENT_OPTIONS):
-        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
-            notes.append(
-                f"{setting.where} has no effect on ranks that {starter} starts: start one launcher on each machine, "
-                "which starts the ranks there"
-            )
-    return notes
+    where = f"on ranks that {starter} starts: start one launcher on each machine, which starts the ranks there"
+    names = _AGENT_OPTIONS if mode in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED) else ()
+    if settings["ft"]:
+        where = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
+        names = _WITHOUT_REPLICAS
+    given = [settings.settings[name] for name in names]
+    return [
+        f"{setting.where} has no effect {where}"
+        for setting in given
+        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default
+    ]
 
 
 def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> tuple[int, int] | None:

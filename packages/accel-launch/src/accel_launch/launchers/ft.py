@@ -40,6 +40,7 @@ _AFTER_LIMIT = 0.005
 # A look that took longer, because this machine was suspended, counts as this much.
 _LONGEST_LOOK = 1.0
 _FAILURES_IN_A_ROW = 3
+_OUTPUT_OPTIONS = ("tee", "redirects", "log_dir", "local_ranks_filter")
 # A replica that is killed from outside so often within so many seconds, without a step in between, ends the run: the
 # system, for example, kills whatever takes too much memory.
 _KILLS, _KILL_SECONDS = 10, 300.0
@@ -261,8 +262,13 @@ class FaultTolerantLauncher(Launcher):
     """Starts torchft's lighthouse and the replicas, and restarts those that end before the run does."""
 
     def run(self, plan: LaunchPlan) -> int:
-        if plan.rendezvous.tee != "0" or plan.rendezvous.log_dir is not None:
-            raise ConfigurationError("--ft keeps no log files: leave out --tee and --log_dir, and redirect the output.")
+        for name in _OUTPUT_OPTIONS:
+            setting = plan.settings.settings[name]
+            if setting.value != setting.option.default:
+                raise ConfigurationError(
+                    f"{setting.where}: --ft keeps no log files, and shows the output of all replicas. "
+                    "Leave it out, and redirect the output."
+                )
         options, numbers = plan.settings.group(FaultToleranceOptions), numbers_here(plan)
         if plan.num_machines > 1:
             check_rendezvous(plan.rendezvous, plan.num_machines)
