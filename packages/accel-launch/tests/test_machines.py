@@ -23,8 +23,13 @@ def start_machines(shell, started, port: int, script: str, *words: str, ranks: b
 
 
 RANKS = """
-import os
-print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+import os, socket
+def listens(host):
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(os.environ["MASTER_PORT"]))) == 0
+# A server on all interfaces would answer at 127.0.0.2 too.
+where = [host for host in ("127.0.0.1", "127.0.0.2") if listens(host)]
+print(os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], *where)
 """
 
 
@@ -36,7 +41,7 @@ def test_two_machines_form_one_world(shell, started, free_port, backend) -> None
     outputs = [machine.communicate(timeout=100) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     lines = sorted(line for out, _ in outputs for line in out.splitlines())
-    assert lines == ["0 0 0 2", "1 1 0 2"]
+    assert lines == ["0 0 0 2 127.0.0.1", "1 1 0 2 127.0.0.1"]
     if backend == "static":
         assert outputs[0][0].startswith("0 0") and outputs[1][0].startswith("1 1")
 

@@ -22,10 +22,9 @@ from accel_state.options import FaultToleranceOptions, RendezvousOptions
 from accel_state.ports import LOOPBACK, get_free_port
 from accel_state.tunnel import TunnelClient, TunnelServer
 
-from .elastic.checks import DEFAULT_PORT
 from .elastic.worker import die_with_launcher
 from .interpreter import python_command
-from .ports import listening_host, wait_for_server
+from .ports import DEFAULT_PORT, listening_host, wait_for_server
 
 # How long a machine waits for the lighthouse on another one.
 _MEETING_SECONDS = 900.0

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from accel_state.ports import is_loopback
 
+DEFAULT_PORT = 29500
+"""Of the machine of rank 0, where launchers of several machines meet."""
+
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2

@@ -13,6 +13,7 @@ from typing import Any
 
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
+from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
 from ..parser import ConfigParser, parse
@@ -27,8 +28,6 @@ script's arguments. Machines, ranks, address and port come from SLURM. Example:
 # minutes; minutes:seconds; hours:minutes:seconds; days-hours, with minutes and seconds
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|UNLIMITED|INFINITE")
 _MEMORY = re.compile(r"\d+[KMGT]?")
-# The exit code of a run that has saved its state and should continue; see accel.preemption.
-_CONTINUES = 75
 # The launchers of other nodes and addresses are SLURM's.
 _NOT_HERE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
@@ -150,7 +149,7 @@ def _lines(arguments: argparse.Namespace, words: Sequence[str], name: str) -> It
         return
     yield "code=0"
     yield f"{launch} || code=$?"
-    yield f'if [ "$code" = {_CONTINUES} ]; then'
+    yield f'if [ "$code" = {PREEMPTED_EXIT_CODE} ]; then'
     yield '    scontrol requeue "$SLURM_JOB_ID"'
     yield "fi"
     yield 'exit "$code"'

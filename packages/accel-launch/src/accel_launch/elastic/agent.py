@@ -22,9 +22,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 
 from ..network.board import FAREWELL_SECONDS, Board
+from ..network.contact import say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
+from ..ports import listening_host
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
 from .causes import cause_of, interruption
 from .meeting import join_others
@@ -262,7 +264,7 @@ class Agent:
                 # A failure counts as one restart, even if it makes several machines fail.
                 self._left = self._job.rendezvous.max_restarts - self.handler.round
             else:
-                port = self._serve_ranks(info)
+                port = self._serve_ranks(info, place.master_addr)
             self._meeting = _Meeting(info.rank, info.world_size, place.master_addr, port)
             self._join_others(info)
 
@@ -295,16 +297,16 @@ class Agent:
             rank.send(signal.SIGKILL)
         if self._left > 0 or not self._job.owns_process or self.finished.wait(_PAUSE_SECONDS):
             return
-        print(f"accel launch: {cause.text}", file=sys.stderr, flush=True)
+        say(cause.text)
         kill_descendants()
         os._exit(cause.code)
 
-    def _serve_ranks(self, info: RendezvousInfo) -> int:
+    def _serve_ranks(self, info: RendezvousInfo, host: str) -> int:
         """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""
         # Kept until all machines have met again: ranks that still run on other machines would fail without it.
         former, self._server = self._server, None
         if info.rank == 0:
-            self._server = serve("", 0, forks=self._job.forks)
+            self._server = serve(listening_host(host), 0, forks=self._job.forks)
             info.store.set(_RANKS_KEY, str(self._server.port))
         port = int(info.store.get(_RANKS_KEY))
         if former is not None:

@@ -10,9 +10,7 @@ from accel_state.options import RendezvousOptions
 from accel_state.paths import as_path
 from accel_state.ports import LOOPBACK
 
-from ..ports import is_free, listening_host
-
-DEFAULT_PORT = 29500
+from ..ports import DEFAULT_PORT, is_free, listening_host
 
 
 def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:

@@ -14,10 +14,9 @@ from ..network.contact import say, token_of_run
 from ..network.hub import Hub
 from ..network.member import Member
 from ..network.records import Machine, State
+from ..ports import listening_host
 
 _BOARD_KEY = "accel/port_of_board"
-
-
 # Those that torch's rendezvous has brought together connect within moments.
 _JOIN_SECONDS = 60.0
 
@@ -25,7 +24,7 @@ _JOIN_SECONDS = 60.0
 def join_others(info: RendezvousInfo, local_processes: int, give_up_seconds: float, facts: Mapping[str, str]) -> Board:
     """The board of this meeting, once all machines are on it.
 
-    The machine of rank 0 listens on a free port, and tells it through the store.
+    The machine of rank 0 listens on a free port, where the others reach it, and tells it through the store.
 
     Raises:
         ConfigurationError: the machines disagree.
@@ -51,7 +50,7 @@ def _join(info: RendezvousInfo, local_processes: int, give_up_seconds: float, fa
         info.rank, uuid.uuid4().hex, socket.gethostname(), local_processes, facts=facts, round=0, state=State.RUNNING
     )
     if info.rank == 0:
-        hub = Hub(me, "", 0, token_of_run(), info.world_size, give_up_seconds, say)
+        hub = Hub(me, listening_host(place.master_addr), 0, token_of_run(), info.world_size, give_up_seconds, say)
         info.store.set(_BOARD_KEY, str(hub.port))
         return hub
     port = int(info.store.get(_BOARD_KEY))

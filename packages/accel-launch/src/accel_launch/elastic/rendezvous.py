@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Mapping
 
@@ -13,10 +12,10 @@ from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK, is_loopback
 
+from ..network.contact import say
 from ..network.interfaces import own_address
-from ..ports import is_local, wait_for_server
+from ..ports import DEFAULT_PORT, is_local, wait_for_server
 from .agent import ElasticJob
-from .checks import DEFAULT_PORT
 from .static_rendezvous import StaticRendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 900
@@ -60,9 +59,7 @@ def wait_for_main_machine(parameters: RendezvousParameters) -> None:
     host, port = _split(parameters.endpoint)
     remote = not is_local(host)
     seconds = _timeout_seconds(parameters)
-    if remote and not wait_for_server(
-        host, port, seconds, lambda text: print(f"accel launch: {text}", file=sys.stderr, flush=True)
-    ):
+    if remote and not wait_for_server(host, port, seconds, say):
         raise ConfigurationError(not_met(parameters, f"no server listened there for {seconds:g} s"))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accel_state.errors import ConfigurationError
 from accel_state.preemption import Note
 
+from ..network.contact import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, ElasticJob, Result
@@ -109,8 +109,8 @@ def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
         return preempted
     if agent.elsewhere is not None:
         verb = "were ended" if result.failed else "succeeded"
-        print(f"accel launch: {agent.elsewhere.text}", file=sys.stderr)
-        print(f"accel launch: the processes of this machine {verb}.", file=sys.stderr)
+        say(agent.elsewhere.text)
+        say(f"the processes of this machine {verb}.")
         return Outcome(agent.elsewhere.code, world_size)
     if result.failed:
         first = first_failure(agent.failures())
@@ -141,8 +141,8 @@ def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[int, Cau
             report_saved(saved, f"S{text}")
             return
         if cause is not None:
-            print(f"accel launch: {cause.text}", file=sys.stderr)
-        print(f"accel launch: a process failed or machines changed; s{text}", file=sys.stderr)
+            say(cause.text)
+        say(f"a process failed or machines changed; s{text}")
 
     return note
 

@@ -15,12 +15,12 @@ from accel_state.env import convert_dict_to_env_variables
 from accel_state.errors import ConfigurationError, require
 from accel_state.ports import get_free_port, reserved_port
 
-from ..elastic.checks import DEFAULT_PORT
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
 from ..external_launcher import run_external
 from ..hostfile import Host, Pool, read_pool
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
+from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 from .rank import WORKER
 

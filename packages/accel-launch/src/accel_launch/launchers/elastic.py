@@ -13,11 +13,12 @@ from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK
 
-from ..elastic.checks import DEFAULT_PORT, check_rendezvous
+from ..elastic.checks import check_rendezvous
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
 from ..network.farewell import telling_others
+from ..ports import DEFAULT_PORT
 from ..supervisor import GRACE_SECONDS
 from .base import Launcher, MachineCommand, launch_argv
 from .rank import worker_command

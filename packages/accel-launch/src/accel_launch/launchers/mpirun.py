@@ -10,13 +10,13 @@ from accel_state.errors import ConfigurationError
 from accel_state.ports import get_free_port, reserved_port
 
 from ..cpus import usable_cores
-from ..elastic.checks import DEFAULT_PORT
 from ..elastic.worker import RELAY_VARIABLE
 from ..external_launcher import run_external
 from ..hostfile import Host, read_hostfile
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
+from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 
 # Variables of this process that ranks on other machines need.

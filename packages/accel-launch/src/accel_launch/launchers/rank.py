@@ -17,13 +17,13 @@ from pathlib import Path
 from accel_state.environments.base import Environment
 from accel_state.errors import ConfigurationError
 
-from ..elastic.checks import DEFAULT_PORT
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
 from ..entrypoint import Entrypoint
 from ..errors import fail
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
+from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 from .single import become
 

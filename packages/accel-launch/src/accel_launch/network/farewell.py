@@ -11,11 +11,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from ..launch_context import Role, detect_context, rendezvous_settings
+from ..ports import DEFAULT_PORT
 from .records import RAISED, Cause, State
 
 # The others may start a little later than this one.
 _SECONDS = 10.0
-_DEFAULT_PORT = 29500
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
     # The hostfiles of mpirun and DeepSpeed mean that one launcher starts all machines.
     told = settings["rdzv_backend"] == "static" and not (settings["ft"] or settings["mpirun_hostfile"])
     starts_all = settings["use_deepspeed"] and settings["deepspeed_multinode_launcher"] not in (None, "standard")
-    return (host, port or _DEFAULT_PORT, rank, count) if others and told and not starts_all else None
+    return (host, port or DEFAULT_PORT, rank, count) if others and told and not starts_all else None
 
 
 def _tell(host: str, port: int, rank: int, count: int, text: str) -> None:
