@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_runs import VOCABULARY, accelerator_for, batches, build
+from mesh_runs import VOCABULARY, accelerator_for, batches, build, counted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -120,20 +120,17 @@ def gathers(kind: str, sizes: dict[str, int], **handler: Any) -> dict[str, Any]:
     model = accelerator.prepare(build(kind))
     tokens = batches(1)
     counts = {}
-    with pytest.MonkeyPatch.context() as patch:
-        made: list[Any] = []
-        original = tp_collectives._all_joined
-        patch.setattr(tp_collectives, "_all_joined", lambda *args: made.append(args) or original(*args))
+    with counted(tp_collectives, "_all_joined") as made:
         output = model(tokens, labels=tokens)
         accelerator.backward(output.loss)
         assert output[0] is output.loss and output["loss"] is output.loss
-        counts["training"] = len(made)
+        counts["training"] = made["_all_joined"]
         logits = output.logits.detach()
         assert output.logits.shape == logits.shape and output[1].shape == logits.shape
-        counts["read"] = len(made)
+        counts["read"] = made["_all_joined"]
         with torch.no_grad():
             evaluated = model.eval()(tokens, labels=tokens)
-        counts["evaluation"] = len(made)
+        counts["evaluation"] = made["_all_joined"]
         as_tuple = model.train()(tokens, labels=tokens, return_dict=False)
     return {
         "counts": counts,
@@ -179,16 +176,9 @@ def with_own_losses() -> list[float]:
         model = accelerator.prepare(model)
         rank = accelerator.strategy.data_collectives.rank
         tokens = batches(1)[4 * rank : 4 * rank + 4]
-        with pytest.MonkeyPatch.context() as patch:
-            made: list[Any] = []
-            original = tp_collectives._all_joined
-            patch.setattr(
-                tp_collectives,
-                "_all_joined",
-                lambda *args, original=original, made=made: made.append(args) or original(*args),
-            )
+        with counted(tp_collectives, "_all_joined") as made:
             output = model(tokens, labels=tokens)
-        counts.append(len(made))
+        counts.append(made["_all_joined"])
         if kind != "function":
             loss = causal_lm_loss(output if kind == "output" else output.logits, tokens, label_smoothing=0.1)
         else:

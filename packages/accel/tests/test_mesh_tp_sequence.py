@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_matrix import Case, deviation, mesh_step, mesh_steps, plain_step
-from mesh_runs import Block, Own, accelerator_for, batches, build, gpt2, loss_of
+from mesh_runs import Block, Own, accelerator_for, batches, build, counted, gpt2, loss_of
 from torch import nn
 
 from accel import ParallelismConfig
@@ -46,32 +46,23 @@ def test_losses_and_gradients_are_those_of_one_process() -> None:
             assert deviation(found, plain_step(case)) < 1e-5, case
 
 
-def counted(kind: str, required: bool | None = True, **calls: Any) -> dict[str, int]:
+def moved_rows(kind: str) -> dict[str, int]:
     """How often rows are gathered and scattered in a forward and a backward pass of two blocks."""
-    model = accelerator_for({"tp_size": 2, "tp_sequence_parallel": required}, None).prepare(build(kind))
+    model = accelerator_for({"tp_size": 2, "tp_sequence_parallel": True}, None).prepare(build(kind))
     loss_of(model, batches(1)).backward()  # blocks that are not known are compared
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_all_rows", "_summed_rows"):
-            original, made = getattr(sequence_collectives, name), []
-            patch.setattr(
-                sequence_collectives,
-                name,
-                lambda *args, original=original, made=made: made.append(args) or original(*args),
-            )
-            found[name] = made
+    with counted(sequence_collectives, "_all_rows", "_summed_rows") as made:
         loss_of(model, batches(1)).backward()
-    return {name: len(made) for name, made in found.items()}
+    return made
 
 
-def all_counted() -> dict[str, dict[str, int]]:
-    return {kind: counted(kind) for kind in ("llama", "gpt2", "own")}
+def all_moved_rows() -> dict[str, dict[str, int]]:
+    return {kind: moved_rows(kind) for kind in ("llama", "gpt2", "own")}
 
 
 def test_each_layer_gathers_once_and_scatters_once() -> None:
     # Two of each a block, forward and backward; hidden states are split at the start and joined at the end.
     expected = {"_all_rows": 2 * 4 + 2, "_summed_rows": 2 * 4}
-    for rank in run_world(all_counted, 2, timeout=250):
+    for rank in run_world(all_moved_rows, 2, timeout=250):
         assert rank == dict.fromkeys(("llama", "gpt2", "own"), expected)
 
 
@@ -275,6 +266,7 @@ def test_structures_that_are_not_known_are_named() -> None:
     assert "layers.1.router" in unsupported(add("router", nn.Linear(16, 4)))
     assert "layers.1.norm, a BatchNorm1d" in unsupported(add("norm", nn.BatchNorm1d(16)))
     assert "layers.1 has parameters of its own" in unsupported(add("scale", nn.Parameter(torch.ones(16))))
+    assert "layers.1.drop is a Dropout1d" in unsupported(add("drop", nn.Dropout1d(0.1)))
     assert "hidden_dropout=0.1" in unsupported(add("hidden_dropout", 0.1))
     assert "layers.1.self_attn.inner" in unsupported(
         lambda model: setattr(model.model.layers[1].self_attn, "inner", nn.LayerNorm(16))

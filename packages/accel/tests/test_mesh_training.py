@@ -17,6 +17,7 @@ from mesh_runs import (
     assert_same,
     batches,
     build,
+    counted,
     gpt2,
     llama,
     loss_of,
@@ -99,16 +100,9 @@ def all_reduces() -> dict[str, int]:
     found = {}
     for kind in ("llama", "gpt2", "own", "qwen"):
         model = accelerator_for({"tp_size": 2, "tp_sequence_parallel": False}, None).prepare(build(kind))
-        with pytest.MonkeyPatch.context() as patch:
-            calls: list[Any] = []
-            original = tp_collectives._all_reduced
-            patch.setattr(
-                tp_collectives,
-                "_all_reduced",
-                lambda *args, original=original, calls=calls: calls.append(args) or original(*args),
-            )
+        with counted(tp_collectives, "_all_reduced") as made:
             loss_of(model, batches(1)).backward()
-        found[kind] = len(calls)
+        found[kind] = made["_all_reduced"]
         with torch.inference_mode():
             loss_of(model, batches(1))
     return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -218,6 +220,24 @@ def build(kind: str, seed: int = 0) -> nn.Module:
 
 def batches(count: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (count * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def counted(module: Any, *names: str) -> Iterator[dict[str, int]]:
+    """How often functions of a module are called meanwhile, by name."""
+    made = dict.fromkeys(names, 0)
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple(module, **{name: counting(name) for name in names}):
+        yield made
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

@@ -28,8 +28,9 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import shard_replicated
 from .config import ParallelismConfig
 from .expert_balance import BALANCERS, ExpertBalancer, LoadCounter, PipelineLoad, reduce_auxiliary_loss
-from .expert_dispatch import dispatched, joined_rows, own_rows, scaled_gradient
+from .expert_dispatch import dispatched, scaled_gradient
 from .mesh import expert_mesh
+from .tp_collectives import joined, part
 
 COMPARED = frozenset(
     {
@@ -179,8 +180,8 @@ class ExpertParallel:
         """Keep this rank's experts of a module of :func:`experts_in`; its weights are the same on all ranks."""
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                part = shard_replicated(parameter.data, self._mesh, [Shard(0)])
-                module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
+                own = shard_replicated(parameter.data, self._mesh, [Shard(0)])
+                module._parameters[name] = nn.Parameter(own, parameter.requires_grad)
 
     def _replace_experts(self, module: nn.Module, counter: LoadCounter) -> None:
         """Experts that get tokens, the experts of each, and their weights."""
@@ -239,10 +240,10 @@ class ExpertParallel:
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of those that the ranks of tp have in common."""
-        return x if self._tp is None else own_rows(x, self._tp)
+        return x if self._tp is None else part(x, self._tp, dim=0)
 
     def _whole(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return x if self._tp is None else joined_rows(x, self._tp, tokens)
+        return x if self._tp is None else joined(x, self._tp, tokens, dim=0)
 
     @contextmanager
     def _local_weights(self, module: nn.Module) -> Iterator[None]:
@@ -250,8 +251,8 @@ class ExpertParallel:
         held: Mapping[str, Any] = dict(module._parameters)
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
-                part: Any = scaled_gradient(parameter.to_local(), self._factor)
-                module._parameters[name] = part
+                local: Any = scaled_gradient(parameter.to_local(), self._factor)
+                module._parameters[name] = local
         try:
             yield
         finally:

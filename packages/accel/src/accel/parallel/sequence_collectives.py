@@ -7,12 +7,15 @@ Full tensors have the shape ``[batch, length, ...]``. Each of the ``n`` ranks ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+
+from .differentiable import differentiable
 
 # torch 2.13 renamed both, and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,32 +29,26 @@ def rows_per_rank(length: int, mesh: DeviceMesh) -> int:
 
 def split(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's rows of a replicated tensor; the gradient is gathered."""
-    out: torch.Tensor = _Split.apply(x, mesh)
-    return out
+    return differentiable(x, partial(_own_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
 
 
 def join(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
     """The rows of all ranks, for computations that are replicated; the gradient is this rank's rows of it."""
-    out: torch.Tensor = _Join.apply(x, mesh, length)
-    return out
+    return differentiable(x, _gathers(mesh, length), partial(_own_rows, mesh=mesh))
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
     """The rows of all ranks, for computations that are sharded; the gradient is summed over the ranks and scattered."""
-    out: torch.Tensor = _Gather.apply(x, mesh, length)
-    return out
+    return differentiable(x, _gathers(mesh, length), partial(_summed_rows, mesh=mesh))
 
 
 def scatter(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Reduce-scatter: this rank's rows of the sum over the ranks; the gradient is gathered."""
-    out: torch.Tensor = _Scatter.apply(x, mesh)
-    return out
+    return differentiable(x, partial(_summed_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
 
 
-def with_summed_gradient(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A replicated tensor that each rank uses for its own rows; its gradient is the sum over the ranks."""
-    out: torch.Tensor = _SumGradient.apply(x, mesh)
-    return out
+def _gathers(mesh: DeviceMesh, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return partial(_all_rows, mesh=mesh, length=length)
 
 
 def _padded(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -84,60 +81,3 @@ def _summed_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     own = x.new_empty((x.shape[0], rows_per_rank(x.shape[1], mesh), *x.shape[2:]))
     _reduce_scatter(own, parts, group=mesh.get_group())
     return own
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh, ctx.length = mesh, x.shape[1]
-        return _own_rows(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_rows(gradients[0], ctx.mesh, ctx.length), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _all_rows(x, mesh, length)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _own_rows(gradients[0], ctx.mesh), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _all_rows(x, mesh, length)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _summed_rows(gradients[0], ctx.mesh), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh, ctx.length = mesh, x.shape[1]
-        return _summed_rows(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_rows(gradients[0], ctx.mesh, ctx.length), None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.mesh.get_group())
-        return total, None

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .differentiable import differentiable, same
+
 
 def share_of(width: int, mesh: DeviceMesh) -> tuple[int, int]:
     """Offset and number of this rank's columns out of ``width``; the last ranks may have fewer, or none."""
@@ -25,8 +27,7 @@ def _share(width: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """An input that is replicated on all ranks; its gradient is the sum over the ranks."""
-    out: torch.Tensor = _Shared.apply(x, mesh)
-    return out
+    return differentiable(x, same, partial(_all_reduced, mesh=mesh))
 
 
 class SharedInput:
@@ -60,20 +61,24 @@ class SharedInput:
 
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """All-reduce: the sum over the ranks."""
-    out: torch.Tensor = _Summed.apply(x, mesh)
-    return out
+    return differentiable(x, partial(_all_reduced, mesh=mesh), _unchanged)
 
 
-def joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """All-gather: the columns of all ranks along the last dimension, ``width`` in all."""
-    out: torch.Tensor = _Joined.apply(x, mesh, width)
-    return out
+def joined(x: torch.Tensor, mesh: DeviceMesh, width: int, dim: int = -1) -> torch.Tensor:
+    """All-gather: the columns of all ranks along the last dimension (or another one), ``width`` in all."""
+    return differentiable(
+        x, partial(_all_joined, mesh=mesh, width=width, dim=dim), partial(_columns, mesh=mesh, dim=dim)
+    )
 
 
-def part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's columns of a replicated input."""
-    out: torch.Tensor = _Part.apply(x, mesh)
-    return out
+def part(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
+    """This rank's columns of a replicated input, or its part along another dimension."""
+    join = partial(_all_joined, mesh=mesh, width=x.shape[dim], dim=dim)
+    return differentiable(x, partial(_columns, mesh=mesh, dim=dim), join)
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -82,58 +87,19 @@ def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return total
 
 
-def _all_joined(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+def _all_joined(x: torch.Tensor, mesh: DeviceMesh, width: int, dim: int) -> torch.Tensor:
     sizes = [_share(width, mesh.size(), rank)[1] for rank in range(mesh.size())]
     # All-gather needs tensors of equal size.
-    padded = torch.nn.functional.pad(x, (0, sizes[0] - x.shape[-1])).contiguous()
-    columns = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(columns, padded, group=mesh.get_group())
-    return torch.cat([item[..., :size] for item, size in zip(columns, sizes, strict=True)], dim=-1)
+    missing = list(x.shape)
+    missing[dim] = sizes[0] - x.shape[dim]
+    padded = torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x.contiguous()
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=mesh.get_group())
+    # A copy of them: fully_shard sets hooks on what modules return, which views would lose.
+    return torch.cat([item.narrow(dim, 0, size) for item, size in zip(parts, sizes, strict=True)], dim)
 
 
-def _columns(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    begin, size = share_of(x.shape[-1], mesh)
-    return x.narrow(-1, begin, size).contiguous()
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_reduced(gradients[0], ctx.mesh), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _all_reduced(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _all_joined(x, mesh, width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _columns(gradients[0], ctx.mesh), None, None
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh, ctx.width = mesh, x.shape[-1]
-        return _columns(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_joined(gradients[0], ctx.mesh, ctx.width), None
+def _columns(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    begin, size = share_of(x.shape[dim], mesh)
+    # A copy, not a view, which would keep the full tensor.
+    return x.narrow(dim, begin, size).clone(memory_format=torch.contiguous_format)

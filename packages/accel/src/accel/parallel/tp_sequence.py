@@ -26,7 +26,7 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import FakeTensor
-from .sequence_collectives import gather, join, rows_per_rank, scatter, split, with_summed_gradient
+from .sequence_collectives import gather, join, rows_per_rank, scatter, split
 from .sequence_structure import BlockStructure
 from .tp_collectives import SharedInput, shared, summed
 
@@ -119,7 +119,7 @@ class SequenceRegion:
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that is used on this rank's rows."""
-        return with_summed_gradient(parameter, self.mesh) if self.length and parameter.requires_grad else parameter
+        return shared(parameter, self.mesh) if self.length and parameter.requires_grad else parameter
 
     # Hooks
 
