@@ -41,15 +41,13 @@ class TorchTensorParallelConfig:
     """How layers are sharded over the processes of the tensor-parallel axis.
 
     Args:
-        enable_async_tp: overlap communication with matrix products; not available in this version.
+        enable_async_tp: overlap communication with matrix products; not available in this version: True logs a warning
+            and has no effect.
         plan: how each module is sharded, by name or by pattern with ``*``: a style of Transformers ("colwise",
             "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
             shaped as Llama's or GPT-2's.
         loss_parallel: whether models of Transformers compute their loss from sharded logits in training. Logits are
             gathered when ``output.logits`` is read, on every rank of the axis.
-
-    Raises:
-        ConfigurationError: ``enable_async_tp`` is set.
     """
 
     enable_async_tp: bool = False
@@ -131,8 +129,7 @@ class PipelineParallelConfig:
             spent waiting), or "interleaved_zero_bubble" (the same, and gradients of weights are computed where a rank
             would wait; parameters must not be freed after the forward).
         num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline.
-        stages_per_rank: stages on each rank; None takes 2 for the interleaved schedules and 1
-            otherwise.
+        stages_per_rank: stages on each rank; None takes 2 for the interleaved schedules and 1 otherwise.
         loss_fn: the loss of a micro-batch, from outputs and labels, a mean; None takes that of Transformers' causal
             language models.
         example: a small batch to record the model's calls with: a tuple or a dict. Generated for models of

@@ -12,6 +12,8 @@ from accel_bigmodel.pipeline.stage import SkippedModule
 
 from .tp_layers import Columns, Heads, Rows
 
+_OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 class UnsupportedModelError(Exception):
     """Why a model's hidden states stay whole."""
@@ -97,7 +99,7 @@ def _structure(
             found.dropouts.append(module)
         elif isinstance(style, Heads) and holder is not None:
             continue
-        elif style is not None or isinstance(module, nn.modules.dropout._DropoutNd):
+        elif style is not None or isinstance(module, _OTHER_DROPOUTS):
             raise UnsupportedModelError(f"{key} is a {type(module).__name__} with the style {style!r}")
         elif any(True for _ in module.parameters(recurse=False)):
             if not _is_norm(module) or holder is not None:
