@@ -24,10 +24,13 @@ from expert_runs import (
     train,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accel import ParallelismConfig
-from accel.parallel.config import ExpertParallelConfig
+from accel.parallel.axis_settings import ExpertParallelConfig
+from accel.parallel.expert_balance import LoadCounter
+from accel.parallel.expert_dispatch import dispatched
 from accel.parallel.experts import experts_in
 from accel_state.env import patch_environment
 from accel_state.errors import ArgumentTypeError, ConfigurationError
@@ -202,6 +205,42 @@ def unchanged_elsewhere() -> None:
 
 def test_only_prepared_models_have_the_auxiliary_loss_of_all_ranks() -> None:
     run_world(unchanged_elsewhere, 2, timeout=250)
+
+
+def padded() -> None:
+    """Tokens of padding do not count in the auxiliary loss; ranks have unequally many of them."""
+    accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS)
+    other, tokens = build("mixtral"), batches(1)[0]
+    mask = torch.ones_like(tokens)
+    mask[0, 2:] = mask[1, 4:] = 0
+    model = accelerator.prepare(build("mixtral"))
+    own, own_mask = (whole.chunk(2)[accelerator.process_index] for whole in (tokens, mask))
+    found = model(input_ids=own, attention_mask=own_mask, use_cache=False).aux_loss
+    expected = other(input_ids=tokens, attention_mask=mask, use_cache=False).aux_loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_has_no_part_in_the_auxiliary_loss() -> None:
+    run_world(padded, 2, timeout=250)
+
+
+def routed_to_no_expert() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    hidden = torch.full((3, 2), 1.0 + rank)
+    index = torch.tensor([[0, 3], [-1, 2], [4, 1]])
+    outputs, counts = dispatched(
+        lambda rows, numbers: rows * (1 + numbers + 2 * rank).unsqueeze(-1), hidden, index, 4, mesh
+    )
+    assert torch.equal(outputs, torch.tensor([[1, 4], [0, 3], [0, 2]]).unsqueeze(-1) * hidden.unsqueeze(1))
+    assert torch.equal(counts, torch.ones(4, dtype=torch.int64))
+    counter = LoadCounter(4)
+    counter.add(counts, index.numel())
+    assert counter.counts.tolist() == [1, 1, 1, 1, 2]
+
+
+def test_tokens_for_no_expert_get_zeros_and_are_counted() -> None:
+    run_world(routed_to_no_expert, 2, timeout=250)
 
 
 @pytest.mark.parametrize(
