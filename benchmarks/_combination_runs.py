@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, CheckpointError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
-from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from accel_state import context
 from accel_state.errors import ConfigurationError

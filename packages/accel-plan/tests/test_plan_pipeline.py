@@ -16,7 +16,8 @@ from torch.distributed import pipelining
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel_launch.config.read import load_settings
 from accel_plan._torch_compat import local_tensor, storage_id
 from accel_plan.command import COMMAND

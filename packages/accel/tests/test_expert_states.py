@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel import Accelerator
-from accel.parallel.config import PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
 from accel.utils import expert_load
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world

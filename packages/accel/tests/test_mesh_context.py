@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.parallel.config import ParallelismConfig, TorchContextParallelConfig
+from accel.parallel.axis_settings import TorchContextParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel.parallel.context_parallel import (
     ContextParallel,
     _cpu_backward,

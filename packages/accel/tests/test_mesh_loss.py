@@ -14,7 +14,7 @@ from torch.nn import functional
 from accel import Accelerator, ParallelismConfig
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel import tp_collectives
-from accel.parallel.config import TorchTensorParallelConfig
+from accel.parallel.axis_settings import TorchTensorParallelConfig
 from accel.parallel.sequence_inputs import shift_labels
 from accel.parallel.sharded_logits import _Shard
 from accel.parallel.tp_collectives import share_of

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 from accel import Accelerator, GradScalerKwargs
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.base import Handlers
-from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel.strategies.mesh_pp import PipelineStrategy
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError

@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.parallel.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accel.parallel.axis_settings import DeepSpeedSequenceParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 

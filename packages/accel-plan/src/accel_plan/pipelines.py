@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel.parallel.config import PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
 from accel.parallel.pipeline import block_ranges
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution

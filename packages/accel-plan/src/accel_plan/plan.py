@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.parallel.config import SPLIT_BACKWARD, PipelineParallelConfig
+from accel.parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution

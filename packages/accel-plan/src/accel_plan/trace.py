@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel.fsdp.meta_init import allocate, owners_of
-from accel.parallel.config import PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
 from accel_bigmodel.estimate.activations import example_inputs
 from accel_data import DataLoaderConfiguration
 from accel_state.errors import ConfigurationError

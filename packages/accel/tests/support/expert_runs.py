@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from accel import Accelerator
 from accel.core.fused_dtensor import full_tensor
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ExpertParallelConfig, ParallelismConfig, PipelineParallelConfig
+from accel.parallel.axis_settings import ExpertParallelConfig, PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig
 
 VOCABULARY, EXPERTS, SAMPLES = 61, 8, 8
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}

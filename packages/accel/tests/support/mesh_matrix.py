@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.core.local_part import local
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ParallelismConfig, PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
+from accel.parallel.config import ParallelismConfig
 from accel_state.random import set_seed
 
 BATCH = 8

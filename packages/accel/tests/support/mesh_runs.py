@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
+from accel.parallel.axis_settings import TorchTensorParallelConfig
+from accel.parallel.config import ParallelismConfig
 
 VOCABULARY, BATCH, LENGTH = 13, 8, 6
 # fp32 on several ranks adds the same numbers in another order.

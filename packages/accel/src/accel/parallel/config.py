@@ -1,14 +1,11 @@
-"""The sizes of the axes of a mesh of processes, and the settings of each kind of parallelism. Torch is imported where a
-mesh is built.
-"""
+"""The sizes of the axes of a mesh of processes. Torch is imported where a mesh is built."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import ArgumentTypeError, ConfigurationError
@@ -16,201 +13,19 @@ from accel_state.humanize import counted
 from accel_state.options import ParallelismOptions
 
 from .axes import AXES, DATA_AXES, EXPERT_AXES
+from .axis_settings import (
+    DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
+    PipelineParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    choices,
+    one_of,
+    positive,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-
-SCHEDULES: Mapping[str, str] = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved1f1b": "ScheduleInterleaved1F1B",
-    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
-}
-"""Schedules of torch.distributed.pipelining, by name."""
-
-INTERLEAVED = frozenset({"interleaved1f1b", "interleaved_zero_bubble"})
-"""Schedules with several stages on a rank."""
-
-SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble"})
-"""Schedules that compute gradients of weights later than those of inputs. If parameters are freed in between, torch
-computes wrong gradients in them, without an error."""
-
-
-@dataclass
-class TorchTensorParallelConfig:
-    """How layers are sharded over the processes of the tensor-parallel axis.
-
-    Args:
-        enable_async_tp: overlap communication with matrix products; not available in this version: True logs a warning
-            and has no effect.
-        plan: how each module is sharded, by name or by pattern with ``*``: a style of Transformers ("colwise",
-            "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
-            shaped as Llama's or GPT-2's.
-        loss_parallel: whether models of Transformers compute their loss from sharded logits in training. Logits are
-            gathered when ``output.logits`` is read, on every rank of the axis.
-    """
-
-    enable_async_tp: bool = False
-    plan: Mapping[str, Any] | None = None
-    loss_parallel: bool = True
-
-    def __post_init__(self) -> None:
-        if self.enable_async_tp:
-            logging.getLogger(__name__).warning(
-                "enable_async_tp=True has no effect: overlapping communication with matrix products needs compiled "
-                "models on devices with symmetric memory, and is not available in this version. Results are the same."
-            )
-
-
-@dataclass
-class TorchContextParallelConfig:
-    """How attention works where each process has a part of the sequence.
-
-    Args:
-        cp_comm_strategy: how keys and values travel: "allgather" (all at once) or "alltoall" (round a ring). None takes
-            the launcher's choice (``--parallelism_config_cp_comm_strategy``), and "allgather" without one.
-
-    Raises:
-        ConfigurationError: another value.
-    """
-
-    cp_comm_strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = ParallelismOptions.from_environment().cp_comm_strategy
-        _one_of("cp_comm_strategy", self.cp_comm_strategy, _choices("cp_comm_strategy"))
-
-
-SP_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
-
-
-@dataclass
-class DeepSpeedSequenceParallelConfig:
-    """How sequences are exchanged for attention heads (Ulysses).
-
-    A value of None takes the launcher's (``--parallelism_config_sp_...``).
-
-    Args:
-        sp_seq_length: tokens of a sequence, where all have the same length.
-        sp_seq_length_is_variable: whether sequences differ in length (default True).
-        sp_attn_implementation: name of the implementation of attention (default "sdpa").
-
-    Raises:
-        ConfigurationError: a length below 1, or an unknown implementation.
-    """
-
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        launched = ParallelismOptions.from_environment()
-        for item in fields(self):
-            if getattr(self, item.name) is None:
-                setattr(self, item.name, getattr(launched, item.name))
-        if self.sp_seq_length is not None:
-            _positive("sp_seq_length", self.sp_seq_length)
-        name = str(self.sp_attn_implementation)
-        if name not in SP_ATTENTION and "/" not in name:
-            raise ConfigurationError(
-                f"sp_attn_implementation={name!r} is not one of {', '.join(SP_ATTENTION)}, nor a kernel on the Hub "
-                "(owner/name)."
-            )
-
-
-@dataclass
-class PipelineParallelConfig:
-    """How batches pass through the stages of a pipeline.
-
-    Args:
-        schedule: the order of forward and backward passes: "1f1b" (as few micro-batches in memory as there are stages),
-            "gpipe" (all forward passes first), "interleaved1f1b" (several stages on each rank, so that less time is
-            spent waiting), or "interleaved_zero_bubble" (the same, and gradients of weights are computed where a rank
-            would wait; parameters must not be freed after the forward).
-        num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline.
-        stages_per_rank: stages on each rank; None takes 2 for the interleaved schedules and 1 otherwise.
-        loss_fn: the loss of a micro-batch, from outputs and labels, a mean; None takes that of Transformers' causal
-            language models.
-        example: a small batch to record the model's calls with: a tuple or a dict. Generated for models of
-            Transformers.
-
-    Raises:
-        ConfigurationError: a value that is not known, or that contradicts another.
-    """
-
-    schedule: str = "1f1b"
-    num_microbatches: int | None = None
-    stages_per_rank: int | None = None
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    example: Mapping[str, Any] | Sequence[Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigurationError(
-                f"{self.label('schedule')} is not one of {', '.join(SCHEDULES)}. Choose one of them."
-            )
-        is_interleaved = self.schedule in INTERLEAVED
-        if self.stages_per_rank is None:
-            self.stages_per_rank = 2 if is_interleaved else 1
-        _positive("stages_per_rank", self.stages_per_rank)
-        if self.num_microbatches is not None:
-            _positive("num_microbatches", self.num_microbatches)
-        if (self.stages_per_rank > 1) != is_interleaved:
-            raise ConfigurationError(
-                f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}. Use "
-                f"{' or '.join(sorted(INTERLEAVED))} with 2 or more stages per rank, or another schedule with 1."
-            )
-
-    def check_batch(self, samples: int, ranks: int) -> int:
-        """The number of micro-batches for a batch of ``samples`` on a pipeline of ``ranks``.
-
-        Raises:
-            ConfigurationError: the batch cannot be split into that number, or the schedule does not allow it.
-        """
-        count = self.num_microbatches or ranks
-        if self.schedule == "1f1b" and count < ranks:
-            reason = f"1f1b needs at least as many as there are ranks in the pipeline ({ranks})"
-        elif self.schedule in INTERLEAVED and count % ranks:
-            reason = f"{self.schedule} needs a multiple of the {ranks} ranks of the pipeline"
-        elif samples % count:
-            reason = (
-                f"a batch of {samples} samples on a rank is not a multiple of it (drop_last=True drops a short last "
-                "batch)"
-            )
-        else:
-            return count
-        raise ConfigurationError(
-            f"{self.label('num_microbatches', count)}: {reason}. Choose another number, or change the batch size."
-        )
-
-    def label(self, name: str, value: Any = None) -> str:
-        """A setting in messages; by default with its own value. A subclass may name the option that it comes from."""
-        return f"{name}={getattr(self, name) if value is None else value!r}"
-
-
-@dataclass
-class ExpertParallelConfig:
-    """How the experts of a mixture are distributed and kept busy.
-
-    Args:
-        balance_rate: after each optimizer step, the bias with which a router chooses experts changes by this much: up
-            for experts with fewer tokens than the mean, down for those with more (the auxiliary-loss-free balancing of
-            DeepSeek-V3, arXiv:2408.15664, which uses 1e-3). It needs routers with such a bias
-            (``e_score_correction_bias``). 0 leaves the bias as it is.
-
-    Raises:
-        ConfigurationError: a negative rate, or one that is not finite.
-    """
-
-    balance_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        rate = self.balance_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-            raise ArgumentTypeError(f"balance_rate={rate!r} must be a number.")
-        if not math.isfinite(rate) or rate < 0:
-            raise ConfigurationError(f"balance_rate={rate!r} must be 0 or a positive number, such as 1e-3.")
 
 
 @dataclass
@@ -267,10 +82,10 @@ class ParallelismConfig:
         for axis in (*AXES, "ep"):
             name = f"{axis}_size"
             value = getattr(self, name)
-            setattr(self, name, _positive(name, getattr(launched, name) if value is None else value))
+            setattr(self, name, positive(name, getattr(launched, name) if value is None else value))
         for axis in ("cp", "sp"):
             name = f"{axis}_backend"
-            setattr(self, name, _one_of(name, getattr(self, name) or getattr(launched, name), _choices(name)))
+            setattr(self, name, one_of(name, getattr(self, name) or getattr(launched, name), choices(name)))
         if self.tp_sequence_parallel is None:
             self.tp_sequence_parallel = launched.tp_sequence_parallel
         elif not isinstance(self.tp_sequence_parallel, bool):
@@ -486,7 +301,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        _positive("tp_size", self.tp_size)
+        positive("tp_size", self.tp_size)
 
     @property
     def strategy(self) -> str:
@@ -515,20 +330,3 @@ class TorchTensorParallelPlugin:
 def _sizes(given: Mapping[str, int]) -> dict[str, Any]:
     """A size for every axis, so that none comes from the launcher."""
     return {f"{axis}_size": given.get(axis, 1) for axis in (*AXES, "ep")}
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        kind = ConfigurationError if isinstance(value, int) else ArgumentTypeError
-        raise kind(f"{name}={value!r} must be a positive integer.")
-    return value
-
-
-def _choices(name: str) -> tuple[str, ...]:
-    return next(opt.choices or () for opt in ParallelismOptions.options() if opt.field == name)
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
-    return str(value)

@@ -26,7 +26,7 @@ from accel_state.operations import send_to_device
 from ..core.computed_loss import ComputedLoss
 from ..core.local_part import local
 from ..core.unwrap import clean_name
-from .config import SCHEDULES, PipelineParallelConfig
+from .axis_settings import SCHEDULES, PipelineParallelConfig
 from .late_checks import LateChecks
 from .sequence_inputs import IGNORED, check_documents, shift_labels
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from accel_state.errors import ConfigurationError
 
-from .config import DeepSpeedSequenceParallelConfig
+from .axis_settings import DeepSpeedSequenceParallelConfig
 from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, shift_labels
 
 ATTENTION = "accel_ulysses"

@@ -30,7 +30,7 @@ from ..fsdp.checkpoint.files import gather_one, on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
 from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..kwargs.base import Handlers
-from ..parallel.config import SPLIT_BACKWARD, PipelineParallelConfig
+from ..parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
 from ..parallel.pipeline import TrainingPipeline
 from ..parallel.tp_plan import TensorParallelPlan
