@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_changes import DELETE, put, rewrite
 from checkpoint_runs import Run, as_of_another_library
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -38,35 +39,6 @@ class Strict:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         key, self.next_key = self.next_key, "value"
         self.value.copy_(state[key])
-
-
-def rewrite(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """A change of what a file of torch's format holds."""
-
-    def apply(directory: Path) -> None:
-        content = torch.load(directory / name, weights_only=False)
-        torch.save(change(content), directory / name)
-
-    return apply
-
-
-def put(*path: Any, value: Any) -> Callable[[Any], Any]:
-    """A change that sets the value at a path of keys; a path that ends with None deletes it."""
-
-    def apply(content: Any) -> Any:
-        target = content
-        for key in path[:-1]:
-            target = target[key]
-        if value is DELETE:
-            del target[path[-1]]
-        else:
-            target[path[-1]] = value
-        return content
-
-    return apply
-
-
-DELETE = object()
 
 
 def weights(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_changes import put, rewrite
 from torch import nn
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
@@ -105,27 +106,6 @@ def without(name: str) -> Callable[[Any], None]:
     return lambda metadata: metadata.state_dict_metadata.pop(name)
 
 
-def file(name: str, change: Callable[[Any], Any]) -> Change:
-    """A change of a file that ``torch.save`` has written."""
-
-    def apply(state: Path) -> None:
-        content = torch.load(state / name, weights_only=False)
-        torch.save(change(content), state / name)
-
-    return apply
-
-
-def put(*path: Any, value: Any) -> Callable[[Any], Any]:
-    def apply(content: Any) -> Any:
-        target = content
-        for key in path[:-1]:
-            target = target[key]
-        target[path[-1]] = value
-        return content
-
-    return apply
-
-
 MOMENT = "optimizer.state.0.weight.exp_avg"
 SHARDED: dict[str, Change] = {
     "weight of another shape": table(MODEL, resized("model.0.weight", (6, 5))),
@@ -148,36 +128,38 @@ SHARDED: dict[str, Change] = {
         metadata.planner_data, (1,)))),
     "paths are numbers": table(OPTIMIZER, lambda metadata: metadata.planner_data.update(dict.fromkeys(
         metadata.planner_data, 7))),
-    "scheduler": file("scheduler.bin", put("last_epoch", value=10**30)),
+    "scheduler": rewrite("scheduler.bin", put("last_epoch", value=10**30)),
 }  # fmt: skip
 FULL: dict[str, Change] = {
-    "weights are a list": file("pytorch_model_fsdp.bin", lambda state: [state]),
-    "weight is a number": file("pytorch_model_fsdp.bin", put("0.bias", value=1.5)),
-    "weight of another shape": file("pytorch_model_fsdp.bin", put("0.bias", value=torch.zeros(3))),
-    "optimizer is a list": file("optimizer.bin", lambda state: [state]),
-    "optimizer without groups": file("optimizer.bin", lambda state: {"state": state["state"]}),
-    "group is a list": file("optimizer.bin", put("param_groups", 0, value=[1])),
-    "state is a list": file("optimizer.bin", put("state", value=[])),
-    "entries are a number": file("optimizer.bin", put("state", "0.weight", value=3)),
-    "moment of another shape": file("optimizer.bin", put("state", "0.weight", "exp_avg", value=torch.zeros(3))),
-    "moment is a number": file("optimizer.bin", put("state", "2.bias", "exp_avg_sq", value=1.0)),
-    "steps below zero": file("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(-5.0))),
-    "steps are NaN": file("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(float("nan")))),
-    "steps of 1e30": file("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(1e30))),
-    "learning rate": file("optimizer.bin", put("param_groups", 0, "lr", value="fast")),
-    "learning rate of infinity": file("optimizer.bin", put("param_groups", 0, "lr", value=float("inf"))),
+    "weights are a list": rewrite("pytorch_model_fsdp.bin", lambda state: [state]),
+    "weight is a number": rewrite("pytorch_model_fsdp.bin", put("0.bias", value=1.5)),
+    "weight of another shape": rewrite("pytorch_model_fsdp.bin", put("0.bias", value=torch.zeros(3))),
+    "optimizer is a list": rewrite("optimizer.bin", lambda state: [state]),
+    "optimizer without groups": rewrite("optimizer.bin", lambda state: {"state": state["state"]}),
+    "group is a list": rewrite("optimizer.bin", put("param_groups", 0, value=[1])),
+    "state is a list": rewrite("optimizer.bin", put("state", value=[])),
+    "entries are a number": rewrite("optimizer.bin", put("state", "0.weight", value=3)),
+    "moment of another shape": rewrite("optimizer.bin", put("state", "0.weight", "exp_avg", value=torch.zeros(3))),
+    "moment is a number": rewrite("optimizer.bin", put("state", "2.bias", "exp_avg_sq", value=1.0)),
+    "steps below zero": rewrite("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(-5.0))),
+    "steps are NaN": rewrite("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(float("nan")))),
+    "steps of 1e30": rewrite("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(1e30))),
+    "learning rate": rewrite("optimizer.bin", put("param_groups", 0, "lr", value="fast")),
+    "learning rate of infinity": rewrite("optimizer.bin", put("param_groups", 0, "lr", value=float("inf"))),
 }
 LOCAL_MODEL, LOCAL_OPTIMIZER = "pytorch_model_fsdp_rank1.bin", "optimizer_rank1.bin"
 LOCAL: dict[str, Change] = {
-    "weights are a list": file(LOCAL_MODEL, lambda state: [state]),
-    "no weights": file(LOCAL_MODEL, lambda state: {"world_size": 2}),
-    "weight is a number": file(LOCAL_MODEL, put("state", "0.bias", value=1)),
-    "weight of another shape": file(LOCAL_MODEL, put("state", "0.bias", value=torch.zeros(17))),
-    "optimizer is a list": file(LOCAL_OPTIMIZER, put("state", value=[1])),
-    "optimizer without state": file(LOCAL_OPTIMIZER, lambda state: {"world_size": 2, "state": {"param_groups": []}}),
-    "entries are a number": file(LOCAL_OPTIMIZER, put("state", "state", "0.weight", value=3)),
-    "moment of another shape": file(LOCAL_OPTIMIZER, put("state", "state", "0.weight", "exp_avg", value=torch.ones(9))),
-    "steps below zero": file(LOCAL_OPTIMIZER, put("state", "state", "0.weight", "step", value=torch.tensor(-1.0))),
+    "weights are a list": rewrite(LOCAL_MODEL, lambda state: [state]),
+    "no weights": rewrite(LOCAL_MODEL, lambda state: {"world_size": 2}),
+    "weight is a number": rewrite(LOCAL_MODEL, put("state", "0.bias", value=1)),
+    "weight of another shape": rewrite(LOCAL_MODEL, put("state", "0.bias", value=torch.zeros(17))),
+    "optimizer is a list": rewrite(LOCAL_OPTIMIZER, put("state", value=[1])),
+    "optimizer without state": rewrite(LOCAL_OPTIMIZER, lambda state: {"world_size": 2, "state": {"param_groups": []}}),
+    "entries are a number": rewrite(LOCAL_OPTIMIZER, put("state", "state", "0.weight", value=3)),
+    "moment of another shape": rewrite(
+        LOCAL_OPTIMIZER, put("state", "state", "0.weight", "exp_avg", value=torch.ones(9))
+    ),
+    "steps below zero": rewrite(LOCAL_OPTIMIZER, put("state", "state", "0.weight", "step", value=torch.tensor(-1.0))),
 }
 KINDS = {
     (2, "SHARDED_STATE_DICT"): SHARDED,
