@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,12 @@ from torch import nn
 
 from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load, newest_complete, save, verify
 from accel_checkpoint.commands.checkpoint import run
+from accel_checkpoint.manifest import FileRecord, record_file
 from accel_checkpoint.remote import directory as remote_directory
+from accel_checkpoint.remote.directory import RemoteDirectory
+from accel_checkpoint.remote.reading import RemoteFiles
+from accel_checkpoint.sharded import reader
+from accel_checkpoint.sharded.writer import TensorWriter
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
 from accel_state.storage import store as storage
@@ -68,6 +74,9 @@ class Faulty(MemoryFileSystem):
             type(self).late -= 1
             found = dict(list(found.items())[:-1])
         return found
+
+
+read_ranges = Store.read_ranges
 
 
 @pytest.fixture
@@ -146,6 +155,13 @@ def test_a_save_that_fails_leaves_the_older_one(operation: str, error: BaseExcep
     assert len(inside("a")) == 2  # the marker and one prefix
 
 
+def test_what_a_store_says_is_shown_without_secrets(faulty: type[Faulty]) -> None:
+    faulty.faults = {"upload": [PermissionError("refused: AWS_SECRET_ACCESS_KEY=hunter22hunter22")] * 50}
+    with pytest.raises(StoreError, match="refused") as raised:
+        save(state(), "faulty://bucket/a")
+    assert "hunter22" not in str(raised.value)
+
+
 def test_a_store_that_loses_an_object(faulty: type[Faulty]) -> None:
     save(state(), "faulty://bucket/a")
     faulty.lost = ("weights.bin",)
@@ -158,6 +174,61 @@ def test_a_store_that_lists_late(faulty: type[Faulty]) -> None:
     faulty.late = 2
     save(state(), "faulty://bucket/a")
     assert load("faulty://bucket/a")["step"] == 1
+
+
+def test_a_store_that_lists_the_table_of_a_rank_late(faulty: type[Faulty]) -> None:
+    """Without the table, the files of the rank would be taken for what killed processes have left."""
+    directory = RemoteDirectory(RemotePath("faulty://bucket/a"), "data-1-x")
+    store, table = Store(directory.target), {"r1": asdict(FileRecord(1, ("d",)))}
+    store.write("data-1-x/.records_1.json", json.dumps(table).encode())
+    faulty.late = 2
+    assert directory.records_of_others([1]) == {"r1": FileRecord(1, ("d",))} and not faulty.late
+    with pytest.raises(CheckpointError, match=r"records_2"):
+        directory.records_of_others([1, 2])
+
+
+def test_a_save_that_ends_while_another_process_cleans(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(state(), "faulty://bucket/a")
+    store = Store(RemotePath("faulty://bucket/a"))
+    marker = store.read(MANIFEST)
+    assert marker is not None
+    store.delete(MANIFEST)
+    real = Store.names
+
+    def ended_meanwhile(self: Store, path: str = "") -> list[str]:
+        found = real(self, path)
+        self.write(MANIFEST, marker)  # its owner is gone as well
+        return found
+
+    monkeypatch.setattr(Store, "names", ended_meanwhile)
+    assert remote_directory.clean(store, None) == 0
+    assert load("faulty://bucket/a")["step"] == 1
+
+
+def test_files_of_shards_are_held_one_group_at_a_time(
+    faulty: type[Faulty], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 1)
+    writer = TensorWriter(tmp_path, file_bytes=1)
+    for number in range(4):
+        writer.add([f"model.w{number}"], torch.full((1000,), float(number)), [1000], [0])
+    names = writer.finish()
+    store = Store(RemotePath("faulty://bucket/shards"))
+    store.upload([(tmp_path / name, f"data/{name}") for name in names])
+    source = RemoteFiles(store, "data", {name: record_file(tmp_path / name) for name in names})
+    held = []
+    monkeypatch.setattr(Store, "read_ranges", lambda *args: held.append(len(source._files)) or read_ranges(*args))
+    read = reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model", source)
+    assert all(read[f"w{number}"].eq(number).all() for number in range(4))
+    assert len(held) == 4 and max(held) == 0 and not source._files
+    # The digests are of the bytes that are read, not of a copy.
+    path = next(path for path in Faulty.store if path.endswith("__0_2.distcp"))
+    content = bytearray(Faulty.store[path].getvalue())
+    content[content.find(torch.full((1000,), 2.0).numpy().tobytes()) + 5] ^= 1
+    MemoryFileSystem.pipe_file(Faulty(), path, bytes(content))
+    source = RemoteFiles(store, "data", {name: record_file(tmp_path / name) for name in names})
+    with pytest.raises(CheckpointError, match=r"__0_2\.distcp is damaged"):
+        reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size, dtype=dtype), "model", source)
 
 
 def test_two_runs_that_save_to_one_place(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from accel_checkpoint.names import CheckpointError
 from accel_checkpoint.sharded import metadata as sharded_metadata
@@ -49,6 +51,25 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         ), name
 
 
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [((6, 0), (5, 5)), ((5, 0), (6, 5)), ((7, 0), (6, 5)), ((6, 1), (6, 5))],
+    ids=["hole", "overlap", "after the end", "past a row"],
+)
+def test_parts_that_are_not_the_tensor(offset: tuple[int, int], size: tuple[int, int], tmp_path: Path) -> None:
+    """Refused with the metadata, whether or not the tensor is loaded."""
+    dcp.save({"model.w": torch.zeros(12, 5)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = sharded_metadata.read_metadata(tmp_path)
+    parts = [((0, 0), (6, 5)), (offset, size)]
+    chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes in parts]
+    metadata.state_dict_metadata["model.w"].chunks[:] = chunks
+    with pytest.raises(CheckpointError, match=r"model\.w"):
+        sharded_metadata.parse_metadata(pickle.dumps(metadata), "x")
+    chunks[1] = ChunkStorageMetadata(torch.Size((6, 0)), torch.Size((6, 5)))
+    metadata.state_dict_metadata["model.w"].chunks[:] = chunks
+    sharded_metadata.parse_metadata(pickle.dumps(metadata), "x")
+
+
 class Python3112(pickle.Pickler):
     """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do."""
 
@@ -75,6 +96,26 @@ def test_getattr_gives_nothing_but_members_of_enumerations(tmp_path: Path) -> No
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(CheckpointError, match="__init__.*Metadata.*not"):
         sharded_metadata.read_metadata(tmp_path)
+
+
+def test_metadata_calls_nothing(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match="mkdir"):
+        sharded_metadata.read_metadata(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_an_extension_has_transformed_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    metadata = sharded_metadata.read_metadata(tmp_path)
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["some-zip"]
+    with pytest.raises(CheckpointError, match="some-zip"):
+        reader.read_shards(tmp_path, lambda path, size, dtype: torch.empty(size), "model", metadata=metadata)
 
 
 def test_into_another_dtype(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -70,10 +70,10 @@ class CheckpointDirectory:
         table = json.dumps({name: asdict(record) for name, record in records.items()})
         (self.partial / _RECORDS_NAME.format(number)).write_text(table)
 
-    def records_of_others(self) -> dict[str, FileRecord]:
-        """What other ranks have left, of files that still exist with that size."""
+    def records_of_others(self, ranks: Iterable[int]) -> dict[str, FileRecord]:
+        """What other ranks have left, of files that still exist with that size; those of other nodes left nothing."""
         records: dict[str, FileRecord] = {}
-        for path in self.partial.glob(_RECORDS_NAME.format("*")):
+        for path in filter(Path.exists, (self.partial / _RECORDS_NAME.format(rank) for rank in ranks)):
             for name, record in json.loads(path.read_bytes()).items():
                 file = self.partial / name
                 if file.is_file() and file.stat().st_size == record["size"]:

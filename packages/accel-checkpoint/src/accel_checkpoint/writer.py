@@ -227,7 +227,8 @@ class StateWriter:
                     with directory.explaining_write_errors():
                         for finalize in self.finalizers:
                             finalize(partial_dir)
-                        others = directory.records_of_others() if self.world_size > 1 else {}
+                        ranks = [rank for rank in range(self.world_size) if rank != self.rank]
+                        others = directory.records_of_others(ranks)
                         manifest = write_manifest(
                             partial_dir, self.world_size, self.counters, {**others, **records}, directory.shared
                         )

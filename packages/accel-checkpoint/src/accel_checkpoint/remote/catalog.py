@@ -10,7 +10,7 @@ from accel_state.storage.url import RemotePath
 
 from ..manifest import Manifest, record_file
 from ..names import MANIFEST_NAME, NUMBERED, CheckpointError
-from .directory import PREFIX, clean
+from .directory import PREFIX, clean, differing
 
 
 def read_manifest(place: RemotePath) -> Manifest | None:
@@ -27,9 +27,8 @@ def examine(place: RemotePath) -> tuple[Manifest | None, str]:
         return None, str(error)
     if manifest is None:
         return None, "was never finished"
-    sizes = {entry.path: entry.size for entry in Store(place).files(manifest.prefix)}
-    differing = [name for name, record in manifest.files.items() if sizes.get(name) != record.size]
-    return manifest, f"missing or of another size: {', '.join(differing)}" if differing else ""
+    problems = differing(Store(place), manifest.prefix, manifest)
+    return manifest, f"missing or of another size: {', '.join(problems)}" if problems else ""
 
 
 def verified(place: RemotePath) -> tuple[int, dict[str, str]]:
@@ -38,12 +37,10 @@ def verified(place: RemotePath) -> tuple[int, dict[str, str]]:
     if manifest is None:
         raise CheckpointError(f"{place}/{MANIFEST_NAME} is missing: there is no complete checkpoint.")
     store = Store(place)
-    sizes = {entry.path: entry.size for entry in store.files(manifest.prefix)}
-    problems = {}
+    problems = differing(store, manifest.prefix, manifest)
     with tempfile.TemporaryDirectory(prefix="accel-verify-") as folder:
         for name, record in manifest.files.items():
-            if sizes.get(name) != record.size:
-                problems[name] = "has another size" if name in sizes else "missing"
+            if name in problems:
                 continue
             copy = Path(folder, "file")
             store.download([(f"{manifest.prefix}/{name}", copy)])

@@ -16,14 +16,14 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from accel_state import get_logger
 from accel_state.paths import refuse_link
-from accel_state.storage.store import Entry, Store, StoreError, is_gone, owner
+from accel_state.storage.store import Store, StoreError, is_gone, owner
 from accel_state.storage.url import RemotePath
 
 from ..atomic_dir import CheckpointDirectory
@@ -109,13 +109,22 @@ class RemoteDirectory:
             self._store.write(f"{self._save_id}/{_RECORDS_NAME.format(number)}", table.encode())
             self._local.abandon()
 
-    def records_of_others(self) -> dict[str, FileRecord]:
-        """What other ranks have sent."""
+    def records_of_others(self, ranks: Sequence[int]) -> dict[str, FileRecord]:
+        """What other ranks have sent.
+
+        Raises:
+            CheckpointError: the store has lost what one of them sent, without which its files would be taken for none.
+        """
         records: dict[str, FileRecord] = {}
-        prefix, suffix = _RECORDS_NAME.split("{}")
-        entries = [entry for entry in self._store.files(self._save_id) if entry.path.startswith(prefix)]
-        tables = [entry for entry in entries if entry.path.endswith(suffix)]
-        contents = self._store.read_ranges([(f"{self._save_id}/{entry.path}", 0, entry.size) for entry in tables])
+        tables = [_RECORDS_NAME.format(rank) for rank in ranks]
+        sizes: dict[str, int] = {}
+
+        def lacking() -> list[str]:
+            sizes.update((entry.path, entry.size) for entry in self._store.files(self._save_id))
+            return [name for name in tables if name not in sizes]
+
+        self._require(lacking, len(tables))
+        contents = self._store.read_ranges([(f"{self._save_id}/{name}", 0, sizes[name]) for name in tables])
         for content in contents:
             for name, record in json.loads(content).items():
                 records[name] = FileRecord(record["size"], tuple(record["digests"]))
@@ -152,16 +161,19 @@ class RemoteDirectory:
 
     def _require_sent(self, manifest: Manifest) -> None:
         """Raise CheckpointError if the store does not have every file; a marker must not name one that it lost."""
+        self._require(lambda: list(differing(self._store, self._save_id, manifest)), len(manifest.files))
+
+    def _require(self, lacking: Callable[[], list[str]], count: int) -> None:
+        """Wait until the store lists everything; raise CheckpointError with what it lacks if that takes too long."""
         missing: list[str] = []
         for attempt in range(_LISTINGS):
             if attempt:
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
-            sizes = {entry.path: entry.size for entry in self._store.files(self._save_id)}
-            missing = [name for name, record in manifest.files.items() if sizes.get(name) != record.size]
+            missing = lacking()
             if not missing:
                 return
         raise CheckpointError(
-            f"{self.target} has lost {', '.join(missing[:5])} of {len(manifest.files)} files that were sent: the store "
+            f"{self.target} has lost {', '.join(missing[:5])} of {count} files that were sent: the store "
             "does not list them. Save again; an older checkpoint there is unchanged."
         )
 
@@ -220,8 +232,13 @@ def clean(store: Store, marker: bytes | None, replaced: bytes | None = None) -> 
 
     def is_dead(prefix: str) -> bool:
         if prefix not in dead:
-            dead[prefix] = prefix not in ("", kept) and (prefix == old or _is_dead(store, prefix))
+            left = prefix not in ("", kept)
+            dead[prefix] = left and (prefix == old or (_is_dead(store, prefix) and not named(prefix)))
         return dead[prefix]
+
+    def named(prefix: str) -> bool:
+        # The save may have ended since the marker was read: it writes the marker, and then removes its owner.
+        return prefix == prefix_of(store.read(MANIFEST_NAME), where)
 
     for name in store.names():
         if name.startswith(PREFIX) and is_dead(name):
@@ -246,6 +263,11 @@ def _is_dead(store: Store, prefix: str) -> bool:
     return gone or name == owner()  # of this process, but not one that it is writing
 
 
-def remote_files(store: Store, manifest: Manifest) -> dict[str, Entry]:
-    """The files of a checkpoint that a store has, by name."""
-    return {entry.path: entry for entry in store.files(manifest.prefix)}
+def differing(store: Store, prefix: str, manifest: Manifest) -> dict[str, str]:
+    """The files of a manifest that a store does not list as they were written, with what is wrong."""
+    sizes = {entry.path: entry.size for entry in store.files(prefix)}
+    return {
+        name: "has another size" if name in sizes else "missing"
+        for name, record in manifest.files.items()
+        if sizes.get(name) != record.size
+    }

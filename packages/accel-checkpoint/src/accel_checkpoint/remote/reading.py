@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from accel_state.storage.url import RemotePath
 from ..consensus import on_all_ranks
 from ..manifest import BLOCK_BYTES, FileRecord, Manifest
 from ..names import MANIFEST_NAME, SHARD_SUFFIX, CheckpointError
+from ..sharded.sources import Range, joined
 
 # A file that is read by ranges, in parts of this size at once.
 _PART_BYTES = 16 << 20
@@ -121,11 +122,10 @@ class RemoteFiles:
         self.where = f"{store.place}/{prefix}"
         self._store, self._prefix, self._records = store, prefix, records
         self._files: dict[str, mmap.mmap] = {}
-        self._fetched: dict[str, list[tuple[int, int]]] = {}
+        self._fetched: dict[str, list[Range]] = {}
         self._checked: set[tuple[str, int]] = set()
-        self.bytes_read = 0
 
-    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+    def fetch(self, ranges: Sequence[Range]) -> None:
         """Read parts of files, and compare blocks that are there in full with their digests."""
         wanted = []
         for name, begin, end in ranges:
@@ -142,14 +142,19 @@ class RemoteFiles:
             contents = self._store.read_ranges([(f"{self._prefix}/{name}", begin, end) for name, begin, end in part])
             for (name, begin, end), content in zip(part, contents, strict=True):
                 self._memory(name)[begin:end] = content
-                self._fetched.setdefault(name, []).append((begin, end))
-                self.bytes_read += end - begin
+                self._fetched.setdefault(name, []).append((name, begin, end))
         for name in {name for name, _, _ in ranges}:
             self._check(name)
 
     def view(self, name: str, begin: int, end: int) -> memoryview:
         """A part of a file that was fetched."""
         return memoryview(self._memory(name))[begin:end]
+
+    def release(self, names: Iterable[str]) -> None:
+        """Give back the memory of files that nothing more is looked at of."""
+        for name in names:
+            self._files.pop(name, None)
+            self._fetched.pop(name, None)
 
     def _memory(self, name: str) -> mmap.mmap:
         """Memory of the size of a file, of which only what was written to is taken."""
@@ -159,7 +164,7 @@ class RemoteFiles:
 
     def _check(self, name: str) -> None:
         record = self._records[name]
-        for begin, end in _joined(self._fetched[name]):
+        for _, begin, end in joined(self._fetched[name], 0):
             first = -(-begin // BLOCK_BYTES)
             last = len(record.digests) if end == record.size else end // BLOCK_BYTES
             for block in range(first, last):
@@ -173,13 +178,3 @@ class RemoteFiles:
                         f"{self.where}/{name} is damaged: the block at byte {start} differs from what was written. "
                         "Choose another checkpoint."
                     )
-
-
-def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    result: list[tuple[int, int]] = []
-    for begin, end in sorted(parts):
-        if result and begin <= result[-1][1]:
-            result[-1] = result[-1][0], max(end, result[-1][1])
-        else:
-            result.append((begin, end))
-    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -40,6 +40,8 @@ class Source(Protocol):
     def fetch(self, ranges: Sequence[Range]) -> None: ...
 
     def view(self, name: str, begin: int, end: int) -> memoryview: ...
+
+    def release(self, names: Iterable[str]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _read_files(source: Source, by_file: Mapping[str, list[_Piece]], known: Desc
         with _naming(source, file):
             for piece in sorted(pieces, key=attrgetter("begin")):
                 piece.copy(source, known)
+    source.release(by_file)
 
 
 @contextmanager

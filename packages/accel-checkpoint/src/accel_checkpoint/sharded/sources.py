@@ -25,6 +25,9 @@ class MappedFiles:
     def fetch(self, ranges: Sequence[Range]) -> None:
         """Read parts of files, to look at soon. Here the system reads them when they are looked at."""
 
+    def release(self, names: Iterable[str]) -> None:
+        """Give back the memory of files that nothing more is looked at of. Here the system does."""
+
     def view(self, name: str, begin: int, end: int) -> memoryview:
         """A part of a file, of which only what was fetched may be looked at."""
         if name not in self._files:
