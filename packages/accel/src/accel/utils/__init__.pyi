@@ -254,10 +254,10 @@ from ..kwargs.handlers import GradScalerKwargs as GradScalerKwargs
 from ..kwargs.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from ..kwargs.handlers import ProfileKwargs as ProfileKwargs
 from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
-from ..parallel.config import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from ..parallel.axis_settings import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from ..parallel.axis_settings import TorchContextParallelConfig as TorchContextParallelConfig
+from ..parallel.axis_settings import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..parallel.config import ParallelismConfig as ParallelismConfig
-from ..parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
-from ..parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..parallel.expert_balance import ExpertLoad as ExpertLoad
 from ..parallel.expert_balance import expert_load as expert_load
