@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_monitor import Part, read_runs
+from accel_monitor import Part, attach, read_runs
 from accel_monitor.flops import StepFlops
 from accel_monitor.page import rows_of
 from accel_monitor.recorder import Recorder
@@ -136,6 +136,42 @@ def test_a_step_of_a_run_is_counted_once_on_each_rank(tmp_path: Path, kind: str)
         assert run.attempts[0, rank][0].step_flops == total // share
         lines = (tmp_path / "monitor" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
         assert [json.loads(line)["kind"] for line in lines].count("flops") == 1
+
+
+class Flexible(nn.Module):
+    """A layer and a condition, which torch compiles in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = self.layer(inputs)[None, None]
+        return heads + torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (heads.detach(),))
+
+
+def test_operators_that_compile_in_each_call_are_not_disturbed(tmp_path: Path) -> None:
+    model = Flexible()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(torch.ones(20, 8), batch_size=2)
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path)
+    for inputs in loader:
+        model(inputs).mean().backward()
+        optimizer.step()
+    monitor.finish()
+    (run,) = read_runs(tmp_path)
+    assert run.attempts[0, 0][0].step_flops is None and any("torch.compile" in note for note in run.notes)
+    assert run.attempts[0, 0][0].last_step == 10
+
+
+def test_operators_that_cannot_be_counted_are_named_and_computed() -> None:
+    flops = StepFlops(Recorder())
+    product = torch.ops.aten.mm.default
+    one = torch.ones(2, 2)
+    assert torch.equal(flops.__torch_dispatch__(product, (), (one, one)), one @ one) and flops.total == 16
+    assert flops.uncounted is None
+    # One of a higher order, which flex_attention and torch.cond have, is a function of its own.
+    assert flops.__torch_dispatch__(abs, (), (-3,)) == 3 and "abs" in str(flops.uncounted)
 
 
 def test_the_share_of_the_peak(tmp_path: Path) -> None:

@@ -9,6 +9,22 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+# torch's own counter of operations is built on it, and nothing public takes its place.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Older versions of torch refuse operators of a higher order, such as flex_attention, while a mode is active.
+PASSES_HIGHER_ORDER = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+
+
+def has_compiled_modules(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to a model, or in place to a part of it."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
 
 def watch_compilation(began: Callable[..., None], ended: Callable[..., None]) -> Callable[[], None] | None:
     """Call functions when torch.compile begins and ends compiling, once Dynamo is imported; None before that.

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from ._torch_compat import TorchDispatchMode
 from .parts import Part
 from .recorder import Recorder
 
@@ -66,22 +66,33 @@ class StepFlops(TorchDispatchMode):
         total: operations of the model: forward and backward.
         recomputed: operations that were done before: of forward passes within the backward pass (activation
             checkpointing), and of the scores of fused attention.
+        uncounted: the first operator that cannot be counted, such as flex_attention; None if there was none.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
         self.total = 0
         self.recomputed = 0
+        self.uncounted: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass, such as DTensor, whose parts come back here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        if packet in _FORMULAS:
-            operations = int(_FORMULAS[packet](*args, **kwargs, out_val=result))
+        packet = getattr(func, "_overloadpacket", None)
+        if packet is None:  # of a higher order, with a function of its own
+            self.uncounted = self.uncounted or str(func)
+        elif packet in _FORMULAS:
+            try:
+                operations = int(_FORMULAS[packet](*args, **kwargs, out_val=result))
+            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+                # torch's formulas assert what they know of shapes; training goes on.
+                self.uncounted = self.uncounted or str(func)
+                return result
             again = operations // 5 if packet in _ATTENTION_BACKWARD else 0
             self.recomputed += again
             self._add(operations - again)
@@ -100,17 +111,18 @@ class FlopCount:
 
     Args:
         recorder: whose steps.
-        counted: called once, with the operations of a step and with those that were computed again.
+        may_count: asked once, before it counts.
+        counted: called once, with the count of a step.
     """
 
-    def __init__(self, recorder: Recorder, counted: Callable[[int, int], None]) -> None:
-        self._recorder, self._counted = recorder, counted
+    def __init__(self, recorder: Recorder, may_count: Callable[[], bool], counted: Callable[[StepFlops], None]) -> None:
+        self._recorder, self._may_count, self._counted = recorder, may_count, counted
         self._mode: StepFlops | None = None
         self._steps = 0
 
     def begin_batch(self) -> None:
         """Called by the loop with a batch for training."""
-        if self._mode is None and self._steps >= _STEPS_BEFORE:
+        if self._mode is None and self._steps >= _STEPS_BEFORE and self._may_count():
             self._mode = StepFlops(self._recorder)
             self._mode.__enter__()
 
@@ -119,7 +131,7 @@ class FlopCount:
         self._steps += 1
         mode = self._leave()
         if mode is not None:
-            self._counted(mode.total, mode.recomputed)
+            self._counted(mode)
 
     def abandon(self) -> None:
         """Called by the loop where it leaves its loader: the step is not whole."""

@@ -16,9 +16,9 @@ from accel_state.errors import ConfigurationError, check_type
 from accel_state.paths import as_path, refuse_link
 from accel_state.state import current_rank
 
-from ._torch_compat import watch_compilation
+from ._torch_compat import PASSES_HIGHER_ORDER, has_compiled_modules, watch_compilation
 from .bad_steps import NormLimit, guilty_group
-from .flops import FlopCount
+from .flops import FlopCount, StepFlops
 from .hooks import ModelHooks, OptimizerHooks, watch_loader
 from .parts import Part
 from .recorder import Recorder, Snapshot
@@ -95,7 +95,7 @@ class Monitor:
             )
         self._models: list[ModelHooks] = []
         self._removals: list[Callable[[], None]] = []
-        self._watches_compilation = False
+        self._watches_compilation = self._has_compiled = False
         self._counting: Optimizer | None = None
         self._outer_parts: list[int] = []
         self._reporter.start()
@@ -133,8 +133,8 @@ class Monitor:
                     "communicates inside of them.",
                 )
             recorder.models.append(model)
-            if recorder.flops is None and len(recorder.models) == 1:
-                recorder.flops = FlopCount(recorder, self._flops_counted)
+            if PASSES_HIGHER_ORDER and recorder.flops is None and len(recorder.models) == 1:
+                recorder.flops = FlopCount(recorder, self._may_count, self._flops_counted)
             self._reporter.own_parts = self._own_parts(device=self._device)
             self._removals.append(hooks.remove)
         if optimizer is not None:
@@ -147,9 +147,32 @@ class Monitor:
             self._removals.append(watch_loader(loader, recorder))
         self._watch_compilation()
 
-    def _flops_counted(self, operations: int, recomputed: int) -> None:
+    def _may_count(self) -> bool:
+        """Whether a step can be looked at without disturbing it.
+
+        Operators such as ``torch.cond`` compile what they are given in each call, which fails while something looks at
+        operators. A compiled module is compiled by then.
+        """
+        if self._has_compiled and not any(map(has_compiled_modules, self._recorder.models)):
+            self._recorder.flops = None
+            self._note_uncounted("code outside of compiled modules uses torch.compile")
+            return False
+        return True
+
+    def _note_uncounted(self, reason: str) -> None:
+        self._reporter.event("note", text=f"the floating-point operations of a step are not known: {reason}.")
+
+    def _flops_counted(self, step: StepFlops) -> None:
         self._recorder.flops = None
-        self._reporter.event("flops", operations=operations, recomputed=recomputed, peak=self._peak_flops)
+        if step.uncounted is None:
+            if self._has_compiled:
+                text = (
+                    "operations in kernels that torch.compile writes, such as flex_attention, are not counted in FLOPs."
+                )
+                self._reporter.event("note", text=text)
+            self._reporter.event("flops", operations=step.total, recomputed=step.recomputed, peak=self._peak_flops)
+        else:
+            self._note_uncounted(f"{step.uncounted} is not counted")
 
     def _own_parts(self, device: torch.device) -> OwnParts:
         if device.type != "cpu":
@@ -164,6 +187,7 @@ class Monitor:
                 self._removals.append(remove)
 
     def _compiling(self, *_: Any) -> None:
+        self._has_compiled = True
         self._outer_parts.append(self._recorder.part)
         self._recorder.switch(Part.COMPILING)
 
