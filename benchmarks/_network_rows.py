@@ -307,7 +307,7 @@ ROWS = [
     Row("ctrl-c 1", "Ctrl-C on host1", _interrupt(1), says=("SIGINT.*machine rank 1", ""), codes=(130, 130), limit=15),
     Row("ctrl-c, cut", "Ctrl-C on both during a cut", _interrupt(0, 1, cut=True), codes=(130, 130), limit=15),
 ]
-DRAW = ("cut", "drop", "host0 back", "no script", "port taken", "127.0.1.1", "ctrl-c", "not main")
+DRAW = ("cut", "drop", "c10d cut", "host0 back", "no script", "port taken", "127.0.1.1", "ctrl-c", "not main")
 
 
 def command(row: Row, host: int, torchrun: bool = False) -> list[str]:
