@@ -227,8 +227,10 @@ class StateWriter:
                     with directory.explaining_write_errors():
                         for finalize in self.finalizers:
                             finalize(partial_dir)
-                        ranks = [rank for rank in range(self.world_size) if rank != self.rank]
-                        others = directory.records_of_others(ranks)
+                        others = {}
+                        if self.world_size > 1:
+                            ranks = [rank for rank in range(self.world_size) if rank != self.rank]
+                            others = directory.records_of_others(ranks)
                         manifest = write_manifest(
                             partial_dir, self.world_size, self.counters, {**others, **records}, directory.shared
                         )
