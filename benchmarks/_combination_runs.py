@@ -29,9 +29,11 @@ BLOCKS = {
     "qwen2": "Qwen2DecoderLayer",
     "mistral": "MistralDecoderLayer",
     "gpt2": "GPT2Block",
+    "mixtral": "MixtralDecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
 }
 ADAPTED = ("q_proj", "v_proj", "c_attn")
-AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def build(draw: Draw, seed: int, compiles: bool = True) -> nn.Module:
 def _language_model(draw: Draw) -> nn.Module:
     import transformers
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}
+    names = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
     drop = 0.1 if draw.has("dropout") else 0.0
     common = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     common["tie_word_embeddings"] = draw.has("tied")
@@ -162,6 +164,10 @@ def _language_model(draw: Draw) -> nn.Module:
             n_positions=64, n_embd=16, n_layer=4, n_head=4, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=0, **common
         )
         return transformers.GPT2LMHeadModel(config)
+    experts = {
+        "mixtral": {"num_local_experts": 4},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 4},
+    }
     config = getattr(transformers, f"{names[draw.model]}Config")(
         hidden_size=16,
         intermediate_size=24,
@@ -169,6 +175,7 @@ def _language_model(draw: Draw) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        **experts.get(draw.model, {}),
         **common,
     )
     return getattr(transformers, f"{names[draw.model]}ForCausalLM")(config)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _combination_runs import Draw, Found, Setup, plain, run_draws, train
+from _combination_runs import BLOCKS, Draw, Found, Setup, plain, run_draws, train
 
 from accel_state import context
 from accel_state.testing import WorldError, preload, run_world
@@ -45,7 +46,16 @@ SETUPS: dict[int, Sequence[str]] = {
         *("pp2-dp_replicate2", "cp4", "pp4", "tp4"),
     ),
 }
+# Experts over ranks that the other axes have already; "ep" does not multiply them.
+EXPERT_SETUPS: dict[int, Sequence[str]] = {
+    2: ("dp_shard2-ep2", "tp2-ep2", "cp2-ep2"),
+    4: (
+        *("dp_shard4-ep2", "dp_shard4-ep4", "dp_shard2-tp2-ep2", "dp_shard2-tp2-ep4", "dp_shard2-cp2-ep2"),
+        *("dp_replicate2-dp_shard2-ep2", "pp2-dp_shard2-ep2", "tp4-ep2"),
+    ),
+}
 MODELS = ("llama", "gpt2", "qwen2", "mistral", "batchnorm")
+MIXTURES = ("mixtral", "qwen3_moe")
 FEATURES = {
     **{"frozen": 0.15, "tied": 0.2, "lora": 0.15, "masks": 0.2, "packed": 0.08, "num_items": 0.15, "dropout": 0.08},
     **{"checkpointing": 0.12, "fsdp checkpointing": 0.12, "compiled": 0.06, "dynamo": 0.05, "dynamo blocks": 0.05},
@@ -58,21 +68,23 @@ LIMITS = {"no": (2e-5, 2e-3, 1e-4), "bf16": (3e-2, 0.15, 3e-2), "fp8": (0.15, 0.
 WORLD_SECONDS = 300.0
 
 
-def setup_of(rng: random.Random, ranks: Sequence[int] = (1, 2, 2, 2, 4, 4)) -> Setup:
+def setup_of(rng: random.Random, experts: bool = False, ranks: Sequence[int] = (1, 2, 2, 2, 4, 4)) -> Setup:
     count = rng.choice(ranks)
-    schedule = rng.choice(("1f1b", "1f1b", "gpipe", "interleaved1f1b"))
-    return Setup(rng.choice(SETUPS[count]), count, rng.random() < 0.8, rng.choice(FORMATS), schedule)
+    schedule = rng.choice(("1f1b", "1f1b", "gpipe", "interleaved1f1b", "interleaved_zero_bubble"))
+    names = EXPERT_SETUPS[count] if experts and count > 1 else SETUPS[count]
+    return Setup(rng.choice(names), count, rng.random() < 0.8, rng.choice(FORMATS), schedule)
 
 
 def draw_of(seed: int, number: int) -> Draw:
     """The draw of a number, which is the same on every machine."""
     rng = random.Random(f"{seed}.{number}")
-    setup = setup_of(rng)
+    mixture = rng.random() < 0.2
+    setup = setup_of(rng, experts=mixture and rng.random() < 0.8)
     features = {name for name, chance in FEATURES.items() if rng.random() < chance}
-    model = rng.choice((*MODELS[:4], *MODELS))
+    model = rng.choice(MIXTURES if mixture else (*MODELS[:4], *MODELS))
     if model == "batchnorm":
         features -= {"tied", "lora", "masks", "packed", "num_items", "dropout", "frozen", "checkpointing"}
-    later = setup_of(rng) if rng.random() < 0.15 else None
+    later = setup_of(rng, experts=mixture and rng.random() < 0.8) if rng.random() < 0.15 else None
     if setup.sizes.keys() & {"cp", "sp"}:
         features -= {"num_items"}  # the items of a batch are on several ranks: the loss is their mean already
         features -= {"dropout"}  # other positions, other random numbers
@@ -221,7 +233,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     rows = ["| strategy | draws | equal | refused | neither | loss | norm | weights |", "|---|" + "---|" * 7]
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
-        groups[record["draw"]["setup"]["name"].rstrip("0123") or "single"].append(record)
+        groups[re.sub(r"(?<!fsdp)(?<!zero)\d", "", record["draw"]["setup"]["name"])].append(record)
     for name, group in [*sorted(groups.items()), ("**all**", list(records))]:
         kinds = Counter(record["kind"] for record in group)
         equal = [record for record in group if record["kind"] == "equal" and record["draw"]["precision"] == "no"]
@@ -234,7 +246,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def preload_all() -> None:
     names = [f"accel.strategies.{name}" for name in ("ddp", "fsdp1", "fsdp2", "mesh", "mesh_pp", "deepspeed")]
-    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen2", "mistral")]
+    models = [f"transformers.models.{name}.modeling_{name}" for name in BLOCKS]
     preload("accel.accelerator", *names, *models, "accel.fsdp.checkpoint.files", "peft", "torch._dynamo", "accel_fp8")
     preload("torch.distributed.pipelining", "torch.distributed.checkpoint.state_dict", "_combination_preload")
 

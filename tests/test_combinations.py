@@ -33,9 +33,10 @@ def combinations(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_draws_follow_from_the_seed_and_their_number(combinations: Any) -> None:
-    draws = [combinations.draw_of(35, number) for number in range(400)]
+    draws = [combinations.draw_of(35, number) for number in range(800)]
     assert draws[7] == combinations.draw_of(35, 7) != combinations.draw_of(36, 7)
-    assert {draw.setup.name for draw in draws} == {name for names in combinations.SETUPS.values() for name in names}
+    setups = (*combinations.SETUPS.values(), *combinations.EXPERT_SETUPS.values())
+    assert {draw.setup.name for draw in draws} == {name for names in setups for name in names}
     assert {feature for draw in draws for feature in draw.features} == set(combinations.FEATURES)
     assert {draw.precision for draw in draws} == {"no", "bf16", "fp8"}
     assert sum(draw.resumes_under is not None for draw in draws) > 20
