@@ -159,6 +159,8 @@ def _language_model(draw: Draw) -> nn.Module:
     drop = 0.1 if draw.has("dropout") else 0.0
     common = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     common["tie_word_embeddings"] = draw.has("tied")
+    if draw.has("packed"):
+        common["use_cache"] = False  # with a cache, Transformers takes packed documents for one
     if draw.model == "gpt2":
         config = transformers.GPT2Config(
             n_positions=64, n_embd=16, n_layer=4, n_head=4, resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=0, **common

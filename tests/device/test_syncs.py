@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
+from accel.parallel.attention_checks import check_documents
 from accel.parallel.context_parallel import _shard_of_buffers
 from accel.parallel.late_checks import LateChecks
-from accel.parallel.sequence_inputs import SequenceCalls, check_documents
+from accel.parallel.sequence_inputs import SequenceCalls
 from accel.utils import DataLoaderConfiguration, set_seed
 from accel_bigmodel import cpu_offload
 from accel_state.context import isolated

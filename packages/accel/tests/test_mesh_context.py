@@ -28,14 +28,8 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.parallel.axis_settings import TorchContextParallelConfig
 from accel.parallel.config import ParallelismConfig
-from accel.parallel.context_parallel import (
-    ContextParallel,
-    _cpu_backward,
-    _cpu_forward,
-    _plain_backward,
-    _plain_forward,
-    positions_of,
-)
+from accel.parallel.context_parallel import ContextParallel, positions_of
+from accel.parallel.ring_kernels import _cpu_backward, _cpu_forward, _plain_backward, _plain_forward
 from accel.utils import shift_labels
 from accel_state import is_torch_version
 from accel_state.errors import ConfigurationError

@@ -187,7 +187,6 @@ def refusals(axis: str) -> None:
     batch = send_to_device(stack(dataset(1)), accelerator.device)
     positions = torch.arange(LENGTH, device=accelerator.device).repeat(BATCH, 1)
     packed = positions % (LENGTH // 2)
-    single = (positions - 1).clamp(min=0)  # the first document has one token
     repeated = torch.where(positions < LENGTH - 2, positions, 1)  # what collators give to padding
     mask = (positions < LENGTH - 2).long()
 
@@ -195,15 +194,26 @@ def refusals(axis: str) -> None:
         if axis == "sp_size":
             return model(**accelerator.strategy.ulysses.split(dict(given)))
         given = {name: value.clone() for name, value in given.items()}
-        with accelerator.maybe_context_parallel(list(given.values()), [1] * len(given)):
+        buffers = [value for value in given.values() if value.ndim > 1]
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers)):
             return model(**given)
 
     whole, own = (accelerator.prepare(make()) for make in (forwarding, own_head))
-    for document_positions in (packed, single):
-        with pytest.raises(ConfigurationError, match="documents packed"):
-            call(whole, {**batch, "position_ids": document_positions})
-    with pytest.raises(ConfigurationError, match="cu_seq_lens_q"):
-        call(whole, {**batch, "cu_seq_lens_q": positions})
+    with pytest.raises(ConfigurationError, match="documents packed"):
+        call(whole, {**batch, "position_ids": packed, "attention_mask": torch.ones_like(packed)})
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        with pytest.raises(ConfigurationError, match=name):
+            call(whole, {**batch, name: positions})
+    with pytest.raises(ConfigurationError, match="do not rise"):
+        call(whole, {name: value[:1] for name, value in batch.items()} | {"cu_seq_lens_q": positions[0]})
+    if axis == "sp_size":  # attention that does not hear of the documents
+        for layer in whole.model.layers:
+            layer.register_forward_pre_hook(
+                lambda _, args, given: (args, {k: v for k, v in given.items() if k != "accel_documents"}),
+                with_kwargs=True,
+            )
+        with pytest.raises(ConfigurationError, match="was not told of the documents"):
+            call(whole, {**batch, "position_ids": packed})
     call(whole, {**batch, "position_ids": positions + 3})
     call(whole, {**batch, "position_ids": repeated, "attention_mask": mask})
     if axis == "cp_size":

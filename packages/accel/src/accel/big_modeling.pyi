@@ -27,4 +27,4 @@ from accel_bigmodel import retie_parameters as retie_parameters
 from accel_state.containers import recursive_getattr as recursive_getattr
 from accel_state.imports import is_bnb_available as is_bnb_available
 
-from .parallel.sequence_inputs import _attach_context_parallel_hooks as _attach_context_parallel_hooks
+from .parallel.attention_checks import _attach_context_parallel_hooks as _attach_context_parallel_hooks

@@ -60,6 +60,14 @@ class ParallelismOptions(OptionGroup):
         question="How should context parallelism exchange keys and values?",
         asked_when={"parallelism_config_cp_size": (MORE_THAN_ONE,)},
     )
+    cp_balance: str = _axis(
+        "length",
+        choices=("length", "documents"),
+        help="Whether the ranks of context parallelism get parts of equal length, or of equal attention work where "
+        "several documents are packed into a sequence.",
+        question="Should the ranks get parts of sequences of equal length, or of equal work for packed documents?",
+        asked_when={"parallelism_config_cp_size": (MORE_THAN_ONE,)},
+    )
     sp_size: int = _axis(
         1, minimum=1, help="Number of processes that attention heads are split over (Ulysses sequence parallelism)."
     )

@@ -60,17 +60,23 @@ class TorchContextParallelConfig:
     Args:
         cp_comm_strategy: how keys and values travel: "allgather" (all at once) or "alltoall" (round a ring). None takes
             the launcher's choice (``--parallelism_config_cp_comm_strategy``), and "allgather" without one.
+        cp_balance: which positions each process gets: pieces of equal length from both ends of a sequence ("length"),
+            which are equal work for one document; or, if there are positions of several documents among the buffers,
+            pieces with about the same number of attended pairs ("documents"), for which those positions are read. None
+            takes the launcher's choice (``--parallelism_config_cp_balance``), and "length" without one.
 
     Raises:
         ConfigurationError: another value.
     """
 
     cp_comm_strategy: str | None = None
+    cp_balance: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = ParallelismOptions.from_environment().cp_comm_strategy
-        one_of("cp_comm_strategy", self.cp_comm_strategy, choices("cp_comm_strategy"))
+        for item in fields(self):
+            if getattr(self, item.name) is None:
+                setattr(self, item.name, getattr(ParallelismOptions.from_environment(), item.name))
+            one_of(item.name, getattr(self, item.name), choices(item.name))
 
 
 SP_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")

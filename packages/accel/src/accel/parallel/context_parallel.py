@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -15,139 +14,13 @@ from torch.nn import functional
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import has_ring_kernels, ring_attention_templates, set_rotate_method
+from .._torch_compat import has_ring_kernels, set_rotate_method
+from .documents import Documents, are_packed_positions
+from .ring_kernels import Ring, repeat_heads
+from .sequence_collectives import gather
 from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards
 
 logger = get_logger(__name__)
-
-Kernel = Callable[..., Any]
-
-
-def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    repeats = query.shape[1] // tensor.shape[1]
-    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
-
-
-def _add_heads(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of a head that was repeated: the sum of the gradients of its copies."""
-    return gradient if gradient.shape == like.shape else gradient.unflatten(1, (like.shape[1], -1)).sum(2)
-
-
-def _cpu_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> Any:
-    # Heads are repeated here, not earlier, so that the ring sends every key and value once.
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, _repeat_heads(key, query), _repeat_heads(value, query), **settings)
-
-
-def _cpu_backward(
-    *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
-) -> tuple[torch.Tensor, ...]:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    of_query, of_key, of_value = kernel(
-        query=query, key=_repeat_heads(key, query), value=_repeat_heads(value, query), **settings
-    )
-    return of_query, _add_heads(of_key, key), _add_heads(of_value, value)
-
-
-def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
-    """Scaled scores ``[B, H, queries, keys]`` in float32; queries and keys of a causal block are at the same places."""
-    scores = query.float() @ _repeat_heads(key, query).float().mT
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if not is_causal:
-        return scores
-    return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
-
-
-def _plain_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logarithms of its sums, of products: for devices without a fused kernel."""
-    scores = _scores(query, key, is_causal, scale)
-    out = scores.softmax(-1) @ _repeat_heads(value, query).float()
-    return out.to(query.dtype), scores.logsumexp(-1)
-
-
-def _plain_backward(
-    *,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    **_: Any,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of a block of which the whole row's sums are known: Dao et al., FlashAttention, appendix B.2."""
-    gradient = grad_out.float()
-    weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    of_value = weights.mT @ gradient
-    of_weights = gradient @ _repeat_heads(value, query).float().mT
-    of_scores = weights * (of_weights - (gradient * out.float()).sum(-1, keepdim=True))
-    of_scores = of_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    of_query = of_scores @ _repeat_heads(key, query).float()
-    of_key = of_scores.mT @ query.float()
-    return (
-        of_query.to(query.dtype),
-        _add_heads(of_key, key).to(key.dtype),
-        _add_heads(of_value, value).to(value.dtype),
-    )
-
-
-def _kernels(device_type: str) -> tuple[Kernel, Kernel]:
-    return (_cpu_forward, _cpu_backward) if device_type == "cpu" else (_plain_forward, _plain_backward)
-
-
-def _templates() -> tuple[Kernel, Kernel]:
-    """Torch's ring, forward and backward, which torch itself uses with its fused kernels only."""
-    try:
-        return ring_attention_templates()
-    except ImportError as error:
-        raise ConfigurationError(
-            "context parallelism on a device without torch's fused attention, such as the CPU, needs torch 2.10 or "
-            f"newer, and this is {torch.__version__}. Upgrade torch, or set cp_size=1."
-        ) from error
-
-
-class _Ring(torch.autograd.Function):
-    """Torch's ring with kernels that its own dispatcher lacks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        group: Any,
-        is_causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        forward, _ = _templates()
-        kernel, _ = _kernels(query.device.type)
-        ctx.group, ctx.settings = group, {"is_causal": is_causal, "dropout_p": 0.0, "scale": scale}
-        out, logsumexp = forward(group, 2, kernel, query=query, key=key, value=value, **ctx.settings)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _, backward = _templates()
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        gradients_of_inputs = backward(
-            ctx.group,
-            2,
-            _kernels(query.device.type)[1],
-            grad_out=gradients[0].contiguous(),
-            grad_out_name="grad_out",
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            logsumexp=logsumexp,
-            **ctx.settings,
-        )
-        return *gradients_of_inputs, None, None, None
 
 
 class RingAttention:
@@ -158,6 +31,7 @@ class RingAttention:
         self.inner = inner
         self.calls = 0
         self.closed = False
+        self.shard: SequenceShard | None = None
 
     def __call__(
         self,
@@ -173,15 +47,38 @@ class RingAttention:
         """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``."""
         self.calls += 1
         _check_call(query, key, attn_mask, dropout_p, is_causal)
-        if not has_ring_kernels(query.device.type):
-            out: torch.Tensor = _Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
+        shard = self.shard
+        documents = None if shard is None else shard.documents or shard.undivided
+        if shard is not None and documents is not None:
+            out = self._within_documents(query, key, value, scale, shard, documents)
+        elif not has_ring_kernels(query.device.type):
+            out = Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
         else:
-            key, value = _repeat_heads(key, query), _repeat_heads(value, query)
+            key, value = repeat_heads(key, query), repeat_heads(value, query)
             with _fused_kernels():
                 out = self.inner(query, key, value, is_causal=is_causal, scale=scale)
         if out.requires_grad:
             out.register_hook(self._check_open)
         return out
+
+    def _within_documents(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        shard: SequenceShard,
+        documents: Documents,
+    ) -> torch.Tensor:
+        """Attention with a mask: the ring computes whole blocks, of which a mask would need a kernel of its own.
+
+        Keys and values of all ranks are gathered as one tensor, and their gradients are summed where they come from.
+        """
+        assert shard.order is not None
+        both = gather(torch.cat([key, value], -1).transpose(1, 2), self.mesh, shard.length).transpose(1, 2)
+        keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
+        positions = shard.positions.to(query.device)
+        return documents.attend(query, keys, values, positions, shard.order.to(query.device), scale)
 
     def _check_open(self, gradient: torch.Tensor) -> None:
         if self.closed:
@@ -243,10 +140,12 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
 class ContextParallel:
     """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``."""
 
-    def __init__(self, mesh: DeviceMesh, rotation: str = "allgather") -> None:
+    def __init__(self, mesh: DeviceMesh, rotation: str = "allgather", balance: str = "length") -> None:
         self.mesh = mesh
         self.rotation = rotation
+        self.balance = balance
         self.shard: SequenceShard | None = None
+        self._left_by_work = False  # whether the last block split sequences by the work of their documents
         self._called = ""
         self._warned = False
 
@@ -281,15 +180,30 @@ class ContextParallel:
         buffers = buffers or ()
         kept = {id(tensor) for tensor in no_restore or ()}
         full = [tensor.data for tensor in buffers]
-        length = full[0].shape[dims[0]]
-        positions = torch.arange(length, device=full[0].device)
-        # Torch shards in place, in the memory of the tensor, of which another tensor may be a view: it gets copies.
-        shards = [tensor.clone(memory_format=torch.contiguous_format) for tensor in full]
-        with self._context([positions, *shards], [0, *dims]) as ring:
+        length, size = full[0].shape[dims[0]], self.mesh.size()
+        documents = self._documents_to_balance(full, dims)
+        self._left_by_work = documents is not None
+        if documents is not None:
+            order = documents.split_evenly(size)
+            positions = order[self.mesh.get_local_rank()].to(full[0].device)
+            shards = [tensor.index_select(dim, positions) for tensor, dim in zip(full, dims, strict=True)]
+            context: AbstractContextManager[RingAttention] = ring_attention(self.mesh)
+        else:
+            order = torch.stack([positions_of(rank, size, length) for rank in range(size)])
+            positions = torch.arange(length, device=full[0].device)
+            # Torch shards in place, in the memory of the tensor, of which another tensor may be a view: it gets copies.
+            shards = [tensor.clone(memory_format=torch.contiguous_format) for tensor in full]
+            context = self._context([positions, *shards], [0, *dims])
+        with context as ring:
             for tensor, shard in zip(buffers, shards, strict=True):
                 tensor.data = shard.clone()
             del shards
-            self.shard, self._called = _shard_of_buffers(buffers, full, dims, positions, self.mesh.size()), ""
+            self.shard, self._called = _shard_of_buffers(buffers, full, dims, positions, size), ""
+            self.shard.order = order.flatten()
+            if documents is not None:
+                # The buffer may be something else than positions: only a call says whether there are documents.
+                self.shard.undivided = Documents(torch.zeros_like(positions).new_zeros(1, length))
+            ring.shard = self.shard
             try:
                 yield
                 self._warn_without_attention(ring)
@@ -298,6 +212,13 @@ class ContextParallel:
                 for tensor, data in zip(buffers, full, strict=True):
                     if id(tensor) not in kept:
                         tensor.data = data
+
+    def _documents_to_balance(self, full: Sequence[torch.Tensor], dims: Sequence[int]) -> Documents | None:
+        """The documents that positions among the buffers tell apart, if their work is to be balanced."""
+        if self.balance != "documents":
+            return None
+        whole = (tensor for tensor, dim in zip(full, dims, strict=True) if dim == tensor.ndim - 1)
+        return next((Documents.of_positions(tensor) for tensor in whole if are_packed_positions(tensor)), None)
 
     @contextmanager
     def _context(self, shards: list[torch.Tensor], seq_dims: list[int]) -> Iterator[RingAttention]:
@@ -366,8 +287,17 @@ class ContextParallel:
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
         """The full sequences, in order, on every rank of the axis, without a gradient."""
+        if self.shard is None and self._left_by_work:
+            raise ConfigurationError(
+                "sequences were split by the work of their documents, which differs from batch to batch, so shards can "
+                "be put together within the block of maybe_context_parallel only. Call this inside of it, or set "
+                "cp_balance='length'."
+            )
         full, size = gather_shards(tensor, self.mesh, seq_dim), self.mesh.size()
-        order = torch.cat([positions_of(rank, size, full.shape[seq_dim]) for rank in range(size)])
+        if self.shard is not None and self.shard.order is not None and self.shard.length == full.shape[seq_dim]:
+            order = self.shard.order
+        else:
+            order = torch.cat([positions_of(rank, size, full.shape[seq_dim]) for rank in range(size)])
         return full.index_select(seq_dim, order.argsort().to(tensor.device))
 
 

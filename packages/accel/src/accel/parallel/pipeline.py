@@ -26,9 +26,10 @@ from accel_state.operations import send_to_device
 from ..core.computed_loss import ComputedLoss
 from ..core.local_part import local
 from ..core.unwrap import clean_name
+from .attention_checks import check_documents
 from .axis_settings import SCHEDULES, PipelineParallelConfig
 from .late_checks import LateChecks
-from .sequence_inputs import IGNORED, check_documents, shift_labels
+from .sequence_inputs import IGNORED, shift_labels
 
 
 def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import FakeTensor
 from ..core.unwrap import is_compiled_wrapper
+from .attention_checks import BOUNDARIES, DOCUMENT_ARGUMENTS, check_attention
+from .documents import Documents
 from .late_checks import LateChecks
 
 IGNORED = -100
@@ -53,6 +56,29 @@ class SequenceShard:
     tables: list[torch.Tensor] = field(default_factory=list)  # shards that may be tables of positions
     # buffers that are positions, if they count up along a dimension
     counts: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    # the positions of all ranks, one rank after the other, ``[length]``; None if they are in order
+    order: torch.Tensor | None = None
+    documents: Documents | None = None  # that are packed into the sequences, once a call has said so
+    # the name under which calls pass them on to attention; None if attention takes them from here
+    documents_argument: str | None = None
+    # one document, for calls without any, where ranks have other positions than the ring's kernels need
+    undivided: Documents | None = None
+    counted: torch.Tensor | None = None  # positions that were made here, so that nobody needs to look at them
+
+    def pack(self, documents: Documents) -> None:
+        """Attend within documents from here on.
+
+        Raises:
+            ConfigurationError: other documents have been set. Attention that is computed again in the backward pass of
+                an earlier call would take them for its own.
+        """
+        known = self.documents
+        if known is not None and not (known.ids.shape == documents.ids.shape and known.ids.equal(documents.ids)):
+            raise ConfigurationError(
+                "the model was called with other documents packed into the same split batch. Use a block of "
+                "maybe_context_parallel, or a batch of the split loader, for each."
+            )
+        self.documents = known or documents
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The full tensor of a shard; the tensor itself if it has the full length; None if it is not known."""
@@ -109,6 +135,11 @@ class SequenceCalls:
         for module in recognised:
             module.register_forward_pre_hook(correct, with_kwargs=True)
         model.register_forward_hook(leave, always_call=True)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a call is going on whose sequences consist of documents."""
+        return self._shard is not None and self._shard.documents is not None
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -200,7 +231,9 @@ class ShardedCall:
         checks: LateChecks,
     ) -> None:
         self.model, self.shard, self.attention, self.checks = model, shard, attention, checks
-        self._names = set(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self._names = set(parameters)
+        self._takes_anything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
         self._arguments = _bound(model, args, kwargs)
 
     @property
@@ -242,17 +275,48 @@ class ShardedCall:
         return None
 
     def _set_positions(self, tokens: torch.Tensor) -> None:
-        boundaries = [name for name in DOCUMENT_ARGUMENTS if self._arguments.get(name) is not None]
-        if boundaries:
-            raise _packed(f"{boundaries[0]} marks", self.shard)
         given = self._tensor("position_ids")
+        bounded = self._take_boundaries(tokens)
         if given is None:
-            self._arguments["position_ids"] = self.shard.positions.to(tokens.device).expand(tokens.shape[0], -1)
-        elif self.shard.mask is None or self._tensor("attention_mask") is not self.shard.mask:
-            self._check_positions(given)  # not again in a module inside
+            whole = None if bounded is None else bounded.positions().expand(tokens.shape[0], -1)
+            positions = self.shard.positions.to(tokens.device).expand(tokens.shape[0], -1)
+            self._arguments["position_ids"] = positions if whole is None else self.shard.of(whole)
+        elif given is not self.shard.counted and (
+            self.shard.mask is None or self._tensor("attention_mask") is not self.shard.mask
+        ):
+            self._read_positions(given)  # not again in a module inside
+        documents, argument = self.shard.documents, self.shard.documents_argument
+        if documents is not None and argument is not None:
+            if not self._takes_anything:
+                raise _packed(f"arguments of {type(self.model).__name__}, which passes none on, mark", self.shard)
+            self._arguments[argument] = documents
 
-    def _check_positions(self, given: torch.Tensor) -> None:
-        """Refuse positions that start again, by which Transformers tells documents of one sequence apart."""
+    def _take_boundaries(self, tokens: torch.Tensor) -> Documents | None:
+        """The documents by their boundaries, for kernels that take those; each rank's attention gets documents."""
+        marks = [name for name in DOCUMENT_ARGUMENTS if self._arguments.get(name) is not None]
+        if not marks:
+            return None
+        given = [self._tensor(name) for name in BOUNDARIES if name in marks]
+        if len(given) < len(marks) or None in given or self._tensor("attention_mask") is not None:
+            raise _packed(f"{marks[0]} marks", self.shard)
+        first = given[0]
+        assert first is not None
+        if tokens.shape[0] != 1 or any(other is not None and not torch.equal(first, other) for other in given):
+            raise _packed(f"{marks} of {tokens.shape[0]} sequences, or with other values for keys, mark", self.shard)
+        try:
+            documents = Documents.of_boundaries(first.to(tokens.device), self.shard.length)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{marks[0]} has the boundaries of documents: {error}. Pass the number of tokens before each document, "
+                "and before the end, of the whole sequence."
+            ) from error
+        self.shard.pack(documents)
+        for name in (*BOUNDARIES, "max_length_q", "max_length_k"):
+            self._arguments.pop(name, None)
+        return documents
+
+    def _read_positions(self, given: torch.Tensor) -> None:
+        """Take positions that start again for documents, as Transformers does; refuse those that cannot be told."""
         full = self.shard.full(given)
         positions = self.shard.positions.to(given.device) if full is None else None
         values = given if full is None else full
@@ -271,6 +335,11 @@ class ShardedCall:
         wrong = steps != expected if values.ndim < 3 else steps < 0  # with a third axis: of images, which may repeat
         if whole_mask is not None and whole_mask.ndim == 2 and whole_mask.shape == values.shape:
             wrong = wrong & whole_mask[:, 1:].bool()  # positions of padding do not matter
+        if full is not None and values.ndim == 2 and mask is None and not isinstance(wrong, FakeTensor):
+            # The device is waited for, but only by those who pass positions.
+            if bool(wrong.any()):
+                self.shard.pack(Documents.of_positions(values))
+            return
         self.checks.refuse_if(
             wrong.any(),
             lambda: _packed(f"position_ids {values.reshape(-1, values.shape[-1])[0].tolist()[:16]} mark", self.shard),
@@ -323,34 +392,11 @@ class ShardedCall:
             )
 
 
-def check_documents(kwargs: Mapping[str, Any], where: str, checks: LateChecks) -> None:
-    """Refuse packed documents where attention has been fixed before it could see them."""
-    if kwargs.get("attention_mask") is not None:
-        return
-
-    def error(mark: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"{mark} marks several documents packed into a sequence, and {where} would let each attend to those "
-            "before it. Pad documents instead of packing them."
-        )
-
-    for name in DOCUMENT_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            raise error(name)
-    positions = kwargs.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.ndim < 3:
-        checks.refuse_if((positions.diff(dim=-1) != 1).any(), lambda: error("position_ids"))
-
-
-DOCUMENT_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "document_ids")
-"""Arguments of models by which libraries say where the documents of a packed sequence begin."""
-
-
 def _packed(what: str, shard: SequenceShard) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} several documents packed into a sequence of {shard.length} positions, and attention over split "
-        "sequences would let each attend to those before it. Pad documents instead of packing them, or set cp_size=1 "
-        "and sp_size=1."
+        f"{what} several documents packed into a sequence of {shard.length} positions, in a way that attention over "
+        "split sequences does not know, which would let each attend to those before it. Pass position_ids that start "
+        "again with each document, in buffers and without attention_mask."
     )
 
 
@@ -359,35 +405,3 @@ def _hiding_mask(shape: tuple[int, ...]) -> ConfigurationError:
         f"attention_mask of shape {shape} hides more than padding at the end (or was not in buffers). With split "
         "sequences, attention is causal and has no mask: pad on the right, and leave attention_mask out."
     )
-
-
-def check_attention(config: Any, length: int, allowed: str) -> None:
-    """Refuse a Transformers model whose attention would use this rank's shard only."""
-    if config._attn_implementation != allowed:
-        raise ConfigurationError(
-            f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. "
-            f"Load the model with attn_implementation={allowed!r} (or model.set_attn_implementation({allowed!r}))."
-        )
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is not None and window < length and (kinds is None or "sliding_attention" in kinds):
-        raise ConfigurationError(
-            f"sliding_window={window} is shorter than sequences of {length} positions, and attention over split "
-            f"sequences has no window. Use sequences of at most {window}, or cp_size=1 and sp_size=1."
-        )
-
-
-def _attach_context_parallel_hooks(model: nn.Module) -> None:
-    """Make the ``self_attn`` modules of a model ignore the mask they are given, and be causal.
-
-    A mask of the whole sequence does not fit the shard of a rank; libraries call this before they shard sequences.
-    """
-
-    def ignore_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if "attention_mask" in kwargs:
-            kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
-        return args, kwargs
-
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "self_attn":
-            module.register_forward_pre_hook(ignore_mask, with_kwargs=True, prepend=True)

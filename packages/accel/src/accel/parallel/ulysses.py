@@ -19,6 +19,8 @@ from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, shift_
 
 ATTENTION = "accel_ulysses"
 """The name of this attention in Transformers."""
+DOCUMENTS = "accel_documents"
+"""The argument of a model by which attention learns of the documents of its sequences."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -50,6 +52,7 @@ class SequenceParallel:
         self.size = mesh.size()
         # Enough for a training batch that is still in use while another loader is read.
         self._recent: deque[SequenceShard] = deque(maxlen=8)
+        self._calls: list[SequenceCalls] = []
 
     def prepare_model(self, model: nn.Module) -> None:
         config: Any = getattr(model, "config", None)
@@ -69,7 +72,7 @@ class SequenceParallel:
 
         AttentionInterface.register(ATTENTION, torch.compiler.disable(self.attend))
         set_attention(ATTENTION)
-        SequenceCalls(model, ATTENTION, self._shard_of)
+        self._calls.append(SequenceCalls(model, ATTENTION, self._shard_of))
 
     def _shard_of(self, model: nn.Module, passed: list[torch.Tensor]) -> SequenceShard:
         ids = {id(tensor) for tensor in passed}
@@ -115,9 +118,18 @@ class SequenceParallel:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         q, k, v = (_AllToAll.apply(x, group, 1, 2) for x in (query, key, value))
         is_grouped = q.shape[1] != k.shape[1]
-        attended = functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
-        )
+        documents = kwargs.get(DOCUMENTS)
+        if documents is not None:
+            attended = documents.attend_whole(q, k, v, scaling, dropout)
+        elif any(calls.packed for calls in self._calls):
+            raise ConfigurationError(
+                f"{type(module).__name__} was not told of the documents packed into its sequences: the model does not "
+                "pass arguments on to its attention. Pad documents instead of packing them, or set sp_size=1."
+            )
+        else:
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
+            )
         return _AllToAll.apply(attended, group, 2, 1).transpose(1, 2).contiguous(), None
 
     def split(self, batch: Any) -> dict[str, Any]:
@@ -135,11 +147,14 @@ class SequenceParallel:
         items = dict(batch)
         if "labels" in items and "shift_labels" not in items:
             items["shift_labels"] = shift_labels(items["labels"])
-        items.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1))
+        counted = "position_ids" not in items
+        if counted:
+            items["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
         for name, value in items.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length:
                 items[name] = shard.of(value, 1)
                 shard.tensors.append((items[name], value))
+        shard.documents_argument, shard.counted = DOCUMENTS, items["position_ids"] if counted else None
         self._recent.append(shard)
         return items
 

@@ -96,7 +96,10 @@ class MeshStrategy(FSDP2Strategy):
         self.context: ContextParallel | None = None
         self.ulysses: SequenceParallel | None = None
         if mesh is not None and settings.cp_handler is not None and settings.cp_enabled:
-            self.context = ContextParallel(mesh["cp"], settings.cp_handler.cp_comm_strategy or "allgather")
+            handler = settings.cp_handler
+            self.context = ContextParallel(
+                mesh["cp"], handler.cp_comm_strategy or "allgather", handler.cp_balance or "length"
+            )
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
         if self.context is not None or self.ulysses is not None:

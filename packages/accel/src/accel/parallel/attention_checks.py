@@ -1,0 +1,69 @@
+"""Refusing models and calls whose attention would be wrong on a shard of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_state.errors import ConfigurationError
+
+from .late_checks import LateChecks
+
+
+def check_documents(kwargs: Mapping[str, Any], where: str, checks: LateChecks) -> None:
+    """Refuse packed documents where attention has been fixed before it could see them."""
+    if kwargs.get("attention_mask") is not None:
+        return
+
+    def error(mark: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{mark} marks several documents packed into a sequence, and {where} would let each attend to those "
+            "before it. Pad documents instead of packing them."
+        )
+
+    for name in DOCUMENT_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise error(name)
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim < 3:
+        checks.refuse_if((positions.diff(dim=-1) != 1).any(), lambda: error("position_ids"))
+
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
+DOCUMENT_ARGUMENTS = (*BOUNDARIES, "cu_seqlens", "seq_idx", "document_ids")
+"""Arguments of models by which libraries say where the documents of a packed sequence begin."""
+
+
+def check_attention(config: Any, length: int, allowed: str) -> None:
+    """Refuse a Transformers model whose attention would use this rank's shard only."""
+    if config._attn_implementation != allowed:
+        raise ConfigurationError(
+            f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. "
+            f"Load the model with attn_implementation={allowed!r} (or model.set_attn_implementation({allowed!r}))."
+        )
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is not None and window < length and (kinds is None or "sliding_attention" in kinds):
+        raise ConfigurationError(
+            f"sliding_window={window} is shorter than sequences of {length} positions, and attention over split "
+            f"sequences has no window. Use sequences of at most {window}, or cp_size=1 and sp_size=1."
+        )
+
+
+def _attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Make the ``self_attn`` modules of a model ignore the mask they are given, and be causal.
+
+    A mask of the whole sequence does not fit the shard of a rank; libraries call this before they shard sequences.
+    """
+
+    def ignore_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "attention_mask" in kwargs:
+            kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
+        return args, kwargs
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "self_attn":
+            module.register_forward_pre_hook(ignore_mask, with_kwargs=True, prepend=True)

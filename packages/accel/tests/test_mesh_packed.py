@@ -1,0 +1,253 @@
+"""Documents packed into sequences that ranks share: losses and gradients of each document alone, in one process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from language_models import VOCABULARY, build
+from torch import nn
+from torch.nn import functional
+
+from accel import Accelerator
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.parallel.axis_settings import TorchContextParallelConfig
+from accel.parallel.config import ParallelismConfig
+from accel.parallel.documents import Documents, are_packed_positions, flex_mask
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+LENGTH, STEPS = 32, 4
+# Lengths of documents by step and sequence: of one token, longer than a rank's share, many, one; the rest is padding.
+PACKED = (
+    ((1, 20, 1, 6), (16, 16)),
+    ((31,), (2, 3, 5, 7, 11, 4)),
+    ((32,), (8, 8, 8, 8)),
+    ((4, 24), (1, 1, 1, 29)),
+)
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Two sequences of packed documents; the first label of each document is left out, as collators do."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    labels, positions = tokens.clone(), torch.zeros_like(tokens)
+    for row, lengths in enumerate(PACKED[step]):
+        end = 0
+        for length in lengths:
+            positions[row, end : end + length] = torch.arange(length)
+            labels[row, end] = -100
+            end += length
+        labels[row, end:] = -100  # padding, every token of which is a document of its own
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+def adapted(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind != "lora":
+        model = build(kind)
+        if kind == "gpt2":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+
+
+def each_alone(kind: str) -> dict[str, list[float]]:
+    """One process of plain PyTorch, which gives the model one document at a time."""
+    model = adapted(kind)
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch, total = batch_of(step), torch.zeros(())
+        items = (batch["labels"] != -100).sum()
+        for row, lengths in enumerate(PACKED[step]):
+            end = 0
+            for length in lengths:
+                tokens = batch["input_ids"][row : row + 1, end : end + length]
+                logits = model(input_ids=tokens).logits[0, :-1]
+                total = total + functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / items
+                end += length
+        total.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return {"losses": losses, "norms": norms}
+
+
+def train(kind: str, axes: dict[str, int], settings: dict[str, Any]) -> dict[str, list[float]]:
+    handler = TorchContextParallelConfig(cp_balance=settings["balance"]) if "cp_size" in axes else None
+    sharded = "dp_shard_size" in axes
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**axes, cp_handler=handler),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None,
+    )
+    model = adapted(kind)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    losses, norms, rows = [], [], accelerator.strategy.data_collectives
+    for step in range(STEPS):
+        batch = batch_of(step)
+        count = (batch["labels"] != -100).sum()
+        if rows.world_size > 1:
+            batch = {name: value[rows.rank : rows.rank + 1] for name, value in batch.items()}
+        share = (batch["labels"] != -100).sum() * rows.world_size / count  # the mean over ranks is that over tokens
+        if settings["marks"] == "boundaries":
+            batch = bounded(batch, step, rows.rank)
+        loss = once(accelerator, model, batch, share, "sp_size" in axes)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss, "mean").item())
+    accelerator.free_memory()
+    return {"losses": losses, "norms": norms}
+
+
+def bounded(batch: dict[str, torch.Tensor], step: int, row: int) -> dict[str, torch.Tensor]:
+    """Boundaries in the place of positions, as kernels for documents of different lengths take them."""
+    starts = (batch.pop("position_ids")[0] == 0).nonzero().flatten()
+    boundaries = torch.cat([starts, torch.tensor([LENGTH])]).int()
+    return {**batch, "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": LENGTH}
+
+
+def once(accelerator: Accelerator, model: Any, batch: dict[str, Any], share: Any, is_split: bool) -> torch.Tensor:
+    if is_split:
+        loss = model(**accelerator.strategy.ulysses.split(batch)).loss * share
+        accelerator.backward(loss)
+        return loss.detach()
+    buffers = [value for name, value in batch.items() if name in ("input_ids", "labels", "position_ids")]
+    with accelerator.maybe_context_parallel(buffers, [1] * len(buffers)):
+        output = model(**batch)
+        loss = output.loss * share
+        accelerator.backward(loss)
+        whole = accelerator.strategy.sequences.whole(batch["input_ids"])
+    assert torch.equal(whole, batch["input_ids"])
+    return loss.detach()
+
+
+def train_all(cases: list[Any]) -> list[dict[str, list[float]]]:
+    return [train(*case) for case in cases]
+
+
+def check(ranks: int, cases: list[tuple[str, dict[str, int], str, str]]) -> None:
+    given = [(kind, axes, {"balance": balance, "marks": marks}) for kind, axes, balance, marks in cases]
+    expected = {kind: each_alone(kind) for kind, *_ in cases}
+    for found in run_world(train_all, ranks, given, timeout=500):
+        for case, result in zip(cases, found, strict=True):
+            for name, values in expected[case[0]].items():
+                assert result[name] == pytest.approx(values, rel=2e-5), (case, name)
+
+
+def test_two_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> None:
+    cp, sp = {"cp_size": 2}, {"sp_size": 2}
+    cases = [
+        (kind, axes, balance, "positions")
+        for kind in ("llama", "gpt2", *(["lora"] if find_spec("peft") else []))
+        for axes, balance in ((cp, "length"), (cp, "documents"), (sp, "length"))
+    ]
+    check(2, cases)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> None:
+    cases = [
+        ("llama", {"cp_size": 4}, "length", "positions"),
+        ("llama", {"cp_size": 4}, "documents", "positions"),
+        ("gpt2", {"sp_size": 4}, "length", "positions"),
+        ("llama", {"sp_size": 4}, "length", "positions"),
+        ("llama", {"dp_shard_size": 2, "cp_size": 2}, "documents", "positions"),
+        ("llama", {"dp_shard_size": 2, "cp_size": 2}, "length", "boundaries"),
+        ("gpt2", {"dp_shard_size": 2, "cp_size": 2}, "length", "boundaries"),
+        ("llama", {"dp_shard_size": 2, "sp_size": 2}, "length", "boundaries"),
+        ("gpt2", {"dp_replicate_size": 2, "cp_size": 2}, "documents", "positions"),
+        ("llama", {"tp_size": 2, "cp_size": 2}, "length", "positions"),
+        ("llama", {"tp_size": 2, "sp_size": 2}, "length", "positions"),
+    ]
+    check(4, cases)
+
+
+def test_ranks_get_about_the_same_work() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 4, 8):
+        for _ in range(20):
+            lengths: list[int] = []
+            while sum(lengths) < 4096:  # few long documents and many short ones
+                drawn = int(torch.randn((), generator=generator).mul(1.2).add(5).exp().item()) + 1
+                lengths.append(min(drawn, 4096 - sum(lengths)))
+            documents = Documents.of_positions(torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0))
+            order = documents.split_evenly(size)
+            assert order.shape == (size, 4096 // size)
+            assert torch.equal(order.flatten().sort().values, torch.arange(4096))
+            loads = (documents.positions()[0][order] + 1).sum(1).double()
+            assert loads.max() / loads.mean() < 1.1
+
+
+def test_documents_by_positions_and_by_boundaries_are_the_same() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
+    documents = Documents.of_positions(positions)
+    assert documents.ids.tolist() == [[0, 0, 0, 1, 2, 2]] and torch.equal(documents.positions(), positions)
+    assert torch.equal(Documents.of_boundaries(torch.tensor([0, 3, 4, 6]), 6).ids, documents.ids)
+    for wrong in ([0, 3, 3, 6], [1, 6], [0, 4], [0, 4, 2, 6]):
+        with pytest.raises(ValueError, match="do not rise from 0 to 6"):
+            Documents.of_boundaries(torch.tensor(wrong), 6)
+    assert are_packed_positions(positions)
+    for other in (torch.arange(6)[None], torch.tensor([[1, 2, 0, 1]]), torch.tensor([[0, 2, 0, 1]]), positions[0]):
+        assert not are_packed_positions(other)
+
+
+def test_the_mask_of_flex_attention_is_the_same() -> None:
+    """Its backward pass does not run on CPUs."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    generator = torch.Generator().manual_seed(0)
+    documents = Documents.of_positions(torch.cat([torch.arange(5), torch.arange(40), torch.arange(19)])[None])
+    order = documents.split_evenly(2)
+    queries, keys = order[0], order.flatten()
+    query = torch.randn(1, 4, len(queries), 16, generator=generator)
+    key, value = (torch.randn(1, 2, len(keys), 16, generator=generator) for _ in range(2))
+    expected = documents.attend(query, key, value, queries, keys)
+    mask = flex_mask(documents.ids, queries, keys)
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=mask, enable_gqa=True), expected)
+
+
+def refusals() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_balance="documents")),
+    )
+    model = accelerator.prepare(build("llama"))
+    batch = batch_of(0)
+    names = ("input_ids", "position_ids")
+    buffers = [batch[name] for name in names]
+    with accelerator.maybe_context_parallel(buffers, [1, 1]):
+        logits = model(**{name: batch[name] for name in names}).logits
+        whole = accelerator.strategy.sequences.whole(logits.detach())
+        with pytest.raises(ConfigurationError, match="other documents"):
+            model(input_ids=batch["input_ids"], position_ids=batch_of(1)["position_ids"])
+    expected = build("llama")(**{name: batch[name] for name in names}, use_cache=False).logits
+    torch.testing.assert_close(whole, expected)
+    with pytest.raises(ConfigurationError, match="cp_balance"):
+        accelerator.strategy.sequences.whole(logits.detach())
+    # Tokens that look like positions of documents are split by their work, and attended to as one sequence.
+    counting = torch.arange(LENGTH).remainder(8).repeat(2, 1)
+    with accelerator.maybe_context_parallel([counting], [1]):
+        logits = model(input_ids=counting).logits.detach()
+        whole = accelerator.strategy.sequences.whole(logits)
+    torch.testing.assert_close(whole, build("llama")(input_ids=counting).logits)
+
+
+def test_documents_belong_to_one_block() -> None:
+    run_world(refusals, 2, timeout=250)
