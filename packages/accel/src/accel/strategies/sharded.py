@@ -23,6 +23,7 @@ from ..fsdp.checkpoint.files import gather
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
 from ..fsdp.param_remap import Replacements, step_kinds_apart
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
+from ..fsdp.quantized_states import warn_of_local_decisions
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 
@@ -77,6 +78,7 @@ class ShardedStrategy(Strategy):
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         self.replacements.apply(optimizer)
+        warn_of_local_decisions(optimizer)
         if optimizer not in self._stepped_apart:
             self._stepped_apart[optimizer] = True
             optimizer.register_load_state_dict_post_hook(step_kinds_apart)  # a state contains the groups' settings
