@@ -4,11 +4,13 @@
     python benchmarks/kill_replicas.py --results kills.jsonl --spares 1 --first 40
     python benchmarks/kill_replicas.py --results kills.jsonl --restarts --first 20
     python benchmarks/kill_replicas.py --results kills.jsonl --overhead
+    python benchmarks/kill_replicas.py --monitor --first 30                  and with --restarts --monitor --first 30
 
 Each prints a table of all results in the file. The schedule of kills (SIGKILL or SIGSTOP, which replica, after which
 step, how long after) follows from --seed, which is printed; --first N is the run up to its first N kills. --restarts
 runs the same schedule with --max_restarts, where all processes continue from a state. --overhead compares steps
-without kills with those of DDP, in five interleaved rounds.
+without kills with those of DDP, in five interleaved rounds. --monitor also checks the ledger of accel-monitor: every
+second of a process belongs to one cause, and the steps that it counts as computed again are those in these files.
 
 Each replica writes the samples and the loss of every share that it computes. A checker joins these files; it compares
 them with the order that plain PyTorch draws, and the final weights with those of a run without kills. Steps last
@@ -40,6 +42,8 @@ from typing import Any
 import psutil
 import torch
 from replica_script import SEED, Settings
+
+from accel_monitor import Run, make_ledger, read_runs
 
 SCRIPT = Path(__file__).with_name("replica_script.py")
 STOP_LIMIT = 2.0  # --replica_timeout
@@ -144,6 +148,36 @@ def command(settings: Settings, launch: Sequence[str]) -> list[str]:
 def ft_options(replicas: int, spares: int) -> list[str]:
     counts = ["--num_replicas", str(replicas), "--num_spares", str(spares)]
     return ["--ft", *counts, "--replica_timeout", str(STOP_LIMIT)]
+
+
+@dataclass
+class Booked:
+    """What the ledger says, and what the files of the processes say."""
+
+    again: dict[str, tuple[int, int]]  # steps computed again, by replica or rank: in the ledger, and in the files
+    difference: float  # between the seconds of all causes and the time from first to last report, as a share
+
+    def is_right(self) -> bool:
+        return self.difference <= 0.01 and all(ledger == files for ledger, files in self.again.values())
+
+
+def booked(folder: Path, restarts_all: bool) -> Booked:
+    """Compare the ledger of a run with the files of its processes."""
+    done: dict[str, Counter[int]] = defaultdict(Counter)
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event[0] == "done":
+                done[path.name.partition(".")[0]][event[1]] += 1
+    (run,) = read_runs(folder / "states")
+    again = {}
+    for slot, attempts in run.attempts.items():
+        name = str(slot[1] if restarts_all else slot[0])
+        alone = make_ledger(Run(run.directory, {slot: attempts}))
+        again[name] = alone.repeated_steps, done[name].total() - len(done[name])
+    ledger = make_ledger(run)
+    lives = [of_slot[-1].end - of_slot[0].begin for of_slot in ledger.entries.values()]
+    return Booked(again, abs(ledger.total / sum(lives) - 1))
 
 
 class Harness:
@@ -341,8 +375,14 @@ def measure_kills(arguments: argparse.Namespace, folder: Path) -> None:
         name = f"--ft --num_replicas {arguments.replicas}"
         name += f" --num_spares {arguments.spares}" if arguments.spares else ""
         launch = ft_options(arguments.replicas, arguments.spares)
+    launch += ["--monitor"] * arguments.monitor
     seconds = Harness(command(settings, launch), folder, processes, kills, arguments.pause).run(arguments.restarts)
     found = join(folder, arguments.replicas, settings)
+    if arguments.monitor:
+        ledger = booked(folder, arguments.restarts)
+        print(f"seconds without a cause, or with two: {ledger.difference:.2%}; steps computed again: {ledger.again}")
+        if not ledger.is_right():
+            sys.exit("the ledger differs from the files of the processes")
     print(f"{found.processes} processes, sha256 {', '.join(sorted(found.hashes))}")
     keep_row(arguments, row_of(f"`{name}`, {len(kills)} kills", kills, seconds, found, reference))
     # With --max_restarts gradients are added in another order: that of DDP's first buckets, for one step.
@@ -383,6 +423,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="batch size of a replica, with --overhead")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds of a step while a replica is restarted")
     parser.add_argument("--restarts", action="store_true", help=f"--max_restarts, a state every {SAVE_EVERY} steps")
+    parser.add_argument("--monitor", action="store_true", help="check the ledger of accel-monitor, too")
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--results", type=Path, help="file of rows of the table, to which this run adds its own")
     parser.add_argument("--keep", type=Path, help="a directory for the files of the run")

@@ -69,6 +69,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=True,
         project_config=project if save_every else None,
+        project_dir=None if save_every or not os.environ.get("ACCELERATE_MONITOR") else folder / "states",
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED),
     )
     number = os.environ.get("ACCELERATE_FT_REPLICA") or str(accelerator.process_index)

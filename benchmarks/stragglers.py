@@ -1,12 +1,15 @@
 """How reliably the monitor names a slow rank: drawn cases of real slowness, and undisturbed runs.
 
-    python benchmarks/stragglers.py --cases 100 --undisturbed 100 [--seed 0]
+    python benchmarks/stragglers.py --cases 100 --undisturbed 100 [--seed 0] [--results FILE]
 
 Each case trains a model with DDP on 2 to 4 ranks. After some steps one of them becomes slow: its data set sleeps
 ("data"), its samples are written to a disk and read back ("disk"), its sequences are longer ("compute"), or a busy
 process is bound to its core ("host"). A case is found if the first rank that the monitor names is the slow one, and
-right if the part is, too. Run it on a machine that does nothing else; undisturbed runs are made next to a process that
-is busy now and then, on any core.
+right if the part is, too. Undisturbed runs are made next to a process that is busy now and then, on any core.
+
+Run it on a machine that does nothing else: on one whose cores are all in use, every rank waits for a processor, and the
+one that shares its core differs little from the others. For the same reason a case of "host" has at most as many ranks
+as there are cores. With ``--results``, each result is appended to a file, and cases that are in it are not run again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -68,9 +70,12 @@ class Case:
     length: int
 
 
-def draw(random_: random.Random, kind: str | None) -> Case:
-    """A case of a kind."""
+def draw(seed: int, number: int, kind: str | None) -> Case:
+    """The case of a number, whichever were drawn before."""
+    random_ = random.Random(f"{seed} {number} {kind}")
     world = random_.choice([2, 2, 3, 4])
+    if kind == "host":
+        world = min(world, max(2, len(os.sched_getaffinity(0))))
     return Case(
         kind,
         world,
@@ -171,21 +176,55 @@ def run(case: Case) -> dict[str, Any]:
     return {"named": first["rank"], "part": first["part"], "step": at, "last": first["last"]}
 
 
+class Results:
+    """The results of cases, kept in a file if there is one.
+
+    Args:
+        file: lines of JSON, one a case.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._known = {json.dumps(line["case"]): line["result"] for line in map(json.loads, lines)}
+
+    def of(self, case: Case) -> dict[str, Any]:
+        """The result of a case, which is run unless it is known."""
+        key = json.dumps(asdict(case))
+        if key not in self._known:
+            self._known[key] = run_disturbed(case) if case.kind is None else run(case)
+            if self._file is not None:
+                with self._file.open("a") as stream:
+                    stream.write(json.dumps({"case": asdict(case), "result": self._known[key]}) + "\n")
+        return self._known[key]
+
+
+def run_disturbed(case: Case) -> dict[str, Any]:
+    """Run a case next to a process that is busy now and then."""
+    noise = subprocess.Popen([sys.executable, "-c", NOISE])
+    try:
+        return run(case)
+    finally:
+        noise.kill()
+        noise.wait()
+
+
 def main() -> None:
     """Run the drawn cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--undisturbed", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep results here, and run what is missing")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     preload("accel", "accel.accelerator", "accel_monitor", "torch.nn.parallel")
-    drawn = random.Random(arguments.seed)
-    kinds = [list(PARTS)[number % len(PARTS)] for number in range(arguments.cases)]
+    results = Results(arguments.results)
     found, right, total, delays = Counter(), Counter(), Counter(), []
-    for kind in kinds:
-        case = draw(drawn, kind)
-        result = run(case)
+    for number in range(arguments.cases):
+        kind = list(PARTS)[number % len(PARTS)]
+        case = draw(arguments.seed, number, kind)
+        result = results.of(case)
         total[kind] += 1
         is_found = result["named"] == case.rank
         is_right = is_found and result["part"] == PARTS[kind]
@@ -196,14 +235,9 @@ def main() -> None:
         if arguments.verbose or not is_right:
             print(f"  {asdict(case)}: {result}", flush=True)
     alarms = 0
-    for _ in range(arguments.undisturbed):
-        case = draw(drawn, None)
-        noise = subprocess.Popen([sys.executable, "-c", NOISE])
-        try:
-            result = run(case)
-        finally:
-            noise.send_signal(signal.SIGKILL)
-            noise.wait()
+    for number in range(arguments.undisturbed):
+        case = draw(arguments.seed, number, None)
+        result = results.of(case)
         if result["named"] is not None:
             alarms += 1
             print(f"  false alarm {asdict(case)}: {result}", flush=True)

@@ -55,6 +55,7 @@ ELSEWHERE = {
     "accel tpu-config --tpu_name *": "packages/accel-launch/tests/test_tpu.py::TestTpuConfig",
     "accel launch * examples/tracking.py *": "tests/test_tracking_example.py",
     "accel launch * --monitor examples/digits.py*": "packages/accel-monitor/tests/test_accelerator.py",
+    "accel launch * --monitor_port *": "packages/accel-monitor/tests/test_accelerator.py",
     "accel monitor *": "packages/accel-monitor/tests/test_page.py",
     "accel goodput*": "packages/accel-monitor/tests/test_ledger.py",
     "accel track show * --html *": "packages/accel-track/tests/test_viewer_page.py",

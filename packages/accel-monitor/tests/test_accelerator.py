@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from accel.training import monitoring
 from accel_monitor import Part, make_ledger, read_runs
 from accel_monitor.ledger import Cause
 from accel_state import ConfigurationError, MissingDependencyError
+from accel_state.ports import get_free_port
 from accel_state.registry import Registry
 from accel_state.testing import run_world
 
@@ -198,6 +200,55 @@ def test_killed_ranks_lose_no_second_and_no_step(tmp_path: Path) -> None:
     assert ledger.total == pytest.approx(2 * ledger.wall, rel=0.01)
     # The launcher's own end, after the ranks, is not in the ledger.
     assert 0 <= wall - ledger.wall < 0.1 * wall + 2
+
+
+SERVED = """
+import http.client, sys, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+folder, port = Path(sys.argv[1]), int(sys.argv[2])
+accelerator = Accelerator(cpu=True, project_dir=folder)
+model = torch.nn.Linear(8, 1)
+data = DataLoader(TensorDataset(torch.ones(160, 8)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+for (inputs,) in loader:
+    accelerator.backward(model(inputs).mean())
+    optimizer.step()
+text, steps, deadline = "", [], time.monotonic() + 60
+while accelerator.is_main_process and (len(steps) < 2 or min(steps) < 10) and time.monotonic() < deadline:
+    time.sleep(0.5)
+    try:
+        token = (folder / "monitor" / "token").read_text().strip()
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+        text = connection.getresponse().read().decode()
+    except OSError:
+        continue
+    steps = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("accel_monitor_step{")]
+if accelerator.is_main_process:
+    (folder / "metrics").write_text(text)
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow  # a launcher, two ranks and a server
+@pytest.mark.timeout(300)
+def test_the_launchers_port_serves_all_ranks_while_they_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SERVED)
+    port = get_free_port()
+    words = ["--cpu", "--num_processes", 2, "--monitor_port", port, tmp_path / "train.py", tmp_path, port]
+    command = [sys.executable, "-m", "accel_launch", "launch", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, env=environment, timeout=240, capture_output=True, text=True)
+    assert f"serves this run at http://127.0.0.1:{port}/metrics" in done.stderr
+    lines = (tmp_path / "metrics").read_text().splitlines()
+    for rank in (0, 1):
+        name = f'accel_monitor_step{{replica="0",rank="{rank}",'
+        assert [float(line.split()[-1]) for line in lines if line.startswith(name)] == [10]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
 
 
 class SlowNet(nn.Module):

@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from accel_monitor import make_ledger, read_runs
 from accel_monitor.html import page
 from accel_monitor.ledger import Cause
+from accel_monitor.parts import Part
+from accel_monitor.recorder import StepRecord
 from accel_monitor.records import encode_now, file_name
 from accel_monitor.report import report
-from accel_monitor.stragglers import Recent, Watch, find_straggler
+from accel_monitor.stragglers import OwnParts, Recent, Watch, decode_recent, encode_recent, find_straggler
 from accel_state.testing import run_world
 
 
@@ -37,7 +39,7 @@ def reports(
             if rank == slow:
                 row[column] += extra
             rows.append(tuple(row))
-        found[rank] = Recent("host", "cpu", 100 + drawn.randrange(10), rows, 0.0)
+        found[rank] = Recent("host", "cpu", 100 + drawn.randrange(10), rows, [0.0] * len(rows))
     return found
 
 
@@ -58,18 +60,55 @@ def test_interruptions_and_noise_name_no_rank(world: int) -> None:
 
 def test_a_rank_without_a_processor_and_too_few_common_steps() -> None:
     ranks = reports(3, 0)
-    ranks[1] = Recent("other", "cpu", ranks[1].step, ranks[1].own, 0.02)
+    ranks[1] = Recent("other", "cpu", ranks[1].step, ranks[1].own, [0.02] * 28)
     found = find_straggler(ranks)
     assert found is not None and (found.rank, found.part, found.host) == (1, "host", "other")
     far = reports(2, 0, 1, 0, 0.05)
-    far[1] = Recent("host", "cpu", far[0].step + 24, far[1].own, 0.0)
+    far[1] = Recent("host", "cpu", far[0].step + 24, far[1].own, far[1].held)
     assert find_straggler(far) is None and find_straggler({0: far[0]}) is None
 
 
+def test_a_processor_that_is_away_in_a_few_steps_names_no_rank() -> None:
+    """The mean of such steps is large; the steps say that most were not affected."""
+    ranks = reports(2, 1, noise=0.0)
+    ranks[1] = Recent("host", "cpu", ranks[1].step, ranks[1].own, [0.1 if step % 4 == 0 else 0.0 for step in range(28)])
+    assert find_straggler(ranks) is None
+
+
+@pytest.mark.parametrize(("queued", "part"), [(0.0, "data"), (0.004, "data"), (0.012, "host")])
+def test_data_that_takes_long_without_a_processor_is_the_hosts(queued: float, part: str) -> None:
+    ranks = reports(2, 0, 1, 0, 0.014)
+    slow = ranks[1]
+    ranks[1] = Recent("host", "cpu", slow.step, slow.own, slow.held, queued)
+    found = find_straggler(ranks)
+    assert found is not None and (found.rank, found.part) == (1, part)
+
+
+def records(passes: float, ran: float) -> list[StepRecord]:
+    """Steps with a second of data, ``passes`` seconds of forward and so many of processor time."""
+    found = []
+    for step in range(4):
+        seconds = [0.0] * len(Part)
+        seconds[Part.DATA], seconds[Part.FORWARD], seconds[Part.WAITING] = step * 1.0, step * passes, step * 0.5
+        found.append(StepRecord(step, seconds, step * ran, None, None, None, None))
+    return found
+
+
+@pytest.mark.parametrize(("own_parts", "held", "is_mean"), [(OwnParts.ALL, 0.2, False), (OwnParts.COMPUTE, 0.07, True)])
+def test_time_without_a_processor_is_that_of_the_passes_or_the_kernels_mean(
+    own_parts: OwnParts, held: float, is_mean: bool
+) -> None:
+    recent = decode_recent({"host": "a", "device": "cpu", "recent": encode_recent(records(0.5, 0.3), own_parts, 0.07)})
+    assert recent is not None and (recent.step, recent.queued, recent.held_is_mean) == (3, 0.07, is_mean)
+    assert list(recent.held) == pytest.approx([held] * 3)
+    assert [row[:2] for row in recent.own] == [pytest.approx((1.0, 0.3))] * 3
+
+
 def write(folder: Path, rank: int, process: str, recent: Recent) -> None:
-    own = [round(value / 1e-5) for row in recent.own for value in row]
-    line = {"kind": "sample", "id": process, "at": 1.0, "host": "host", "device": "cpu", "held": recent.held}
-    line["recent"] = {"last": recent.step, "own": own}
+    rows = zip(recent.own, recent.held, strict=True)
+    own = [round(value / 1e-5) for row, held in rows for value in (*row, held)]
+    line = {"kind": "sample", "id": process, "at": 1.0, "host": "host", "device": "cpu"}
+    line["recent"] = {"last": recent.step, "own": own, "queued": 0.0, "held_is_mean": recent.held_is_mean}
     (folder / f"{file_name(None, rank)}.now").write_bytes(encode_now(line))
 
 
@@ -95,17 +134,19 @@ def test_reports_of_an_earlier_process_are_not_compared_and_a_rank_is_named_once
     assert watch.check() is None
 
 
-def test_a_rank_without_a_processor_is_named_by_several_reports_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mean", "needed"), [(False, 2), (True, 3)])
+def test_a_rank_without_a_processor_is_named_by_several_reports_only(tmp_path: Path, mean: bool, needed: int) -> None:
     watch = Watch(tmp_path, None, 2)
     named = []
     for turn in range(5):
         for rank, recent in reports(2, 7, noise=0.0).items():
-            held = Recent("host", "cpu", recent.step + turn, recent.own, 0.03 if rank else 0.0)
+            waits = [0.03 if rank else 0.0] * 28
+            held = Recent("host", "cpu", recent.step + turn, recent.own, waits, held_is_mean=mean)
             write(tmp_path, rank, "run", held)
         named.append(watch.check())
-    # The first report of a process is not compared; then three must agree.
-    assert [found is not None for found in named] == [False, False, False, True, False]
-    assert named[3].part == "host"
+    # The first report of a process is not compared.
+    assert [found is not None for found in named] == [turn == needed for turn in range(5)]
+    assert named[needed].part == "host"
 
 
 class Rows(Dataset):

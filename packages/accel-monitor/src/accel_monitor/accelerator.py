@@ -18,7 +18,7 @@ from .monitor import Monitor
 
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "wait_for_everyone")
 """Methods in which a rank waits for the others."""
-REPLACED = ("backward", "clip_grad_norm_", *COLLECTIVES)
+REPLACED = ("backward", "clip_grad_norm_", "log", *COLLECTIVES)
 """Methods of an Accelerator that are measured: attributes of the object while the monitor runs."""
 
 
@@ -53,6 +53,7 @@ class AcceleratorMonitor:
         )
         accelerator.backward = self._monitor.timed_backward(accelerator.backward)
         accelerator.clip_grad_norm_ = self._monitor.timed_clipping(accelerator.clip_grad_norm_)
+        accelerator.log = self._monitor.logging(accelerator.log)
         if accelerator.num_processes > 1:
             for name in COLLECTIVES:
                 setattr(accelerator, name, self._monitor.timed_waiting(getattr(accelerator, name)))

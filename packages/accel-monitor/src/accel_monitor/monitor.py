@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError, check_type
+from accel_state.options import CoreOptions
 from accel_state.paths import as_path, refuse_link
 from accel_state.state import current_rank
 
@@ -24,7 +25,9 @@ from .parts import Part
 from .recorder import Recorder, Snapshot
 from .records import FOLDER
 from .reporter import Reporter
+from .serving import ServerProcess
 from .stragglers import OwnParts
+from .tracked import TrackedValues
 
 INTERVAL = 2.0
 """Seconds between two reports."""
@@ -45,6 +48,8 @@ class Monitor:
         peak_flops: operations a second that the device can compute in the precision of the run, for the MFU; None if
             it is unknown (``accel_state.hardware`` knows some devices).
         launcher: process id of the launcher of this run; its start counts as the start of the run.
+
+    With ``accel launch --monitor_port``, rank 0 starts a process that serves the run.
 
     Raises:
         ConfigurationError: the directory is a file or a link, or a number is not allowed.
@@ -78,6 +83,7 @@ class Monitor:
         self._peak_flops = peak_flops
         self._recorder = Recorder()
         self._recorder.begin_at(step)
+        self._recorder.compares = world_size > 1
         identity = {
             "replica": replica,
             "rank": rank,
@@ -98,6 +104,10 @@ class Monitor:
         self._watches_compilation = self._has_compiled = False
         self._counting: Optimizer | None = None
         self._outer_parts: list[int] = []
+        self._tracked = TrackedValues(self._recorder, world_size)
+        address = CoreOptions.read("monitor_port")
+        serves = address is not None and rank == 0 and not replica
+        self._server = ServerProcess(directory, address) if serves else None
         self._reporter.start()
         atexit.register(self._at_exit)
 
@@ -165,6 +175,8 @@ class Monitor:
     def _flops_counted(self, step: StepFlops) -> None:
         self._recorder.flops = None
         if step.uncounted is None:
+            if self._peak_flops:
+                self._tracked.seconds_at_peak = step.total / self._peak_flops
             if self._has_compiled:
                 text = (
                     "operations in kernels that torch.compile writes, such as flex_attention, are not counted in FLOPs."
@@ -272,6 +284,17 @@ class Monitor:
 
         return run
 
+    def logging(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs ``log(values, ...)``, and adds ``monitor/...`` to the values once in so many steps."""
+        tracked, reporter = self._tracked, self._reporter
+
+        def run(values: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(values, Mapping):
+                values = {**tracked.due(reporter.memory, reporter.slow_rank), **values}
+            return log(values, *args, **kwargs)
+
+        return run
+
     def snapshot(self) -> Snapshot:
         """The counters now."""
         return self._recorder.snapshot()
@@ -292,6 +315,9 @@ class Monitor:
             remove()
         self._removals.clear()
         self._reporter.finish(finished)
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
         atexit.unregister(self._at_exit)
 
 

@@ -49,7 +49,7 @@ class StepRecord:
     Attributes:
         step: its number, from 1.
         seconds: counters of the seconds by part at its end.
-        ran: processor time of the loop's thread at its end.
+        ran: processor time of the loop's thread at its end; 0 if the steps are not compared with those of other ranks.
         loss: the last loss of the step: a number on the CPU, else a tensor; None if unknown.
         norm: the gradient norm that the script computed, likewise.
         group: the parameter group that made the norm too large or not finite; None if unknown.
@@ -84,6 +84,7 @@ class Recorder:
         "__weakref__",
         "after_batch",
         "backwards",
+        "compares",
         "counters",
         "evaluating",
         "flops",
@@ -116,6 +117,8 @@ class Recorder:
         """The part that begins with a batch for training."""
         self.backwards = 0
         """Backward passes since the latest batch."""
+        self.compares = True
+        """Whether the steps are compared with those of other ranks, which needs the processor time of each."""
         self.start = self.since = perf_counter()
         self.step = 0
         self.samples = 0
@@ -182,8 +185,10 @@ class Recorder:
         counters[_SAMPLES] = self.samples
         counters[_TOKENS] = self.tokens
         counters[_STEP_AT] = since - self.start
+        # The only system call of a step, which costs a virtual machine more than everything else that is measured.
+        ran = thread_time() if self.compares else 0.0
         # A plain tuple, read as a StepRecord: making an object costs the loop a microsecond.
-        record = (step, self.seconds.tolist(), thread_time(), self.loss, self.norm, self.group, self.indices)
+        record = (step, self.seconds.tolist(), ran, self.loss, self.norm, self.group, self.indices)
         self.recent.append(record)
         self.norm = self.group = self.indices = None
         if self.flops is not None:

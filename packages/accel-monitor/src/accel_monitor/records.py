@@ -241,6 +241,24 @@ def read_runs(directory: str | Path) -> list[Run]:
     return runs
 
 
+def chosen_run(directory: Path, number: int | None) -> Run:
+    """The run of a directory that a reader asks for, with a note if there are others.
+
+    Raises:
+        ConfigurationError: there is none, or not this one.
+    """
+    runs = read_runs(directory)
+    if number is not None and not 1 <= number <= len(runs):
+        raise ConfigurationError(
+            f"--run {number}: {directory} holds {len(runs)} run(s). Give a number from 1 to {len(runs)}."
+        )
+    run = runs[-1 if number is None else number - 1]
+    if len(runs) > 1:
+        shown = len(runs) if number is None else number
+        run.notes.insert(0, f"{directory} holds {len(runs)} runs, and this is run {shown}; --run N shows another.")
+    return run
+
+
 def read_attempts(file: Path, notes: list[str] | None = None) -> list[Attempt]:
     """The processes that wrote a file, in the order of their starts; ``notes`` gets what is wrong with it."""
     attempts: dict[str, Attempt] = {}

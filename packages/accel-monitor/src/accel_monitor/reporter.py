@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .live import LiveRecord, read_live, remove_live
 from .parts import NAMES
 from .recorder import RECENT_STEPS, Recorder
 from .records import FOLDER, bad_step_sentence, encode, encode_now, file_name, read_attempts, to_sample
-from .stragglers import REPORTED_STEPS, OwnParts, Straggler, Watch, encode_recent
+from .stragglers import REPORTED_STEPS, OwnParts, Watch, encode_recent
 
 # Not that of accel_state, which needs a PartialState: scripts without an Accelerator may have none.
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class Reporter:
             self._watch = Watch(self._folder, identity["replica"], self._world_size)
         self.own_parts: OwnParts = OwnParts.DATA
         """Which parts of a step are known to be this rank's own, without waiting for others."""
-        self.on_straggler: Callable[[Straggler], None] | None = None
-        """Called by the thread when rank 0 finds a rank that the others wait for."""
+        self.memory: int | None = None
+        """Bytes in use at the latest report; None if unknown."""
         self._queued: tuple[int, float] | None = None  # of the last report, with its step
         self._pause = interval if self._world_size == 1 else min(interval, _FASTEST_SECONDS)
         self._thread_id = threading.get_native_id()
@@ -141,6 +141,12 @@ class Reporter:
         self._wake.set()
         self._thread.join(_LAST_LINE_SECONDS)
         self.recorder.on_step = None
+
+    @property
+    def slow_rank(self) -> int | None:
+        """On rank 0: the rank that the others wait for; None if there is none."""
+        named = None if self._watch is None else self._watch.named
+        return None if named is None else named.rank
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -213,11 +219,10 @@ class Reporter:
             return {}
         queued = line["queued"] or 0.0
         before, self._queued = self._queued, (last.step, queued)
-        held = 0.0
+        mean_queued = 0.0
         if before is not None and last.step > before[0]:
-            held = (queued - before[1]) / (last.step - before[0])
-        recent = encode_recent(records, self.own_parts)
-        return {**self._identity, "held": round(held, 6), "recent": recent}
+            mean_queued = (queued - before[1]) / (last.step - before[0])
+        return {**self._identity, "recent": encode_recent(records, self.own_parts, mean_queued)}
 
     def _look_for_bad_steps(self) -> None:
         for found in self._bad_steps.check():
@@ -235,8 +240,6 @@ class Reporter:
         if found is not None:
             logger.warning(found.sentence())
             self.event("straggler", **asdict(found))
-            if self.on_straggler is not None:
-                self.on_straggler(found)
         elif before is not None and self._watch.named is None:
             logger.warning(f"rank {before.rank} does not make the other ranks wait any longer.")
             self.event("recovered", rank=before.rank, step=step)
@@ -288,7 +291,7 @@ class Reporter:
         snapshot = self.recorder.snapshot()
         ran, queued = process.scheduled(self._thread_id) or (None, None)
         device = devices.of(self._device)
-        memory = None if device is None else device.memory_allocated(self._device.index or 0)
+        self.memory = memory = None if device is None else device.memory_allocated(self._device.index or 0)
         return {
             "at": round(snapshot.elapsed, 6),
             "parts": [round(seconds, 6) for seconds in snapshot.seconds],

@@ -6,8 +6,12 @@ rank 0 compares them. No rank communicates for it.
 
 A rank is named when its own time exceeds the median of the other ranks in the steps that all of them report, by a share
 of the step, in most of the steps. The largest and smallest differences are left out, so that a few interruptions do not
-count; a rank that is slow in one step of four is not named. The part that exceeds most is the reason. A processor that
-others use shows as time in which the thread was ready and did not run.
+count; a rank that is slow in one step of four is not named. The part that exceeds most is the reason.
+
+A processor that others use shows in two ways. Where waiting for other ranks is a part of its own, the passes of a step
+take longer than the processor time of the step, which is known for each step. Elsewhere, and for the time that is spent
+on data, the kernel's count of how long the thread was ready and did not run is used, which is known as a mean between
+two reports.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ _SLOW_STEPS = 0.6
 _COMPUTE = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 _TICK = 1e-5
 """Seconds of the numbers in a report."""
-_IN_A_ROW = {"data": 1, "compute": 1, "host": 3}
-"""Checks that must agree: the time for which a thread had no processor is known as a mean between two reports only."""
+_IN_A_ROW, _IN_A_ROW_OF_MEANS = {"data": 1, "compute": 1, "host": 2}, 3
+"""Checks that must agree. A mean between two reports says less than the steps themselves."""
 _REPEAT_CHECKS = 20
 """Checks without a finding after which a rank counts as recovered."""
 
@@ -50,14 +54,18 @@ class Recent:
         device: its device.
         step: number of the last of the steps.
         own: for each of them, seconds of data, of computation and of other code of the loop.
-        held: seconds of a step in which its thread was ready to run and had no processor; 0 if unknown.
+        held: for each of them, seconds of computation in which the thread had no processor.
+        queued: mean seconds of a step in which its thread was ready to run and had no processor; 0 if unknown.
+        held_is_mean: whether ``held`` is that mean, because it is not known for each step.
     """
 
     host: str
     device: str
     step: int
     own: Sequence[tuple[float, float, float]]
-    held: float
+    held: Sequence[float]
+    queued: float = 0.0
+    held_is_mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,28 +117,34 @@ class OwnParts(Enum):
     """Only the time for data: a device computes."""
 
 
-def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts) -> dict[str, Any]:
-    """The report of the latest steps, which follow each other."""
+def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts, queued: float) -> dict[str, Any]:
+    """The report of the latest steps, which follow each other; ``queued`` as in :class:`Recent`."""
     own: list[int] = []
     for before, after in pairwise(records):
         spent = [max(0.0, late - early) for late, early in zip(after.seconds, before.seconds, strict=True)]
         # A thread that waits for other ranks, or for a processor, does not run.
-        compute = min(sum(spent[part] for part in _COMPUTE), after.ran - before.ran)
+        passes = sum(spent[part] for part in _COMPUTE)
+        compute = min(passes, after.ran - before.ran)
         values = (
             spent[Part.DATA],
             0.0 if own_parts is OwnParts.DATA else compute,
             spent[Part.OTHER] if own_parts is OwnParts.ALL else 0.0,
+            passes - compute if own_parts is OwnParts.ALL else queued,
         )
         own += [round(value / _TICK) for value in values]
-    return {"last": records[-1].step, "own": own}
+    mean = own_parts is not OwnParts.ALL
+    return {"last": records[-1].step, "own": own, "queued": round(queued, 6), "held_is_mean": mean}
 
 
 def decode_recent(line: Mapping[str, Any]) -> Recent | None:
     """The report in a line of a ``.now`` file; None if there is none, or it is not readable."""
     try:
         recent, own = line["recent"], [value * _TICK for value in line["recent"]["own"]]
-        rows = list(zip(own[0::3], own[1::3], own[2::3], strict=True))
-        return Recent(str(line["host"]), str(line["device"]), int(recent["last"]), rows, float(line.get("held") or 0.0))
+        rows = list(zip(own[0::4], own[1::4], own[2::4], strict=True))
+        if len(own) != 4 * len(rows):
+            return None
+        identity = str(line["host"]), str(line["device"]), int(recent["last"])
+        return Recent(*identity, rows, own[3::4], float(recent["queued"]), bool(recent["held_is_mean"]))
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -148,12 +162,15 @@ def find_straggler(ranks: Mapping[int, Recent]) -> Straggler | None:
     count = last - first + 1
     if count < _FEWEST_STEPS:
         return None
-    rows = {
-        rank: list(recent.own)[first - (recent.step - len(recent.own) + 1) :][:count] for rank, recent in ranks.items()
-    }
-    # First without the time that a thread waited for a processor, which is known as a mean only, and is noisy.
-    for held in (0.0, 1.0):
-        totals = {rank: [sum(row) + held * ranks[rank].held for row in of_rank] for rank, of_rank in rows.items()}
+    begins = {rank: first - (recent.step - len(recent.own) + 1) for rank, recent in ranks.items()}
+    rows = {rank: list(recent.own)[begins[rank] :][:count] for rank, recent in ranks.items()}
+    waits = {rank: list(recent.held)[begins[rank] :][:count] for rank, recent in ranks.items()}
+    # First without the time in which a thread had no processor, which is noisy.
+    for with_waits in (0, 1):
+        totals = {
+            rank: [sum(row) + with_waits * wait for row, wait in zip(of_rank, waits[rank], strict=True)]
+            for rank, of_rank in rows.items()
+        }
         slowest = max(totals, key=lambda rank: statistics.median(totals[rank]))
         others = [rank for rank in ranks if rank != slowest]
         typical = [statistics.median(totals[rank][step] for rank in others) for step in range(count)]
@@ -162,8 +179,10 @@ def find_straggler(ranks: Mapping[int, Recent]) -> Straggler | None:
         threshold = max(_SECONDS, _SHARE * own)
         slow_steps = sum(difference > threshold / 2 for difference in differences)
         if excess >= threshold and slow_steps >= _SLOW_STEPS * count:
-            part = "host" if held else _largest(rows, slowest, others)
             recent = ranks[slowest]
+            queued = recent.queued - statistics.median(ranks[rank].queued for rank in others)
+            # Without a processor, reading data takes longer, too.
+            part = "host" if with_waits or queued > excess / 2 else _largest(rows, slowest, others)
             return Straggler(slowest, recent.host, recent.device, part, excess, own, first, last)
     return None
 
@@ -230,7 +249,8 @@ class Watch:
         suspect = (found.rank, found.part)
         self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
-        if self._in_a_row < _IN_A_ROW[found.part]:
+        by_means = found.part == "host" and any(recent.held_is_mean for recent in ranks.values())
+        if self._in_a_row < (_IN_A_ROW_OF_MEANS if by_means else _IN_A_ROW[found.part]):
             return None
         before, self.named = self.named, found
         return found if before is None or (before.rank, before.part) != suspect else None

@@ -91,6 +91,24 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def parse_listening_address(text: str) -> tuple[str, int]:
+    """The address and port in ``PORT`` or ``ADDRESS:PORT``; an IPv6 address is in brackets.
+
+    Returns:
+        The address, which is that of the loopback interface for a port alone, and the port.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    host, separator, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if port.isascii() and port.isdigit() and 0 < int(port) < 65536 and bracketed == (":" in host):
+        with contextlib.suppress(ValueError):
+            address = host[1:-1] if bracketed else host
+            return str(ipaddress.ip_address(address if separator else LOOPBACK)), int(port)
+    raise ValueError(f"{text!r} is not a port, such as 9400, or ADDRESS:PORT, such as 0.0.0.0:9400 or [::1]:9400")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at one address of this machine.
 

@@ -13,8 +13,9 @@ from accel_state.paths import open_for_writing
 
 from ..html import page
 from ..ledger import Ledger, make_ledger
+from ..records import chosen_run
 from ..report import report
-from .command import add_run_arguments, chosen_run
+from .command import add_run_arguments
 
 
 def run(argv: Sequence[str]) -> int:

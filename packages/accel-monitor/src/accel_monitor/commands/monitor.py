@@ -1,4 +1,4 @@
-"""``accel monitor``: what the ranks of a run do now. Torch-free."""
+"""``accel monitor``: what the ranks of a run do now, read from its files or from its port. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from accel_state.command import Command
+from accel_state.errors import ConfigurationError
 
 from ..page import render
-from .command import add_run_arguments, chosen_run
+from ..records import chosen_run
+from .command import add_run_arguments
 from .show_batch import run as show_batch
 
 
@@ -22,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         The exit code.
 
     Raises:
-        ConfigurationError: there is no such run.
+        ConfigurationError: there is no such run, or nothing answers at a port.
     """
     if argv and argv[0] == "show-batch":
         return show_batch(argv[1:])
@@ -31,20 +34,37 @@ def run(argv: Sequence[str]) -> int:
         description="Show what the ranks of a monitored run do. `accel monitor show-batch` reads the samples of a bad "
         "step again.",
     )
-    add_run_arguments(parser)
+    add_run_arguments(parser, "DIR|HOST:PORT", "project directory, or where a run with --monitor_port is served")
+    parser.add_argument(
+        "--token_file", type=Path, metavar="FILE", help="with HOST:PORT: a copy of monitor/token in the run's directory"
+    )
     parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
     arguments = parser.parse_args(list(argv))
     live = sys.stdout.isatty() and not arguments.once
     while True:
         size = shutil.get_terminal_size((100, 40))
-        chosen = chosen_run(arguments.directory, arguments.run)
-        lines = list(render(chosen, size.columns, size.lines))
+        lines = _page(arguments, size.columns, size.lines)
         if not live:
             print("\n".join(lines))
             return 0
         cut = [line[: size.columns] for line in lines[: size.lines - 1]]
         print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in cut) + "\x1b[J", end="", flush=True)
         time.sleep(1.0)
+
+
+def _page(arguments: argparse.Namespace, columns: int, lines: int) -> list[str]:
+    # Imported here: most pages are those of files, and this one imports a client and a server of HTTP.
+    from ..client import remote_page, split_remote
+
+    remote = None if arguments.directory.exists() else split_remote(str(arguments.directory))
+    if remote is None:
+        return list(render(chosen_run(arguments.directory, arguments.run), columns, lines))
+    if arguments.token_file is None:
+        raise ConfigurationError(
+            f"{arguments.directory} asks for the token of its run: give --token_file with a copy of monitor/token in "
+            "the run's project directory."
+        )
+    return remote_page(*remote, arguments.token_file, columns, lines, arguments.run)
 
 
 COMMAND = Command("show what the ranks of a monitored run do", lambda argv: run(argv))

@@ -10,8 +10,8 @@ from typing import Any
 
 from accel_state.errors import ConfigurationError
 
-from ..records import Run, bad_step_sentence
-from .command import add_run_arguments, chosen_run
+from ..records import Run, bad_step_sentence, chosen_run
+from .command import add_run_arguments
 
 
 def run(argv: Sequence[str]) -> int:

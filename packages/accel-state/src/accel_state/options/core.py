@@ -6,9 +6,16 @@ import functools
 from dataclasses import dataclass
 
 from ..enums import DynamoBackend
+from ..ports import parse_listening_address
 from .declaration import OptionGroup, option
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def parse_monitor_port(text: str) -> str:
+    """Check ``PORT`` or ``ADDRESS:PORT``."""
+    parse_listening_address(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,14 @@ class CoreOptions(OptionGroup):
         exported=True,
         help="Measure what the time of every rank is spent on; `accel monitor` and `accel goodput` show it. Needs "
         "accel-monitor: pip install 'accel[monitor]'.",
+    )
+    monitor_port: str | None = option(
+        parser=parse_monitor_port,
+        exported=True,
+        metavar="[ADDRESS:]PORT",
+        help="Measure the run as with --monitor, and serve it on the machine of rank 0: metrics for Prometheus, and "
+        "the page of `accel monitor HOST:PORT`. Listens on the loopback interface unless an address is given, and asks "
+        "for the token in monitor/token of the project directory.",
     )
 
 

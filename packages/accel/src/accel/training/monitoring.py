@@ -50,7 +50,8 @@ def start(monitor: bool | None, accelerator: Any) -> NoMonitor:
         MissingDependencyError: no monitor is installed.
         ConfigurationError: what the Accelerator does cannot be measured.
     """
-    launched = CoreOptions.from_environment().monitor
+    core = CoreOptions.from_environment()
+    launched = core.monitor or core.monitor_port is not None
     if not (launched if monitor is None else monitor):
         return NO_MONITOR
     if "default" not in MONITORS:
