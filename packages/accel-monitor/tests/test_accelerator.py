@@ -20,6 +20,7 @@ pytest.importorskip("accel")
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from accel.contract.strategy import Strategy
+from accel.fault_tolerance.run_state import capture, restore
 from accel.training import monitoring
 from accel_monitor import Part, make_ledger, read_runs
 from accel_monitor.ledger import Cause
@@ -116,6 +117,19 @@ def test_saved_and_loaded_states_are_in_the_ledger(tmp_path: Path) -> None:
     assert ledger.repeated_steps == 3 and ledger.seconds[Cause.AGAIN] > 0
     assert ledger.seconds[Cause.SAVING] == pytest.approx(attempt.saves[0], rel=0.01)
     assert ledger.total == pytest.approx(ledger.wall) and attempt.last_step == 9
+
+
+def test_a_replica_that_joins_again_counts_from_the_state_that_it_gets(tmp_path: Path) -> None:
+    leader = make(tmp_path / "leader")
+    steps(leader, 6)
+    joined = make(tmp_path / "run", monitor=True)
+    restore(joined[0], capture(leader[0]))
+    steps(joined, 3)
+    joined[0].end_training()
+    (run,) = read_runs(tmp_path / "run")
+    (attempt,) = run.attempts[0, 0]
+    assert [(load.step, load.before) for load in attempt.loads] == [(6, 0)] and attempt.last_step == 9
+    assert make_ledger(run).repeated_steps == 0
 
 
 def test_an_accelerator_without_a_monitor_has_nothing_of_it(tmp_path: Path) -> None:
