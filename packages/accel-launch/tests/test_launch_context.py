@@ -216,3 +216,84 @@ class TestBatch:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(ConfigurationError, match="srun is not on PATH"):
             choose_launcher(made).run(made)
+
+
+class TestPods:
+    """A launcher in each pod of an indexed Job, a JobSet or a TrainJob, with the variables of their controllers."""
+
+    @pytest.fixture(autouse=True)
+    def named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("socket.gethostname", lambda: "train-node-0-1")
+        # As in the pod's /etc/hosts, which lists the full name first.
+        monkeypatch.setattr("socket.getfqdn", lambda name: f"{name}.train.ml.svc.cluster.local")
+
+    def test_rank_and_address_come_from_index_and_name(self, plan) -> None:
+        made = plan({"JOB_COMPLETION_INDEX": "1"}, num_machines="2", num_processes="4")
+        assert (made.context.role, made.context.starter, made.local_processes) == (Role.NODE, "kubernetes", 2)
+        options = made.rendezvous
+        assert (options.machine_rank, options.main_process_ip) == (1, "train-node-0-0.train.ml.svc.cluster.local")
+
+    def test_what_kubeflow_sets(self, plan) -> None:
+        variables = {
+            "JOB_COMPLETION_INDEX": "1",
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "4",
+            "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "train-node-0-0.train",
+            "PET_MASTER_PORT": "29400",
+        }
+        made = plan(variables)
+        options = made.rendezvous
+        assert (made.num_machines, made.num_processes, made.local_processes) == (2, 8, 4)
+        assert (options.machine_rank, options.main_process_ip) == (1, "train-node-0-0.train")
+        assert options.main_process_port == 29400
+
+    def test_a_single_pod_and_other_jobs_are_left_alone(self, plan) -> None:
+        """The pods of an indexed Job may as well have nothing to do with each other."""
+        made = plan({"JOB_COMPLETION_INDEX": "3"}, num_processes="2")
+        assert (made.context.role, made.num_machines, made.num_processes) == (Role.ALONE, 1, 2)
+
+    def test_options_override_the_pod(self, plan) -> None:
+        made = plan({"JOB_COMPLETION_INDEX": "1"}, num_machines="2", machine_rank="0", main_process_ip="me")
+        assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip) == (0, "me")
+
+    @pytest.mark.parametrize("name", ["train-node-0-1", "train-node-0-2.train.ml"])
+    def test_a_pod_that_others_cannot_find(self, plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setattr("socket.getfqdn", lambda _: name)
+        variables = {"JOB_COMPLETION_INDEX": "1"}
+        with pytest.raises(ConfigurationError, match="index 1 of 2, but it is not called NAME-1 in the domain"):
+            plan(variables, num_machines="2")
+        made = plan(variables, num_machines="2", config="main_process_ip: train-first\n")
+        assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip) == (1, "train-first")
+
+
+SKY_NODE = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+}
+
+
+class TestSkyPilot:
+    """A launcher on each node of a task."""
+
+    def test_rank_and_address(self, plan) -> None:
+        made = plan(SKY_NODE, gpus=4)
+        assert (made.context.role, made.context.starter) == (Role.NODE, "skypilot")
+        assert (made.num_machines, made.num_processes, made.local_processes) == (2, 4, 2), "GPUs that were asked for"
+        assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip) == (1, "10.0.0.4")
+
+    def test_missing_gpus_are_an_error(self, plan) -> None:
+        with pytest.raises(ConfigurationError, match=r"asked for 2 GPU\(s\) on each node .* but 1 can be seen here"):
+            plan(SKY_NODE, gpus=1)
+        assert plan({**SKY_NODE, "ACCELERATE_USE_CPU": "true"}).num_processes == 2
+        assert plan(SKY_NODE, gpus=1, num_processes="2").local_processes == 1
+
+    def test_a_single_node(self, plan) -> None:
+        made = plan({**SKY_NODE, "SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0"}, gpus=2)
+        assert (made.context.role, made.num_machines, made.num_processes) == (Role.ALONE, 1, 2)
+
+    def test_a_rank_is_missing(self, plan) -> None:
+        with pytest.raises(ConfigurationError, match="SKYPILOT_NODE_IPS is set but SKYPILOT_NODE_RANK is not"):
+            plan({"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"})

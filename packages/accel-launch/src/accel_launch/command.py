@@ -13,6 +13,8 @@ COMMANDS: Registry[Command] = Registry(
         "env": "accel_launch.commands.env:COMMAND",
         "doctor": "accel_launch.commands.doctor:COMMAND",
         "tpu-config": "accel_launch.commands.tpu_config:COMMAND",
+        "k8s": "accel_launch.commands.k8s:COMMAND",
+        "sky": "accel_launch.commands.sky:COMMAND",
         "slurm": "accel_launch.commands.slurm:COMMAND",
     },
     "accel.commands",

@@ -18,11 +18,14 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, Source
 
 from .accelerators import tpu
+from .pods import PodEnvironment, SkyEnvironment
 
 # Programs that start launchers. torchrun is not listed: its variables are inherited by everything a rank starts.
 _STARTERS = ("openmpi", "mvapich", "hydra", "slurm")
 TASKS_VARIABLE = "ACCEL_LAUNCH_TASKS_PER_NODE"
 """Tasks per node that a batch script asked for; set for launchers under srun, which changes SLURM_TASKS_PER_NODE."""
+
+_SKY_GPUS = "SKYPILOT_NUM_GPUS_PER_NODE"
 
 _EXPLICIT = (Source.COMMAND_LINE, Source.ENVIRONMENT)
 
@@ -49,6 +52,7 @@ class LaunchContext:
     process: Environment | None = None  # rank, world size and address of this process, where the starter tells them
     hosts: tuple[str, ...] = ()  # nodes of the allocation, in SLURM's order; empty elsewhere
     tasks_per_node: int | None = None  # tasks per node that SLURM was asked for, or None
+    gpus_per_node: int | None = None  # GPUs per node that SkyPilot was asked for, or None
 
 
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:
@@ -56,6 +60,8 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
     variables = Variables(environ)
     candidates = (ENVIRONMENTS.load(name).read(variables) for name in _STARTERS)
     process = next((candidate for candidate in candidates if candidate is not None), None)
+    if process is None and not any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
+        process = _read_node(settings, environ)
     allocation = Allocation.read(variables)
     requested = variables.integer(TASKS_VARIABLE, minimum=1)
     if process is not None and process.world_size > 1:
@@ -64,11 +70,26 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
             return LaunchContext(Role.RANK, process.name, process)
         if is_explicit(settings, "num_machines") and settings["num_machines"] != process.num_nodes:
             return LaunchContext()
-        return LaunchContext(Role.NODE, process.name, process, allocation.hosts if allocation else (), requested)
+        hosts = allocation.hosts if allocation else ()
+        return LaunchContext(Role.NODE, process.name, process, hosts, requested, variables.integer(_SKY_GPUS))
     tasks = requested or (allocation.tasks_per_node if allocation else None)
     if process is None and allocation is not None and _spans_nodes(settings, allocation):
         return LaunchContext(Role.BATCH, "slurm", None, allocation.hosts, tasks)
-    return LaunchContext(tasks_per_node=tasks)
+    return LaunchContext(tasks_per_node=tasks, gpus_per_node=variables.integer(_SKY_GPUS))
+
+
+def _read_node(settings: Resolution, environ: Mapping[str, str]) -> Environment | None:
+    """The node of a cluster that starts launchers and tells them their rank; None elsewhere."""
+    # The number of machines may be an option or a setting of a file; only variables describe environments.
+    variables = Variables({**environ, "ACCELERATE_NUM_MACHINES": str(int(settings["num_machines"]))})
+    node = PodEnvironment.read(variables) or SkyEnvironment.read(variables)
+    if node is not None and node.main_address is None and not settings.is_set("main_process_ip"):
+        raise ConfigurationError(
+            f"this pod has index {node.rank} of {node.world_size}, but it is not called NAME-{node.rank} in the domain "
+            "of a headless service, by which pods find each other. Write the Job with `accel k8s manifest`, or give "
+            "--main_process_ip."
+        )
+    return node
 
 
 def is_explicit(settings: Resolution, name: str) -> bool:

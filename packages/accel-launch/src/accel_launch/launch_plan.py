@@ -229,7 +229,13 @@ def _counts_of_devices(
     """Processes in total, processes of this machine, and a note."""
     machines = _count_machines(settings, context)
     on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
-    total = (visible.count or context.tasks_per_node or 1) * machines
+    asked = context.gpus_per_node if context.gpus_per_node and not on_cpu else None
+    if asked is not None and visible.count < asked:
+        raise ConfigurationError(
+            f"SkyPilot was asked for {asked} GPU(s) on each node (SKYPILOT_NUM_GPUS_PER_NODE), but {visible.count} can "
+            "be seen here. Check the driver and the image, or give --num_processes."
+        )
+    total = (asked or visible.count or context.tasks_per_node or 1) * machines
     reason = _count_reason(context, on_cpu, visible)
     if on_cores and not visible.count:
         total, reason = default_cpu_processes(), "one per NUMA node, at least two; distributed_type is MULTI_CPU"

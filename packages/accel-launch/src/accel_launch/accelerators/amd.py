@@ -11,6 +11,7 @@ class Amd(AcceleratorKind):
     """Counts the nodes with SIMD units in the kernel driver's topology; nodes without are CPUs."""
 
     visible_variables = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    kubernetes_resource = "amd.com/gpu"
 
     def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:
         self._topology = topology

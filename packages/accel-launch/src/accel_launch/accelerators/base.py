@@ -11,9 +11,11 @@ class AcceleratorKind(ABC):
 
     Attributes:
         visible_variables: variables that restrict which devices a process sees; ``--gpu_ids`` sets the first.
+        kubernetes_resource: the name of these devices as a resource of Kubernetes.
     """
 
     visible_variables: tuple[str, ...]
+    kubernetes_resource: str
 
     @abstractmethod
     def count_installed(self) -> int:

@@ -16,6 +16,7 @@ class Nvidia(AcceleratorKind):
     """Counts device nodes, of which a container has only its own GPUs' ones, or else asks ``nvidia-smi``."""
 
     visible_variables = ("CUDA_VISIBLE_DEVICES",)
+    kubernetes_resource = "nvidia.com/gpu"
 
     def __init__(self, dev: Path = Path("/dev")) -> None:
         self._dev = dev

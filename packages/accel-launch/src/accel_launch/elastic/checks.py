@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.paths import as_path
 from accel_state.ports import LOOPBACK
 
+from ..network.contact import say
+from ..pods import in_pod
 from ..ports import DEFAULT_PORT, is_free, listening_host
+
+# How long the name of another pod may take to resolve: its node may still load the image.
+_NAME_SECONDS = 300.0
+_LOOK_SECONDS = 1.0
+_NOTE_SECONDS = 5.0
 
 
 def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
     """Check the main address and port, and create the log directory."""
     if num_machines > 1 or options.main_process_port:
         host, port = options.main_process_ip or LOOPBACK, options.main_process_port or DEFAULT_PORT
+        if num_machines > 1 and in_pod():
+            _wait_for_name(host, _NAME_SECONDS)
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
@@ -35,3 +45,28 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
             os.makedirs(options.log_dir, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--log_dir {options.log_dir!r} cannot be created: {error.strerror}.") from None
+
+
+def _wait_for_name(host: str, seconds: float) -> None:
+    """Wait until the name of another pod resolves, which begins when the pod has an address.
+
+    Raises:
+        ConfigurationError: it does not in time.
+    """
+    begin, noted = time.monotonic(), False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            waited = time.monotonic() - begin
+            if waited > seconds:
+                raise ConfigurationError(
+                    f"the name {host} did not resolve within {seconds:g} s: {error.strerror}. Check with `kubectl get "
+                    "pods` whether the pod with index 0 runs, and whether the headless service of the Job exists, with "
+                    "publishNotReadyAddresses."
+                ) from None
+        if waited > _NOTE_SECONDS and not noted:
+            noted = True
+            say(f"waiting for the name {host} to resolve (up to {seconds:g} s)")
+        time.sleep(_LOOK_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Setting, Source
+from accel_state.options import Resolution, Setting, Source
 
 from ..launch_plan import LaunchPlan
 
@@ -69,6 +69,33 @@ def launch_argv(plan: LaunchPlan, without: Collection[str] = (), **options: obje
     ]
     added = [f"--{name}={value}" for name, value in options.items()]
     return ["launch", *given, *added, plan.entrypoint.name, *plan.entrypoint.args]
+
+
+CHOSEN_BY_CLUSTER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
+"""Options that the nodes of a cluster get from it."""
+
+_FOR_THIS_MACHINE = frozenset(("config_file", "compute_environment", "same_network"))
+
+
+def launch_flags(settings: Resolution, without: Collection[str]) -> list[str]:
+    """The flags with which a launcher elsewhere has the settings of this one, whatever set them here.
+
+    Args:
+        settings: every option.
+        without: options to leave out, besides those that concern this machine.
+    """
+    left_out = _NOT_FORWARDED | _FOR_THIS_MACHINE | set(without)
+    flags = []
+    # A group without effect, such as that of SageMaker, may be set by variables of this machine, with credentials.
+    for group in filter(settings.is_enabled, settings.groups):
+        for option in group.options():
+            setting = settings.settings[option.name]
+            unset = setting.source is Source.DEFAULT or setting.value in (None, option.default)
+            # OMP_NUM_THREADS of a shell is for the cores of this machine.
+            unset |= setting.source is Source.ENVIRONMENT and option.env == "OMP_NUM_THREADS"
+            if not unset and not option.retired and option.name not in left_out:
+                flags.append(_flag(setting))
+    return flags
 
 
 def _flag(setting: Setting) -> str:

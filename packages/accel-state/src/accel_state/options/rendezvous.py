@@ -49,6 +49,7 @@ class RendezvousOptions(OptionGroup):
         0,
         minimum=0,
         also=("node_rank",),
+        other_envs=("PET_NODE_RANK",),
         metavar="RANK",
         help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
         question="What is the rank of this machine?",
@@ -56,6 +57,7 @@ class RendezvousOptions(OptionGroup):
     main_process_ip: str | None = _several(
         parser=parse_host,
         also=("master_addr",),
+        other_envs=("PET_MASTER_ADDR",),
         metavar="HOST",
         help="Address or host name of the machine with rank 0.",
         question="What is the IP address of the machine that will host the main process?",
@@ -64,6 +66,7 @@ class RendezvousOptions(OptionGroup):
         minimum=0,
         maximum=65535,
         also=("master_port",),
+        other_envs=("PET_MASTER_PORT",),
         metavar="PORT",
         help="Port on the machine with rank 0. Left out, or 0: a free port on one machine, 29500 on several.",
         question="What is the port you will use to communicate with the main process?",

@@ -1,0 +1,80 @@
+"""What commands that write a file for a scheduler share: their options, variables, and the file. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_state.errors import ConfigurationError
+from accel_state.secrets import HIDDEN, hide
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""A name of an environment variable."""
+LABEL = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")
+"""A name of a job that every cluster accepts."""
+
+
+def end_of_own(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """The index of the first word that is not an option of this command or its value."""
+    index = 0
+    while index < len(argv):
+        flag, sign, _ = argv[index].partition("=")
+        if flag not in parser._option_string_actions:
+            break
+        index += 1 if sign or parser._option_string_actions[flag].nargs == 0 else 2
+    return min(index, len(argv))
+
+
+def write_new(path: Path, text: str, mode: int) -> None:
+    """Write a file that does not exist yet, with a mode that the process's mask restricts."""
+    try:
+        # Never in place of a file, or through a link: scripts are edited by hand.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise ConfigurationError(f"--output {path} exists. Choose another name, or delete the file.") from None
+    except OSError as error:
+        raise ConfigurationError(f"--output {path} cannot be written: {error.strerror}.") from None
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def count_of(text: str) -> int:
+    """A positive integer, for argparse."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    return int(text)
+
+
+def one_line(text: str) -> str:
+    """Text without line breaks, for argparse."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} must be one line of text")
+    return text
+
+
+def name_of(script: str) -> str:
+    """A name for the job of a script or module."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")
+    return name if LABEL.fullmatch(name) else "train"
+
+
+def plain_variable(text: str, file: str, advice: str) -> tuple[str, str]:
+    """Name and value of ``--env NAME=VALUE``, which must not be a secret.
+
+    Args:
+        text: the value of the option.
+        file: what the value would be readable in.
+        advice: how to pass a secret.
+
+    Raises:
+        ConfigurationError: it has another form, or looks like a secret.
+    """
+    name, sign, value = text.partition("=")
+    if not sign or not VARIABLE.fullmatch(name):
+        raise ConfigurationError(f"--env {name}: give NAME=VALUE.")
+    if hide(name, value) != value:
+        raise ConfigurationError(f"--env {name}={HIDDEN}: the value would be readable in the {file}. {advice}.")
+    return name, value
