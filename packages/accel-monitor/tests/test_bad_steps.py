@@ -169,3 +169,20 @@ def test_show_batch_reads_the_samples_again(tmp_path: Path, capsys: pytest.Captu
         monitor_command(["show-batch", str(tmp_path), "--step", "9999", "--loader", f"{script}:make_loader"])
     monitor_command([str(tmp_path), "--once"])
     assert "37" in capsys.readouterr().out
+
+
+def test_steps_that_were_looked_through_are_forgotten() -> None:
+    recorder = Recorder()
+    bad_steps = BadSteps(recorder)
+    for _ in range(100):
+        recorder.loss = 1.0
+        recorder.step_done()
+    assert bad_steps.check() == []
+    recorder.forget(29)
+    assert [record.step for record in recorder.latest()] == list(range(72, 101))
+    recorder.loss = math.nan
+    recorder.step_done()
+    (found,) = bad_steps.check()
+    assert found["step"] == 101 and bad_steps.check() == []
+    recorder.forget(0)
+    assert recorder.latest() == []

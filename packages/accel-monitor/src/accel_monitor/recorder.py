@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from .parts import Part
 
@@ -42,8 +42,7 @@ class Snapshot:
     step_at: float | None
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What is remembered of a step.
 
     Attributes:
@@ -215,8 +214,16 @@ class Recorder:
             # By the counters, which no other step shares.
             if len(found) == at_most or (after is not None and record[1] is after.seconds):
                 break
-            found.append(StepRecord(*record))
+            found.append(StepRecord._make(record))
         return found[::-1]
+
+    def forget(self, keep: int) -> None:
+        """Forget all steps but the latest; may be called from another thread.
+
+        Each holds the indices of its samples, which are many with large batches.
+        """
+        while len(self.recent) > keep:
+            self.recent.popleft()
 
     def snapshot(self) -> Snapshot:
         """The counters now; may be called from another thread."""

@@ -181,6 +181,7 @@ class Reporter:
         os.pwrite(self._now, encode_now({**line, **self._recent(line)}), 0)
         self._compare(line["step"])
         self._look_for_bad_steps()
+        self.recorder.forget(REPORTED_STEPS + 1)
         with self._lock:
             events, self._events = self._events, []
         lines = [*events]
