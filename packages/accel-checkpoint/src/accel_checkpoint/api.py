@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,11 @@ from .catalog import why_no_checkpoint
 from .consensus import BackgroundCollectives, on_all_ranks
 from .manifest import Manifest, Verification, Workers
 from .names import NUMBERED, CheckpointError, rng_file
-from .parts import Part, WeightsPart
+from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .safetensors_content import safetensors_content
-from .staging import HostCopies
+from .shared_memory import SharedMemory
 from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
 from .writer import BackgroundSave, StateWriter, agreed_directory
 
@@ -76,15 +76,17 @@ def save(
 
 
 class AsyncSaver:
-    """Saves in the background: a save blocks for the copy of the state to host memory, and is written by a thread.
+    """Saves in the background: a save blocks for the copy of the state to host memory, and another process writes it.
 
-    One save runs at a time: the next one waits for it. The host memory of the copies is kept for the next save. As a
-    context manager it waits at the end of the block.
+    One save runs at a time: the next one waits for it. The host memory of the copies is kept for the next save, and so
+    is the process, which ends with this one. A thread writes states below 8 MiB, and those that the process cannot read
+    or share (classes of the script itself, systems other than Linux). As a context manager it waits at the end of the
+    block.
     """
 
     def __init__(self) -> None:
         self._process = PartialState()
-        self._copies = HostCopies()
+        self._memory = SharedMemory()
         self._collectives = BackgroundCollectives(self._process)
         self._running: BackgroundSave | None = None
         self._count = 0
@@ -120,10 +122,9 @@ class AsyncSaver:
         self.wait()
         saving = _Saving(self._process, state, as_location("path", path), step, per_rank, rng, keep)
         collectives = self._collectives()
-        writer = saving.collect(self._copies)
-        writer.workers = 1  # the training loop has the processors
+        writer = saving.collect(self._memory)
         self._count += 1
-        self._running = BackgroundSave(writer, partial(on_all_ranks, collectives), self._count)
+        self._running = BackgroundSave(writer, partial(on_all_ranks, collectives), self._count, self._memory)
         return saving.directory.target
 
     def wait(self) -> None:
@@ -208,8 +209,8 @@ class _Saving:
             raise ConfigurationError(f"step={self.step!r} must be an integer of 0 or more.")
         self.directory = agreed_directory(self.target, self.process)
 
-    def collect(self, copies: HostCopies | None) -> StateWriter:
-        """The writer of the state as it is now; with ``copies``, of a copy of it."""
+    def collect(self, memory: SharedMemory | None) -> StateWriter:
+        """The writer of the state as it is now; with ``memory``, of a copy of it there."""
         process = self.process
         is_writer = process.is_main_process
         saving = partial(on_all_ranks, process.collectives, f"saving {self.directory.target}")
@@ -218,10 +219,8 @@ class _Saving:
                 self.directory.begin() if is_writer else self.directory.join()
             with saving():
                 parts = [part for part in self._parts() if is_writer or part.each_rank]
-                if copies is not None:
-                    copies.start()
-                    parts = [replace(part, value=copies.copy(part.value)) for part in parts]
-                    copies.finish()
+                if memory is not None:
+                    parts = copied_parts(parts, memory)
         except BaseException:
             self.directory.abandon()
             raise
@@ -233,7 +232,7 @@ class _Saving:
             world_size=process.num_processes,
             counters={"iteration": self.step + 1, "step": 0, "optimizer_steps": self.step},
             total_limit=self.keep,
-            on_device=copies is None and process.device.type != "cpu",
+            on_device=memory is None and process.device.type != "cpu",
         )
 
     def _parts(self) -> list[Part]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from accel_state.safetensors_writer import write_safetensors
+
+from .shared_memory import SharedMemory
+from .staging import HostCopies
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,12 @@ class WeightsPart(Part):
     """The weights of a model in the safetensors format."""
 
     write_value = staticmethod(write_safetensors)
+
+
+def copied_parts(parts: Sequence[Part], memory: SharedMemory) -> list[Part]:
+    """The same files of copies in host memory, whose former contents may be overwritten."""
+    memory.start()
+    copies = HostCopies(memory)
+    copied = [replace(part, value=copies.copy(part.value)) for part in parts]
+    memory.finish()
+    return copied

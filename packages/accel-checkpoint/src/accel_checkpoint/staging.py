@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,26 +13,23 @@ from accel_state import devices
 from accel_state.tensor_storage import id_tensor_storage
 
 from ._torch_compat import neg_view
+from .shared_memory import SharedMemory
 
 StorageKey = tuple[torch.device, int, int]
 
 
 class HostCopies:
-    """Copies nested states into host memory, which is kept: fresh memory takes several times longer."""
+    """Copies nested states into host memory.
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
-        self._used: list[torch.UntypedStorage] = []
+    Args:
+        memory: where; it is kept, because fresh memory takes several times longer. None takes memory for each copy.
+    """
 
-    def start(self) -> None:
-        """Begin a new state. From now on the copies of the previous one may be overwritten."""
-        for storage in self._used:
-            self._free.setdefault(storage.nbytes(), []).append(storage)
-        self._used.clear()
-
-    def finish(self) -> None:
-        """Release memory that the new state did not need."""
-        self._free.clear()
+    def __init__(self, memory: SharedMemory | None = None) -> None:
+        self.memory = memory
+        self._allocate: Callable[[int], torch.UntypedStorage] = (
+            torch.UntypedStorage if memory is None else memory.allocate
+        )
 
     def copy(self, value: Any) -> Any:
         storages: dict[StorageKey, torch.UntypedStorage] = {}
@@ -56,10 +53,8 @@ class HostCopies:
         original = tensor.untyped_storage()
         key = original.device, original.data_ptr(), original.nbytes()
         if key not in storages:
-            kept = self._free.get(original.nbytes())
-            storages[key] = kept.pop() if kept else torch.UntypedStorage(original.nbytes())
+            storages[key] = self._allocate(original.nbytes())
             storages[key].copy_(original)
-            self._used.append(storages[key])
         copied = torch.empty(0, dtype=tensor.dtype).set_(
             storages[key], tensor.storage_offset(), tensor.size(), tensor.stride()
         )

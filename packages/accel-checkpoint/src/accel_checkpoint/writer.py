@@ -29,6 +29,8 @@ from .names import MANIFEST_NAME
 from .parts import Part
 from .remote.directory import RemoteDirectory, new_save_id
 from .safe_load import check_readable
+from .save_process import ProcessWriter, UnknownHereError, writer_for
+from .shared_memory import SharedMemory
 from .staging import on_host
 
 logger = get_logger(__name__)
@@ -211,14 +213,23 @@ class StateWriter:
     finalizers: Sequence[Callable[[Path], None]] = ()
     on_device: bool = True  # whether tensors may be on a device
     workers: int | None = None  # threads that sync files; by default one for each processor
+    process: ProcessWriter | None = None  # writes the files in another process
     committed: bool = field(default=False, init=False)  # whether the checkpoint has its final name
+
+    def _write_parts(self) -> dict[str, FileRecord]:
+        if self.process is not None:
+            try:
+                return self.process.write_parts(self.directory.partial, self.parts, self.workers)
+            except UnknownHereError as error:
+                logger.info("%s is written by a thread of the training process: %s", self.directory.target, error)
+        return write_parts(self.directory.partial, self.parts, self.workers, self.on_device)
 
     def finish(self, on_all_ranks: Consensus) -> None:
         """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it."""
         directory, partial_dir = self.directory, self.directory.partial
         try:
             with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
-                records = write_parts(partial_dir, self.parts, self.workers, self.on_device)
+                records = self._write_parts()
                 if not (self.is_writer and directory.shared):
                     directory.hand_over(records, self.rank)
             self.parts = ()
@@ -249,10 +260,21 @@ class StateWriter:
 
 
 class BackgroundSave:
-    """A save in a thread of its own, which the interpreter waits for before it exits."""
+    """A save next to the training loop: a thread waits for the process that writes, and the interpreter for the thread.
 
-    def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int) -> None:
+    Args:
+        writer: of copies of the state.
+        on_all_ranks: agrees on success, with collectives that the training loop does not use.
+        number: of the save.
+        memory: holds the copies.
+    """
+
+    def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int, memory: SharedMemory) -> None:
         self.writer = writer
+        writer.workers = 1  # the training loop has the processors
+        writer.process = writer_for(memory)
+        if writer.process is not None and isinstance(writer.directory, RemoteDirectory):
+            writer.directory.process = writer.process
         self.number = number
         self._on_all_ranks = on_all_ranks
         self._error: BaseException | None = None

@@ -29,6 +29,7 @@ from accel_state.storage.url import RemotePath
 from ..atomic_dir import CheckpointDirectory
 from ..manifest import FileRecord, Manifest, record_file
 from ..names import MANIFEST_NAME, CheckpointError
+from ..save_process import ProcessWriter, UnknownHereError
 
 logger = get_logger(__name__)
 
@@ -72,6 +73,7 @@ class RemoteDirectory:
         self._replaced: bytes | None = None
         self._is_writer = False
         self._sent: set[str] = set()
+        self.process: ProcessWriter | None = None  # sends files in another process
 
     def exists(self) -> bool:
         """Whether there is a checkpoint of this name."""
@@ -157,6 +159,12 @@ class RemoteDirectory:
                 refuse_link(self.partial / name)
                 pairs.append((self.partial / name, f"{self._save_id}/{name}"))
                 self._sent.add(name)
+        if self.process is not None:
+            try:
+                self.process.upload(self.target, pairs)
+                return
+            except UnknownHereError as error:
+                logger.info("%s is sent by a thread of the training process: %s", self.target, error)
         self._store.upload(pairs)
 
     def _require_sent(self, manifest: Manifest) -> None:

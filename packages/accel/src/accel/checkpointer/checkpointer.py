@@ -8,7 +8,6 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,16 +16,17 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_checkpoint import save_process
 from accel_checkpoint.atomic_dir import CheckpointDirectory, recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
 from accel_checkpoint.manifest import Workers
 from accel_checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, gradients_file
-from accel_checkpoint.parts import Part
+from accel_checkpoint.parts import Part, copied_parts
 from accel_checkpoint.remote.catalog import read_manifest
 from accel_checkpoint.remote.directory import RemoteDirectory
 from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
-from accel_checkpoint.staging import HostCopies
+from accel_checkpoint.shared_memory import SharedMemory
 from accel_checkpoint.writer import BackgroundSave, StateWriter, agreed_directory
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
@@ -79,13 +79,13 @@ class Checkpointer:
         rank = setup.process.process_index
         self._runs_file = "trackers.json" if rank == 0 else f"trackers_{rank}.json"
         self._continues_runs = bool(tracking.log_with)
-        self._host_copies = HostCopies()
+        self._memory = SharedMemory()
         self._background: BackgroundSave | None = None
         self._background_collectives = BackgroundCollectives(setup.process)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no save in progress and no buffers.
-        fresh = {"_host_copies": HostCopies(), "_background_collectives": BackgroundCollectives(self._process)}
+        fresh = {"_memory": SharedMemory(), "_background_collectives": BackgroundCollectives(self._process)}
         return {**self.__dict__, **fresh, "_background": None}
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -107,8 +107,8 @@ class Checkpointer:
         if blocking:
             writer.finish(partial(on_all_ranks, collectives))
         else:
-            writer.workers = 1  # the training loop has the processors
-            self._background = BackgroundSave(writer, partial(on_all_ranks, collectives), project.iteration)
+            consensus = partial(on_all_ranks, collectives)
+            self._background = BackgroundSave(writer, consensus, project.iteration, self._memory)
         project.iteration += 1
         return directory.target
 
@@ -190,9 +190,7 @@ class Checkpointer:
                     parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
                 parts = parts if is_writer else list(filter(attrgetter("each_rank"), parts))
                 if not blocking:
-                    self._host_copies.start()
-                    parts = [replace(part, value=self._host_copies.copy(part.value)) for part in parts]
-                    self._host_copies.finish()
+                    parts = copied_parts(parts, self._memory)
         except BaseException:
             directory.abandon()
             raise
@@ -252,8 +250,9 @@ class Checkpointer:
             raise
 
     def close(self) -> None:
-        """Forget the process group of saves in the background, which is destroyed with all others."""
+        """End the process that writes in the background, and forget the process group, which is destroyed with all."""
         self._background_collectives.forget()
+        save_process.stop()
 
     @property
     def save_in_flight(self) -> bool:
