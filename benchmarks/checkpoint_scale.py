@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accel_checkpoint.sharded.writer import metadata_of, shard_state
+from accel_checkpoint.sharded.writer import shard_state
 from accel_state import PartialState
 from accel_state.testing import run_world
 
@@ -113,7 +113,7 @@ def simulated(world: int, tensors: int) -> tuple[int, float, float, float]:
     from accel_checkpoint.gc_pause import without_collection
 
     with without_collection():
-        content = pickle.dumps(metadata_of(finalize.keywords["structure"], finalize.keywords["lengths"]))
+        content = pickle.dumps(finalize.keywords["make"]())
     taken = time.process_time() - begin
     dist.destroy_process_group()
     return sent, seconds, taken, len(content) / 2**20

@@ -35,10 +35,16 @@ BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 SAVERS: dict[str, dict[str, Any] | None] = {
     "v1 full": {**BLOCKS},
     "v1 sharded": {**BLOCKS, "state_dict_type": "SHARDED_STATE_DICT"},
+    "v1 safetensors": {
+        **BLOCKS,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "sharded_state_format": "safetensors",
+    },
     "v1 local": {**BLOCKS, "state_dict_type": "LOCAL_STATE_DICT"},
     "v1 flat": {**BLOCKS, "use_orig_params": False, "state_dict_type": "SHARDED_STATE_DICT"},
     "v1 flat full": {**BLOCKS, "use_orig_params": False},
     "v2": {**BLOCKS, "fsdp_version": 2},
+    "v2 safetensors": {**BLOCKS, "fsdp_version": 2, "sharded_state_format": "safetensors"},
     "v2 full": {**BLOCKS, "fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True},
     "ddp": None,
 }
@@ -291,6 +297,52 @@ def test_merging_gives_the_files_that_everybody_reads(tmp_path: Path, capsys: py
     assert not shards.exists()
     with pytest.raises(ConfigurationError, match="pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path / "saved", tmp_path / "again")
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(4)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=23, n_positions=9, n_embd=8, n_layer=2, n_head=2))
+
+
+def gpt2_saved(folder: str, version: int) -> dict[str, torch.Tensor]:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", sharded_state_format="safetensors"
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    accelerator.backward(model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss)
+    optimizer.step()
+    accelerator.save_state(folder)
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_from_pretrained_reads_safetensors_shards_as_they_are(tmp_path: Path, version: int) -> None:
+    expected = run_world(gpt2_saved, 2, str(tmp_path / "saved"), version, timeout=250)[0]
+    shards, initial = tmp_path / "saved/pytorch_model_fsdp_0", gpt2()
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
+    assert {path.name for path in shards.iterdir()} == {".metadata", *files}
+    initial.config.save_pretrained(shards)
+    found = type(initial).from_pretrained(shards).state_dict()
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not torch.equal(found["transformer.wte.weight"], initial.state_dict()["transformer.wte.weight"])
+    merge_fsdp_weights(tmp_path / "saved", tmp_path / "whole")
+    merged = load_file(tmp_path / "whole/model.safetensors")
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+
+
+def test_the_format_of_shards_is_one_of_sharded_states() -> None:
+    with pytest.raises(ConfigurationError, match=r"not of FULL_STATE_DICT"):
+        FullyShardedDataParallelPlugin(sharded_state_format="safetensors")
+    with pytest.raises(ConfigurationError, match=r"'zip' is not one of DCP, SAFETENSORS"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, sharded_state_format="zip")
+    with patch_environment(FSDP_SHARDED_STATE_FORMAT="safetensors"):
+        assert FullyShardedDataParallelPlugin(fsdp_version=2).sharded_state_format == "safetensors"
 
 
 def torchs_own_reader(folder: str) -> dict[str, torch.Tensor]:

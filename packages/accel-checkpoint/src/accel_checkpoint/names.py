@@ -24,6 +24,7 @@ MANIFEST_NAME = "accel_manifest.json"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 SHARD_TABLE_NAME = ".metadata"
 SHARD_SUFFIX = ".distcp"
+SAFETENSORS_SUFFIX = ".safetensors"
 
 # The directory that a DeepSpeed engine saves its model to.
 MODEL_FOLDER = "pytorch_model"

@@ -92,8 +92,8 @@ class SaveProcess:
         except (EOFError, OSError) as error:
             raise CheckpointError(
                 f"the process that writes the state ended in the middle (exit code {self._process.wait()}; -9 is "
-                "usually the system, which was short of memory). An older checkpoint is unchanged; the next save starts a "
-                "new process."
+                "usually the system, which was short of memory). An older checkpoint is unchanged, and the next save "
+                "starts a new process."
             ) from error
         if outcome == "unknown":
             raise UnknownHereError(details[0])

@@ -36,16 +36,21 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64
 
 
-def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
-    """Write tensors, one after another, to an object with ``write``.
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """What is in front of the tensors in a file, and where in the file each begins, in the order of writing.
 
     Tensors whose size is a multiple of 64 bytes come first and begin at multiples of 64 bytes, as nearly all weights
     do; of the others those with wide elements come first, so each is aligned to its own element size.
+
+    Args:
+        tensors: with their dtypes and shapes; the meta device will do.
+
+    Raises:
+        ConfigurationError: the format does not have a dtype.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = dict(sorted(tensors.items(), key=_order))
-    offset = 0
-    for name, tensor in ordered.items():
+    offset, begins = 0, {}
+    for name, tensor in sorted(tensors.items(), key=_order):
         if tensor.dtype not in _NAMES:
             raise ConfigurationError(
                 f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
@@ -56,12 +61,20 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }
+        begins[name] = offset
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    target.write(len(text).to_bytes(8, "little") + text)
-    for tensor in ordered.values():
-        elements = tensor.detach().cpu().contiguous().reshape(-1)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
+    """Write tensors, one after another, to an object with ``write``; see :func:`layout` for their order."""
+    head, begins = layout(tensors)
+    target.write(head)
+    for name in begins:
+        elements = tensors[name].detach().cpu().contiguous().reshape(-1)
         if elements.numel():
             target.write(memory_of(elements))
 

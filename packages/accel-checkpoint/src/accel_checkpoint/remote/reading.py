@@ -19,7 +19,7 @@ from accel_state.storage.url import RemotePath
 
 from ..consensus import on_all_ranks
 from ..manifest import BLOCK_BYTES, FileRecord, Manifest
-from ..names import MANIFEST_NAME, SHARD_SUFFIX, CheckpointError
+from ..names import MANIFEST_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX, SHARD_TABLE_NAME, CheckpointError
 from ..sharded.sources import Range, joined
 
 # A file that is read by ranges, in parts of this size at once.
@@ -51,7 +51,13 @@ class RemoteCheckpoint:
     @property
     def by_ranges(self) -> set[str]:
         """The files that :meth:`source` reads by ranges."""
-        return {name for name in self.manifest.files if name.endswith(SHARD_SUFFIX)}
+        names = self.manifest.files
+        return {
+            name
+            for name in names
+            if name.endswith(SHARD_SUFFIX)
+            or (name.endswith(SAFETENSORS_SUFFIX) and f"{name.rpartition('/')[0]}/{SHARD_TABLE_NAME}" in names)
+        }
 
     @property
     def copied_files(self) -> Manifest:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..gc_pause import without_collection
-from ..names import SHARD_TABLE_NAME, CheckpointError
+from ..names import SAFETENSORS_SUFFIX, SHARD_TABLE_NAME, CheckpointError
 from .archive import HEAD_BYTES, TAIL_BYTES, Descriptions, data_range, load_tensor
 from .metadata import Classes, read_metadata
 from .sources import MappedFiles, Range, joined
@@ -51,9 +51,15 @@ class _Piece:
     file: str
     begin: int  # in the file
     end: int
-    shape: torch.Size  # of the saved part
+    dtype: torch.dtype  # of the saved part
+    shape: torch.Size
     needed: Sequence[tuple[int, int]]  # the first index and the number of them, of each dimension
     target: torch.Tensor
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether ``torch.save`` has written it; otherwise it is the values alone."""
+        return not self.file.endswith(SAFETENSORS_SUFFIX)
 
     @property
     def whole(self) -> bool:
@@ -64,7 +70,7 @@ class _Piece:
         """What to read first."""
         if self.whole:
             yield self.file, self.begin, self.end
-        else:
+        elif self.is_archive:
             yield self.file, self.begin, self.begin + HEAD_BYTES
             yield self.file, self.end - TAIL_BYTES, self.end
 
@@ -72,12 +78,14 @@ class _Piece:
         """What to read then."""
         if self.whole:
             return
-        found = data_range(source.view(self.file, self.begin, self.end))
-        if found is None:
-            yield self.file, self.begin, self.end
-            return
-        (first, last, _), shape = found, self.shape
-        begin, item = self.begin + first, (last - first) // shape.numel()
+        shape, begin, item = self.shape, self.begin, self.dtype.itemsize
+        if self.is_archive:
+            found = data_range(source.view(self.file, self.begin, self.end))
+            if found is None:
+                yield self.file, self.begin, self.end
+                return
+            first, last, _ = found
+            begin, item = self.begin + first, (last - first) // shape.numel()
         # Up to the last dimension that is not needed in full, each index has a range of its own.
         inner = len(shape)
         while inner and self.needed[inner - 1] == (0, shape[inner - 1]):
@@ -89,8 +97,18 @@ class _Piece:
             place = begin + (outer * shape[inner - 1] + start) * block
             yield self.file, place, place + count * block
 
+    def _read(self, source: Source, known: Descriptions) -> torch.Tensor:
+        content = source.view(self.file, self.begin, self.end)
+        if self.is_archive:
+            return load_tensor(content, known)
+        if len(content) != self.shape.numel() * self.dtype.itemsize:
+            raise ValueError(f"{len(content)} bytes are not a part of shape {tuple(self.shape)} and {self.dtype}")
+        if not content:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(content, dtype=self.dtype).view(self.shape)
+
     def copy(self, source: Source, known: Descriptions) -> None:
-        saved = load_tensor(source.view(self.file, self.begin, self.end), known)
+        saved = self._read(source, known)
         if saved.shape != self.shape:
             raise ValueError(f"a part of shape {tuple(saved.shape)} is {tuple(self.shape)} in {SHARD_TABLE_NAME}")
         for dim, (first, count) in enumerate(self.needed):
@@ -230,7 +248,8 @@ def _pieces_of(
         for dim, (first, count) in enumerate(needed):
             target = target.narrow(dim, first + chunk.offsets[dim] - offset[dim], count)
         info = _place(where, places, MetadataIndex(name, chunk.offsets))
-        pieces.append(_Piece(info.relative_path, info.offset, info.offset + info.length, chunk.sizes, needed, target))
+        begin, end, dtype = info.offset, info.offset + info.length, saved.properties.dtype
+        pieces.append(_Piece(info.relative_path, begin, end, dtype, chunk.sizes, needed, target))
         missing -= target.numel()
     if missing > 0:
         raise CheckpointError(f"{where} lacks {missing} of {part.numel()} values of {name}. Copy the checkpoint again.")

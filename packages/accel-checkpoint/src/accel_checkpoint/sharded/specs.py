@@ -226,10 +226,14 @@ class Structure:
         """What all ranks write: of each tensor its parts and their writers, in the order of writing."""
         known: dict[Any, list[Any]] = {}
         for turn, (name, spec) in enumerate(self.specs.items()):
-            if spec.mesh:
-                yield name, spec, spec.all_boxes(turn, known)
-            else:
-                yield name, spec, [(((0,) * len(spec.shape), spec.shape), self.full_writers[name])]
+            yield name, spec, self.boxes(turn, name, known)
+
+    def boxes(self, turn: int, name: str, known: dict[Any, list[Any]]) -> list[tuple[Box, int]]:
+        """The parts of one tensor and their writers; ``turn`` and ``known`` as in :meth:`Spec.all_boxes`."""
+        spec = self.specs[name]
+        if spec.mesh:
+            return spec.all_boxes(turn, known)
+        return [(((0,) * len(spec.shape), spec.shape), self.full_writers[name])]
 
 
 def spread(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]], world_size: int) -> dict[str, int]:

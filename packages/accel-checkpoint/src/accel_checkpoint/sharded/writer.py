@@ -105,6 +105,37 @@ def saved_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return _saved_sizes[dtype, shape]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What this rank holds of a state, and what all ranks hold."""
+
+    flat: Mapping[str, Any]  # the values by name
+    parts: Mapping[str, Mapping[tuple[int, ...], torch.Tensor]]  # of tensors: this rank's, by where they begin
+    structure: Structure
+    values: Mapping[str, bytes]  # on the main process: what is not a tensor, as torch.save writes it
+    key: tuple[Any, ...]  # what the metadata follows from; its last item is None where that is not known
+
+
+def plan_state(state: dict[str, Any], collectives: Collectives) -> Planned:
+    """Agree with all ranks on what they hold, as :func:`shard_state` says."""
+    with without_collection():
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, storage_meta=None, is_coordinator=collectives.rank == 0)
+        flat, specs = planner.state_dict, Specs()
+        own, print_, problem, parts = None, bytes(32), "", {}
+        try:
+            parts = {name: dict(regions(value)) for name, value in flat.items() if isinstance(value, torch.Tensor)}
+            own = structure_of(flat, planner.mappings, specs, collectives.world_size)
+            print_ = specs.fingerprint(flat)
+        except ValueError as error:
+            problem = str(error)
+        structure = _agree(own, print_, problem, collectives)
+        values = _values(flat, own, structure, collectives)
+    lengths = tuple((name, len(value)) for name, value in values.items())
+    key = print_, collectives.world_size, repr(structure.paths), lengths if structure is own else None
+    return Planned(flat, parts, structure, values, key)
+
+
 def shard_state(
     state: dict[str, Any], directory: str, collectives: Collectives
 ) -> tuple[list[Part], Callable[[Path], None]]:
@@ -125,29 +156,18 @@ def shard_state(
     Raises:
         CheckpointError: ranks have different tensors of one name.
     """
-    with without_collection():
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, storage_meta=None, is_coordinator=collectives.rank == 0)
-        flat, specs = planner.state_dict, Specs()
-        own, print_, problem = None, bytes(32), ""
-        try:
-            parts = {name: dict(regions(value)) for name, value in flat.items() if isinstance(value, torch.Tensor)}
-            own = structure_of(flat, planner.mappings, specs, collectives.world_size)
-            print_ = specs.fingerprint(flat)
-        except ValueError as error:
-            problem = str(error)
-        structure = _agree(own, print_, problem, collectives)
-        values = _values(flat, own, structure, collectives)
-        content: list[torch.Tensor | bytes] = []
-        for name, boxes in structure.own(collectives.rank):
-            for begin, size in boxes:
-                # A tensor without elements may be written by a rank that has no part of it.
-                content.append(torch.empty(size, dtype=flat[name].dtype) if 0 in size else parts[name][begin])
-        content += values.values()
+    planned = plan_state(state, collectives)
+    content: list[torch.Tensor | bytes] = []
+    for name, boxes in planned.structure.own(collectives.rank):
+        for begin, size in boxes:
+            # A tensor without elements may be written by a rank that has no part of it.
+            empty = 0 in size
+            content.append(torch.empty(size, dtype=planned.flat[name].dtype) if empty else planned.parts[name][begin])
+    content += planned.values.values()
+    lengths = {name: len(value) for name, value in planned.values.items()}
+    make = partial(metadata_of, planned.structure, lengths)
     part = ShardPart(f"{directory}/{shard_file(collectives.rank)}", content, each_rank=True)
-    lengths = {name: len(value) for name, value in values.items()}
-    key = print_, collectives.world_size, repr(structure.paths), tuple(lengths.items()) if structure is own else None
-    return [part], partial(write_metadata, directory=directory, structure=structure, lengths=lengths, key=key)
+    return [part], partial(write_metadata, directory=directory, make=make, key=planned.key)
 
 
 def shard_file(rank: int) -> str:
@@ -259,28 +279,30 @@ def metadata_of(structure: Structure, lengths: Mapping[str, int]) -> Metadata:
     return Metadata(saved, planner_data=dict(structure.paths), storage_data=places)
 
 
-def write_metadata(
-    checkpoint: Path, directory: str, structure: Structure, lengths: Mapping[str, int], key: tuple[Any, ...]
-) -> None:
+def write_metadata(checkpoint: Path, directory: str, make: Callable[[], Metadata], key: tuple[Any, ...]) -> None:
     """Write the metadata of a state, when all ranks have written their files.
 
     Args:
         checkpoint: the directory of the checkpoint.
         directory: that of the state in it.
-        structure: of the state.
-        lengths: as in :func:`metadata_of`.
-        key: what the metadata follows from; its last item is None where that is not known.
+        make: makes the metadata.
+        key: what it follows from; its last item is None where that is not known.
     """
     path = checkpoint / directory / SHARD_TABLE_NAME
     content = _contents.get(key) if key[-1] is not None else None
     if content is None:
         with without_collection():
-            content = pickle.dumps(metadata_of(structure, lengths))
+            content = pickle.dumps(make())
     # With thousands of ranks it takes seconds to make, and at the next save it is the same.
     if key[-1] is not None:
         _contents[key] = content
         while len(_contents) > _MAX_CONTENTS:
             _contents.pop(next(iter(_contents)), None)
+    write_synced(path, content)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, and bring it to the disk."""
     with os.fdopen(open_for_writing(path), "wb") as file:
         file.write(content)
     sync(path)

@@ -83,6 +83,19 @@ class Collectives:
         """
         return tensor
 
+    def exchange(self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send tensors to other ranks, and receive some from them in place.
+
+        Args:
+            sent: contiguous tensors, each with the rank that it is for.
+            received: where to receive, each with the rank that sends it. What two ranks send each other arrives in the
+                order of these lists.
+        """
+        if sent or received:
+            raise ValueError(
+                f"there are no other ranks, but {len(sent)} tensors to send and {len(received)} to receive"
+            )
+
     def all_gather_object(self, obj: T) -> list[T]:
         """The picklable objects of all ranks, in rank order."""
         return [obj]

@@ -127,6 +127,24 @@ class TorchCollectives(Collectives):
         self._call("all_to_all", dist.all_to_all_single, received, local, list(sizes), parts, **self._group)
         return received.to(tensor.device)
 
+    def exchange(self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+        operations, arrived = [], []
+        for rank, tensor in sent:
+            content = packing.as_bytes(self._usable(tensor))
+            operations.append(dist.P2POp(dist.isend, content, self._rank_in_world(rank), **self._group))
+        for rank, tensor in received:
+            local = self._usable(tensor)
+            arrived.append((tensor, local))
+            operations.append(dist.P2POp(dist.irecv, packing.as_bytes(local), self._rank_in_world(rank), **self._group))
+
+        def wait() -> None:
+            for request in dist.batch_isend_irecv(operations) if operations else ():
+                request.wait()
+
+        self._call("exchange", wait)
+        for tensor, local in arrived:
+            _write_back(tensor, local)
+
     def all_gather_object(self, obj: T) -> list[T]:
         payload = _to_bytes(obj)
         return self._gather_payloads(payload, [row[0] for row in self.exchange_header(OBJECT_CALL, [payload.numel()])])

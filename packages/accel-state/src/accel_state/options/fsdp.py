@@ -11,6 +11,7 @@ from .declaration import OptionGroup, option
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCH_POLICIES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+SHARD_FORMATS = ("dcp", "safetensors")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _VERSION_1: dict[str, tuple[Any, ...]] = {"fsdp_version": (1,)}
 
@@ -100,6 +101,15 @@ class FsdpOptions(OptionGroup):
         help="Format of checkpoints: full tensors, each rank's local shard, or sharded for any number of processes.",
         question="Which format should checkpoints have?",
         suggested="SHARDED_STATE_DICT",
+    )
+    sharded_state_format: str = _fsdp(
+        "dcp",
+        choices=SHARD_FORMATS,
+        also=("sharded_state_format",),
+        help="Format of the weights with SHARDED_STATE_DICT: that of torch.distributed.checkpoint, or whole tensors in "
+        "safetensors files that from_pretrained reads.",
+        question="Which format should sharded weights have?",
+        asked_when={"fsdp_state_dict_type": ("SHARDED_STATE_DICT",)},
     )
     forward_prefetch: bool = _version_1(
         False,

@@ -17,7 +17,7 @@ from accel_state.env import str_to_bool
 from accel_state.errors import ArgumentTypeError, ConfigurationError, UnknownChoiceError
 from accel_state.logging import warn_once
 from accel_state.options import FsdpOptions
-from accel_state.options.fsdp import PREFETCH_POLICIES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
+from accel_state.options import fsdp as options
 from accel_state.options.fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
 
 from .._torch_compat import hybrid_shard_zero2
@@ -51,7 +51,7 @@ def _sharding_strategy(value: Any) -> Any:
 
     if isinstance(value, ShardingStrategy):
         return value
-    name = _one_of("sharding_strategy", value, SHARDING_STRATEGIES)
+    name = _one_of("sharding_strategy", value, options.SHARDING_STRATEGIES)
     return hybrid_shard_zero2() if name == "HYBRID_SHARD_ZERO2" else ShardingStrategy[name]
 
 
@@ -77,6 +77,8 @@ class FullyShardedDataParallelPlugin:
         ignored_modules: modules that are not sharded; or a regular expression that matches their full names.
         state_dict_type: how ``save_state`` writes: "FULL_STATE_DICT" (default of version 1), "SHARDED_STATE_DICT"
             (default of version 2) or "LOCAL_STATE_DICT" (version 1 only).
+        sharded_state_format: how "SHARDED_STATE_DICT" writes weights: "dcp" (default), in the format of
+            torch.distributed.checkpoint, or "safetensors", whole tensors in files that ``from_pretrained`` reads.
         state_dict_config: torch's settings of that type of state dict.
         optim_state_dict_config: the same for optimizers.
         limit_all_gathers: version 1: limit how far ahead parameters are gathered.
@@ -106,6 +108,7 @@ class FullyShardedDataParallelPlugin:
     cpu_offload: Any = None
     ignored_modules: Iterable[nn.Module] | str | None = None
     state_dict_type: Any = None
+    sharded_state_format: str = None  # type: ignore[assignment]
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -131,6 +134,9 @@ class FullyShardedDataParallelPlugin:
         self._set_wrapping(launched)
         self._set_prefetch(launched)
         self._set_switches(launched)
+        shard_format = self.sharded_state_format or launched.sharded_state_format
+        allowed = map(str.upper, options.SHARD_FORMATS)
+        self.sharded_state_format = _one_of("sharded_state_format", shard_format, allowed).lower()
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         self.set_state_dict_type(self.state_dict_type or launched.state_dict_type or default)
         self.set_cpu_offload()
@@ -188,11 +194,11 @@ class FullyShardedDataParallelPlugin:
     def _set_wrapping(self, launched: FsdpOptions) -> None:
         policy = launched.auto_wrap_policy if self.auto_wrap_policy is None else self.auto_wrap_policy
         if isinstance(policy, str):
-            policy = _one_of("auto_wrap_policy", policy, WRAP_POLICIES).lower()
+            policy = _one_of("auto_wrap_policy", policy, options.WRAP_POLICIES).lower()
         elif policy is not None and not callable(policy):
             raise ConfigurationError(
                 f"auto_wrap_policy={policy!r} is neither a policy of torch nor one of "
-                f"{', '.join(WRAP_POLICIES).lower()}."
+                f"{', '.join(options.WRAP_POLICIES).lower()}."
             )
         self.auto_wrap_policy = policy
         names = self.transformer_cls_names_to_wrap
@@ -222,7 +228,7 @@ class FullyShardedDataParallelPlugin:
 
         value = launched.backward_prefetch if self.backward_prefetch is None else self.backward_prefetch
         if not isinstance(value, BackwardPrefetch):
-            name = "NO_PREFETCH" if value is None else _one_of("backward_prefetch", value, PREFETCH_POLICIES)
+            name = "NO_PREFETCH" if value is None else _one_of("backward_prefetch", value, options.PREFETCH_POLICIES)
             value = None if name == "NO_PREFETCH" else BackwardPrefetch[name]
         self.backward_prefetch = value
 
@@ -266,8 +272,13 @@ class FullyShardedDataParallelPlugin:
 
         kind = self.state_dict_type if state_dict_type is None else state_dict_type
         if not isinstance(kind, fsdp.StateDictType):
-            kind = fsdp.StateDictType[_one_of("state_dict_type", kind, STATE_DICT_TYPES)]
+            kind = fsdp.StateDictType[_one_of("state_dict_type", kind, options.STATE_DICT_TYPES)]
         self._check_supported("state_dict_type", kind.name)
+        if self.sharded_state_format == "safetensors" and kind.name != "SHARDED_STATE_DICT":
+            raise ConfigurationError(
+                f"sharded_state_format='safetensors' is a format of SHARDED_STATE_DICT, not of {kind.name}. Set "
+                "state_dict_type='SHARDED_STATE_DICT', or leave sharded_state_format out."
+            )
         self.state_dict_type = kind
         if kind is fsdp.StateDictType.FULL_STATE_DICT:
             settings = {"offload_to_cpu": True, "rank0_only": True}

@@ -68,7 +68,8 @@ def save_fsdp_model(
     if adapter_only and is_peft_model(model):
         names = _adapter_names(model)
         weights = {names[name]: value for name, value in weights.items() if name in names}
-    gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, accelerator.process_state.collectives, use_dcp)
+    collectives, shard_format = accelerator.process_state.collectives, fsdp_plugin.sharded_state_format
+    gathered = gather_one(kind, FSDP_MODEL_NAME, model_index, weights, collectives, use_dcp, shard_format=shard_format)
     _write(accelerator, as_path("output_dir", output_dir), gathered)
 
 

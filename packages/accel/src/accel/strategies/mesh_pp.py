@@ -225,7 +225,8 @@ class PipelineStrategy(MeshStrategy):
     ) -> Gathered | None:
         kind, everyone, gathered = self.settings.state_dict_type, self.state.collectives, Gathered()
         for index, state in enumerate(weights):
-            gather_one(kind, MODEL_STEM, index, state, everyone, into=gathered)
+            shard_format = self.settings.sharded_state_format
+            gather_one(kind, MODEL_STEM, index, state, everyone, into=gathered, shard_format=shard_format)
         for index, optimizer in enumerate(optimizers):
             model = owner_of(optimizer, models, f"optimizer {index}")
             names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]

@@ -160,7 +160,8 @@ class ShardedStrategy(Strategy):
     ) -> Gathered | None:
         owners = [owner_of(optimizer, models, f"optimizer {index}") for index, optimizer in enumerate(optimizers)]
         pairs = list(zip(owners, optimizers, strict=True))
-        return gather(self.settings.state_dict_type, weights, pairs, self.state.collectives)
+        settings = self.settings
+        return gather(settings.state_dict_type, weights, pairs, self.state.collectives, settings.sharded_state_format)
 
     def layout(self, model: nn.Module) -> Layout:
         return layout_of(model, self.ties.get(model, ()))

@@ -9,6 +9,9 @@ SHARDED_STATE_DICT  ``pytorch_model_fsdp_0/``, written by          ``optimizer_0
 LOCAL_STATE_DICT    ``pytorch_model_fsdp_rank0.bin`` per rank      ``optimizer_rank0.bin`` per rank
 ==================  =============================================  ===========================================
 
+With ``sharded_state_format="safetensors"`` the directory of a model has whole tensors in files of the safetensors
+format instead, and an index of them.
+
 Further models have their index: ``pytorch_model_fsdp_1.bin``, ``pytorch_model_fsdp_1/``,
 ``pytorch_model_fsdp_1_rank0.bin``.
 """
@@ -31,6 +34,7 @@ from torch.optim import Optimizer
 from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from accel_checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from accel_checkpoint.parts import Part
+from accel_checkpoint.sharded.whole_tensors import whole_state
 from accel_checkpoint.sharded.writer import shard_state
 from accel_checkpoint.validation import Change, check_named_structure, loading_optimizer
 from accel_state.collectives.single import Collectives
@@ -47,11 +51,12 @@ def gather(
     weights: Sequence[State],
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     collectives: Collectives,
+    shard_format: str = "dcp",
 ) -> Gathered:
     """Prepare models and optimizers for writing. Every rank must call it."""
     gathered = Gathered()
     for index, state in enumerate(weights):
-        gather_one(kind, MODEL_STEM, index, state, collectives, into=gathered)
+        gather_one(kind, MODEL_STEM, index, state, collectives, into=gathered, shard_format=shard_format)
     for index, (model, optimizer) in enumerate(optimizers):
         state = state_dicts.optimizer_state(model, optimizer)
         gather_one(kind, OPTIMIZER_NAME, index, state, collectives, into=gathered)
@@ -66,8 +71,12 @@ def gather_one(
     collectives: Collectives,
     use_dcp: bool = True,
     into: Gathered | None = None,
+    shard_format: str = "dcp",
 ) -> Gathered:
-    """Prepare one model, or one optimizer, for writing. Every rank must call it."""
+    """Prepare one model, or one optimizer, for writing. Every rank must call it.
+
+    ``shard_format`` is the format of a model's shards; those of an optimizer are always "dcp".
+    """
     gathered = Gathered() if into is None else into
     what, rank = f"{stem} {index}", collectives.rank
     if kind is StateDictType.FULL_STATE_DICT:
@@ -76,7 +85,8 @@ def gather_one(
         gathered.parts.append(Part(numbered(stem, index, "bin"), state, what))
     elif kind is StateDictType.SHARDED_STATE_DICT and use_dcp:
         root = "model" if stem == MODEL_STEM else "optimizer"
-        parts, finalizer = shard_state({root: state}, f"{stem}_{index}", collectives)
+        shard = whole_state if shard_format == "safetensors" and root == "model" else shard_state
+        parts, finalizer = shard({root: state}, f"{stem}_{index}", collectives)
         gathered.parts.extend(parts)
         gathered.finalizers.append(finalizer)
     else:
