@@ -41,7 +41,7 @@ def full_tensors() -> dict[str, torch.Tensor]:
 def placements(world: int) -> tuple[Any, dict[str, list[Any]]]:
     """Of four ranks two and two: each tensor on a mesh of two axes."""
     mesh = init_device_mesh("cpu", (world // 2, 2) if world > 2 else (1, world))
-    kinds: dict[str, list[Any]] = dict.fromkeys(full_tensors(), [Replicate(), Shard(0)])
+    kinds: dict[str, list[Any]] = {name: [Replicate(), Shard(0)] for name in full_tensors()}
     kinds["columns"], kinds["copied"] = [Shard(0), Shard(1)], [Replicate(), Replicate()]
     return mesh, kinds
 

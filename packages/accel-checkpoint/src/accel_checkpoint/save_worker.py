@@ -17,8 +17,6 @@ from typing import Any
 
 # The length of a message, and the number of descriptors that come with it.
 HEADER = struct.Struct("<QI")
-# How much the system prefers the processes of the training loop where processors are scarce.
-NICENESS = 10
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -59,7 +57,6 @@ def main(descriptor: int, parent: int) -> None:
         parent: its id.
     """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    os.nice(NICENESS)
     channel = Channel(socket.socket(fileno=descriptor))
     segments: dict[int, Any] = {}
     while True:
