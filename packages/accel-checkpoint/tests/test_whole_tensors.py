@@ -39,19 +39,17 @@ def full_tensors() -> dict[str, torch.Tensor]:
 
 
 def placements(world: int) -> tuple[Any, dict[str, list[Any]]]:
-    """Of four ranks two and two: each tensor on a mesh of two axes."""
+    """Of four ranks two and two: a mesh of two axes, and how the tensors lie on it that ranks do not have in full."""
     mesh = init_device_mesh("cpu", (world // 2, 2) if world > 2 else (1, world))
-    kinds: dict[str, list[Any]] = {name: [Replicate(), Shard(0)] for name in full_tensors()}
-    kinds["columns"], kinds["copied"] = [Shard(0), Shard(1)], [Replicate(), Replicate()]
-    return mesh, kinds
+    kinds: dict[str, list[Any]] = {name: [Replicate(), Shard(0)] for name in ("rows", "one", "empty", "large")}
+    return mesh, {**kinds, "columns": [Shard(0), Shard(1)]}
 
 
 def state_on(world: int, only: int | None = None) -> dict[str, Any]:
     mesh, kinds = placements(world)
     state: dict[str, Any] = {}
     for name, value in full_tensors().items():
-        plain = name in ("scalar", "copied")
-        state[name] = value if plain else distribute_tensor(value, mesh, kinds[name])
+        state[name] = distribute_tensor(value, mesh, kinds[name]) if name in kinds else value
     state["version"] = {"of": "a value"}
     if only is not None and PartialState().process_index == only:
         state["mine"] = torch.full((6,), float(only))  # as a stage of a pipeline has it
@@ -76,7 +74,7 @@ def saved(folder: str, only: int | None = None, group_bytes: int = 64) -> list[s
 def loaded(folder: str) -> dict[str, Any]:
     world = PartialState().num_processes
     mesh, kinds = placements(world)
-    like = {name: distribute_tensor(torch.zeros_like(full), mesh, kinds[name]) for name, full in full_tensors().items()}
+    like = {name: distribute_tensor(torch.zeros_like(full_tensors()[name]), mesh, kinds[name]) for name in kinds}
 
     def memory(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         found = like.get(path[0])
