@@ -183,12 +183,20 @@ class ProcessWriter:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
-    def write_parts(self, directory: Path, parts: Sequence[Part], workers: int | None) -> dict[str, FileRecord]:
-        """Like :func:`.writer.write_parts`."""
+    def write_parts(
+        self, directory: Path, parts: Sequence[Part], workers: int | None, on_device: bool
+    ) -> dict[str, FileRecord]:
+        """Like :func:`.writer.write_parts`, which this thread calls if the process cannot read the state."""
         status = os.stat(directory)
         identity = status.st_dev, status.st_ino
         safe = torch.serialization.get_safe_globals()
-        return _call(self._memory, _write_parts, str(directory.absolute()), identity, parts, workers, safe)
+        try:
+            return _call(self._memory, _write_parts, str(directory.absolute()), identity, parts, workers, safe)
+        except UnknownHereError as error:
+            from .writer import write_parts
+
+            logger.info("%s is written by a thread of the training process: %s", directory, error)
+            return write_parts(directory, parts, workers, on_device)
 
     def upload(self, place: RemotePath, pairs: Sequence[tuple[Path, str]]) -> None:
         """Like ``Store(place).upload(pairs)``."""

@@ -29,7 +29,7 @@ from .names import MANIFEST_NAME
 from .parts import Part
 from .remote.directory import RemoteDirectory, new_save_id
 from .safe_load import check_readable
-from .save_process import ProcessWriter, UnknownHereError, writer_for
+from .save_process import ProcessWriter, writer_for
 from .shared_memory import SharedMemory
 from .staging import on_host
 
@@ -216,20 +216,13 @@ class StateWriter:
     process: ProcessWriter | None = None  # writes the files in another process
     committed: bool = field(default=False, init=False)  # whether the checkpoint has its final name
 
-    def _write_parts(self) -> dict[str, FileRecord]:
-        if self.process is not None:
-            try:
-                return self.process.write_parts(self.directory.partial, self.parts, self.workers)
-            except UnknownHereError as error:
-                logger.info("%s is written by a thread of the training process: %s", self.directory.target, error)
-        return write_parts(self.directory.partial, self.parts, self.workers, self.on_device)
-
     def finish(self, on_all_ranks: Consensus) -> None:
         """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it."""
         directory, partial_dir = self.directory, self.directory.partial
         try:
             with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
-                records = self._write_parts()
+                write = write_parts if self.process is None else self.process.write_parts
+                records = write(partial_dir, self.parts, self.workers, self.on_device)
                 if not (self.is_writer and directory.shared):
                     directory.hand_over(records, self.rank)
             self.parts = ()

@@ -50,7 +50,10 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, begins = 0, {}
-    for name, tensor in sorted(tensors.items(), key=_order):
+    for _, _, name in sorted(
+        (tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name) for name, tensor in tensors.items()
+    ):
+        tensor = tensors[name]
         if tensor.dtype not in _NAMES:
             raise ConfigurationError(
                 f"{name} has dtype {tensor.dtype}, which the safetensors format does not have. Save it with "
@@ -77,8 +80,3 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:
         elements = tensors[name].detach().cpu().contiguous().reshape(-1)
         if elements.numel():
             target.write(memory_of(elements))
-
-
-def _order(item: tuple[str, torch.Tensor]) -> tuple[bool, int, str]:
-    name, tensor = item
-    return tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name
