@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What is in front of the tensors in a file, and where in the file each begins, in the order of writing.
+    """What is in front of the tensors in a file, and where after it each begins, in the order of writing.
 
     Tensors whose size is a multiple of 64 bytes come first and begin at multiples of 64 bytes, as nearly all weights
     do; of the others those with wide elements come first, so each is aligned to its own element size.
@@ -50,9 +50,10 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, begins = 0, {}
-    for _, _, name in sorted(
-        (tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name) for name, tensor in tensors.items()
-    ):
+    keys = []
+    for name, tensor in tensors.items():
+        keys.append((tensor.nbytes % _ALIGNMENT != 0, -tensor.element_size(), name))
+    for _, _, name in sorted(keys):
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
             raise ConfigurationError(
@@ -68,8 +69,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, begins
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], target: Any) -> None:

@@ -175,7 +175,8 @@ def _metadata(
     saved: dict[str, Any] = {}
     begins: dict[str, int] = {}
     for rank in files:
-        begins.update(layout(_described(structure, owners, rank))[1])
+        head, after = layout(_described(structure, owners, rank))
+        begins.update({name: len(head) + begin for name, begin in after.items()})
     for name, spec in structure.specs.items():
         size = torch.Size(spec.shape)
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
