@@ -108,8 +108,6 @@ class FsdpOptions(OptionGroup):
         also=("sharded_state_format",),
         help="Format of the weights with SHARDED_STATE_DICT: that of torch.distributed.checkpoint, or whole tensors in "
         "safetensors files that from_pretrained reads.",
-        question="Which format should sharded weights have?",
-        asked_when={"fsdp_state_dict_type": ("SHARDED_STATE_DICT",)},
     )
     forward_prefetch: bool = _version_1(
         False,

@@ -108,7 +108,6 @@ class FullyShardedDataParallelPlugin:
     cpu_offload: Any = None
     ignored_modules: Iterable[nn.Module] | str | None = None
     state_dict_type: Any = None
-    sharded_state_format: str = None  # type: ignore[assignment]
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -121,6 +120,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+    sharded_state_format: str = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_flags(self)
