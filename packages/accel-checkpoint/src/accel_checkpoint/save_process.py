@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_state import get_logger
+from accel_state import env, get_logger
 from accel_state.errors import ConfigurationError
 from accel_state.storage.url import RemotePath
 
@@ -62,7 +62,7 @@ class SaveProcess:
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[other.fileno()],
-                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    env={**env.all_variables(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                 )
         finally:
