@@ -20,7 +20,16 @@ import torch
 from s3_server import keys, s3_server
 from torch import nn
 
-from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load, save, save_process, shared_memory
+from accel_checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    list_checkpoints,
+    load,
+    save,
+    save_process,
+    shared_memory,
+    writer,
+)
 from accel_checkpoint.manifest import MANIFEST_NAME
 from accel_checkpoint.parts import Part, copied_parts
 from accel_state import PartialState
@@ -200,7 +209,7 @@ def test_it_does_not_write_into_the_directory_of_the_next_run(tmp_path: Path) ->
     status = tmp_path.stat()
     (tmp_path / "new").mkdir()
     with pytest.raises(CheckpointError, match="was replaced"):
-        save_process._write_parts(str(tmp_path / "new"), (status.st_dev, status.st_ino), [], 1, [])
+        save_process._write_parts(writer.write_parts, str(tmp_path / "new"), (status.st_dev, status.st_ino), [], 1, [])
     assert os.listdir(tmp_path / "new") == []
 
 

@@ -34,6 +34,8 @@ from .shared_memory import SharedMemory, dumps
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+# Takes the directory, the parts, the number of threads that sync files, and whether tensors may be on a device.
+WriteParts = Callable[[Path, Sequence[Part], "int | None", bool], "dict[str, FileRecord]"]
 
 # A smaller state is written by a thread sooner than a process starts.
 MIN_BYTES = 8 << 20
@@ -178,10 +180,11 @@ class ProcessWriter:
 
     Args:
         memory: holds the copies of the state.
+        write: writes files, in any process.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: SharedMemory, write: WriteParts) -> None:
+        self._memory, self._write = memory, write
 
     def write_parts(
         self, directory: Path, parts: Sequence[Part], workers: int | None, on_device: bool
@@ -191,12 +194,11 @@ class ProcessWriter:
         identity = status.st_dev, status.st_ino
         safe = torch.serialization.get_safe_globals()
         try:
-            return _call(self._memory, _write_parts, str(directory.absolute()), identity, parts, workers, safe)
+            place = str(directory.absolute())
+            return _call(self._memory, _write_parts, self._write, place, identity, parts, workers, safe)
         except UnknownHereError as error:
-            from .writer import write_parts
-
             logger.info("%s is written by a thread of the training process: %s", directory, error)
-            return write_parts(directory, parts, workers, on_device)
+            return self._write(directory, parts, workers, on_device)
 
     def upload(self, place: RemotePath, pairs: Sequence[tuple[Path, str]]) -> None:
         """Like ``Store(place).upload(pairs)``."""
@@ -205,20 +207,23 @@ class ProcessWriter:
         _call(self._memory, _upload, place, pairs)
 
 
-def writer_for(memory: SharedMemory) -> ProcessWriter | None:
+def writer_for(memory: SharedMemory, write: WriteParts) -> ProcessWriter | None:
     """What writes a state of which this memory holds the copies; None if a thread of this process shall write it."""
     is_small = memory.used_bytes < MIN_BYTES and _started is None
     if is_small or not memory.can_be_mapped or not sys.executable:
         return None
-    return ProcessWriter(memory)
+    return ProcessWriter(memory, write)
 
 
 def _write_parts(
-    directory: str, identity: tuple[int, int], parts: Sequence[Part], workers: int | None, safe: list[Any]
+    write: WriteParts,
+    directory: str,
+    identity: tuple[int, int],
+    parts: Sequence[Part],
+    workers: int | None,
+    safe: list[Any],
 ) -> dict[str, FileRecord]:
     """In the other process: write files of a checkpoint; ``safe`` are the classes that the rank allows in them."""
-    from .writer import write_parts
-
     # A process that has outlived its rank for a moment must not write into the directory that the next run has made
     # under this name. The working directory stays the same one, whatever it is called.
     os.chdir(directory)
@@ -227,7 +232,7 @@ def _write_parts(
         if (status.st_dev, status.st_ino) != identity:
             raise CheckpointError(f"{directory} was replaced while it was written. Is another program deleting it?")
         with torch.serialization.safe_globals(safe):
-            return write_parts(Path(), parts, workers, on_device=False)
+            return write(Path(), parts, workers, False)
     finally:
         os.chdir("/")
 

@@ -265,7 +265,7 @@ class BackgroundSave:
     def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int, memory: SharedMemory) -> None:
         self.writer = writer
         writer.workers = 1  # the training loop has the processors
-        writer.process = writer_for(memory)
+        writer.process = writer_for(memory, write_parts)
         if writer.process is not None and isinstance(writer.directory, RemoteDirectory):
             writer.directory.process = writer.process
         self.number = number
