@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,33 +13,104 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from components import namespaces
 
+from accel_state import run_token
+
+
+def _variables() -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "GLOO", "NCCL"))}
+    return variables | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+TOKEN = {run_token.VARIABLE: run_token.make_token()}
+"""Of the runs with replicas."""
+
+
+class Server:
+    """A process on a host that has imported torch, and forks launchers (_network_preloaded.py)."""
+
+    def __init__(self, hosts: namespaces.Hosts, host: int) -> None:
+        self._host, self._lock = host, threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(Path(__file__).with_name("_network_preloaded.py"))
+        command = hosts.command(host, [sys.executable, script, str(theirs.fileno())])
+        self._process = subprocess.Popen(command, env=_variables(), pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._answer()
+
+    def _answer(self) -> int:
+        return int(self._socket.recv(100))
+
+    def fork(self, folder: Path, restarts: int) -> ForkedLauncher:
+        """Start a launcher."""
+        ours, theirs = os.pipe()
+        request = {"host": self._host, "folder": str(folder), "restarts": restarts}
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs])
+            pid = self._answer()
+        os.close(theirs)
+        return ForkedLauncher(self, pid, os.fdopen(ours))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a launcher that has ended."""
+        with self._lock:
+            self._socket.send(json.dumps({"pid": pid}).encode())
+            return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class ForkedLauncher:
+    """What is used of the interface of Popen."""
+
+    server: Server
+    pid: int
+    stdout: TextIO
+    returncode: int | None = None
+
+    def wait(self) -> None:
+        """Wait for the exit code, once it has closed its output."""
+        self.returncode = self.server.wait(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code; None before it is known."""
+        return self.returncode
+
 
 class Host:
     """The launcher of one host, and the lines that it prints with their times."""
 
-    def __init__(self, hosts: namespaces.Hosts, host: int, words: Sequence[str], folder: Path) -> None:
-        variables = {
-            name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "GLOO", "NCCL"))
-        }
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def __init__(self, process: subprocess.Popen[str] | ForkedLauncher) -> None:
         self.lines: list[tuple[float, str]] = []
         self.ended = 0.0
-        self.process = subprocess.Popen(
-            hosts.command(host, list(words)),
-            cwd=folder,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = process
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @classmethod
+    def start(cls, hosts: namespaces.Hosts, host: int, words: Sequence[str], folder: Path) -> Host:
+        """Start a command on a host."""
+        return cls(
+            subprocess.Popen(
+                hosts.command(host, list(words)),
+                cwd=folder,
+                env=_variables() | (TOKEN if "--ft" in words else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -80,13 +153,18 @@ class Run:
     launchers: list[Host] = field(default_factory=list)
     fault_at: float = 0.0
     words: list[list[str]] = field(default_factory=list)
+    servers: Sequence[Server] = ()  # by host, where launchers are forks
+    restarts: int = 0  # of launchers that are forks
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(self, host: int) -> None:
         """Start, or start again, the launcher of a host."""
         place = self.folder / f"host{host}"
         place.mkdir(exist_ok=True)
-        launcher = Host(self.hosts, host, self.words[host], place)
+        if self.servers:
+            launcher = Host(self.servers[host].fork(place, self.restarts))
+        else:
+            launcher = Host.start(self.hosts, host, self.words[host], place)
         if host < len(self.launchers):
             self.launchers[host] = launcher
         else:
@@ -98,7 +176,7 @@ class Run:
             return int((self.folder / "host0" / "steps").read_text())
         return 0
 
-    def trained(self, steps: int = 10, seconds: float = 90) -> None:
+    def trained(self, steps: int = 10, seconds: float = 600) -> None:
         """Wait for some steps, and note the time: now comes the fault."""
         deadline = time.monotonic() + seconds
         while self.steps() < steps:

@@ -38,6 +38,12 @@ class Row:
     starts: tuple[bool, bool] = (True, True)
     limit: float = END  # seconds to the end, or to the first start after it
     group_timeout: str = ""
+    steps: int = 60
+
+    @property
+    def replicas(self) -> bool:
+        """Whether the run has replicas (--ft)."""
+        return "--ft" in self.words
 
 
 def _cut(run: Run) -> None:
@@ -139,6 +145,7 @@ def _one_way(run: Run) -> None:
 
 RESTARTS = ("--max_restarts=3",)
 LOST = (r"machine rank 1 \(host1.*is lost", r"machine rank 0 \(host0.*is lost")
+REPLICAS = ("--ft", "--num_replicas=2", "--replica_timeout=8")
 SHORT = ("--rdzv_conf=timeout=20",)
 SLOW = ("--rdzv_conf=timeout=15",)
 
@@ -306,25 +313,76 @@ ROWS = [
     Row("ctrl-c", "Ctrl-C on host0", _interrupt(0), says=("", "SIGINT.*machine rank 0"), codes=(130, 130), limit=15),
     Row("ctrl-c 1", "Ctrl-C on host1", _interrupt(1), says=("SIGINT.*machine rank 1", ""), codes=(130, 130), limit=15),
     Row("ctrl-c, cut", "Ctrl-C on both during a cut", _interrupt(0, 1, cut=True), codes=(130, 130), limit=15),
+    Row(
+        "ft cut 45 s",
+        "--ft, link down for 45 s",
+        cut_for(45),
+        REPLICAS,
+        says=(r"machine rank 1 .*is back after", r"waiting for machine rank 0 [\s\S]*is back after"),
+        codes=(0, 0),
+        steps=900,
+        limit=200,
+    ),
+    Row(
+        "ft cut",
+        "--ft, link down for ever, waits of 20 s",
+        _cut,
+        (*REPLICAS, *SHORT),
+        says=(r"machine rank 1 .*is lost.*The others continue", r"machine rank 0 .*is lost"),
+        codes=(0, 1),
+        steps=900,
+        limit=200,
+    ),
+    Row(
+        "ft host0 gone",
+        "--ft, host0 (lighthouse) killed for ever, waits of 20 s",
+        lambda run: run.launchers[0].kill(),
+        (*REPLICAS, *SHORT),
+        says=("", r"waiting for machine rank 0 [\s\S]*machine rank 0 .*is lost"),
+        codes=(None, 1),
+        steps=900,
+        limit=30 + 20 + 15,
+    ),
+    Row(
+        "ft ctrl-c",
+        "--ft, Ctrl-C on host0",
+        _interrupt(0),
+        REPLICAS,
+        says=("", "SIGINT on host0 .machine rank 0"),
+        codes=(130, 130),
+        steps=900,
+        limit=15,
+    ),
 ]
 DRAW = ("cut", "drop", "c10d cut", "host0 back", "no script", "port taken", "127.0.1.1", "ctrl-c", "not main")
+DRAW += ("ft host0 gone",)
+
+
+_OF_TORCHRUN = {
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+}
 
 
 def command(row: Row, host: int, torchrun: bool = False) -> list[str]:
-    script = [row.script[host], ".", str(STEPS), str(STEP_SECONDS), *filter(None, (row.group_timeout,))]
+    script = [row.script[host], ".", str(row.steps), str(STEP_SECONDS), *filter(None, (row.group_timeout,))]
     if torchrun:
-        words = [
-            "--nnodes=2",
-            "--nproc_per_node=1",
-            f"--node_rank={host}",
-            "--master_addr=10.77.0.1",
-            "--master_port=29500",
-        ]
-        return [sys.executable, "-m", "torch.distributed.run", *words, *script]
+        words = {"nnodes": "2", "nproc_per_node": "1", "node_rank": str(host)}
+        words |= {"master_addr": "10.77.0.1", "master_port": "29500"}
+        for word in (*row.words, *row.own[host]):
+            name, _, value = word.removeprefix("--").partition("=")
+            if name == "num_processes":
+                words["nproc_per_node"] = str(int(value) // (3 if row.name == "machines" else 2))
+            else:
+                words[_OF_TORCHRUN.get(name, name)] = value
+        options = [f"--{name}={value}" for name, value in words.items()]
+        return [sys.executable, "-m", "torch.distributed.run", *options, *script]
     common = [
         "--cpu",
         "--num_machines=2",
-        "--num_processes=2",
+        *([] if row.replicas else ["--num_processes=2"]),
         "--main_process_ip=10.77.0.1",
         "--main_process_port=29500",
     ]

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 
-def main() -> None:
+def train(where: str, steps: int, seconds: float, **limit: timedelta) -> None:
     """Train, and write the digest of the final weights."""
-    folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    limit = {"timeout": timedelta(seconds=float(sys.argv[4]))} if len(sys.argv) > 4 else {}
+    folder = Path(where)
     dist.init_process_group("gloo", **limit)
     rank, size = dist.get_rank(), dist.get_world_size()
     # Each machine has a folder of its own: only rank 0 saves, and tells the others at a start.
@@ -45,4 +44,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()
+def main() -> None:
+    """Train as the command line says."""
+    limit = {"timeout": timedelta(seconds=float(sys.argv[4]))} if len(sys.argv) > 4 else {}
+    train(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), **limit)
+
+
+if __name__ == "__main__":
+    main()

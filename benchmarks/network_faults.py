@@ -22,14 +22,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _network_hosts import Host, Run, namespaces
+from _network_hosts import Host, Run, Server, namespaces
 from _network_rows import DRAW, RESTARTS, ROWS, STEPS, Row, command, cut_for, gone_and_back, killed_and_back
 
-SCRIPT = Path(__file__).with_name("_network_script.py")
+SCRIPT, REPLICAS = (Path(__file__).with_name(f"_network_{name}.py") for name in ("script", "replicas"))
 FIRST_SENTENCE = 12.0
 """Seconds within which a host must speak after a fault."""
 LONGEST = 240.0
@@ -51,16 +51,19 @@ class Seen:
 
 
 @contextlib.contextmanager
-def prepared(hosts: namespaces.Hosts, row: Row, torchrun: bool = False) -> Iterator[Run]:
+def prepared(
+    hosts: namespaces.Hosts, row: Row, torchrun: bool = False, servers: Sequence[Server] = ()
+) -> Iterator[Run]:
     """A run that is about to start, in a folder of its own for each host."""
     folder = Path(tempfile.mkdtemp(prefix="network-faults-"))
-    run = Run(hosts, folder, words=[command(row, host, torchrun) for host in (0, 1)])
+    words = [command(row, host, torchrun) for host in (0, 1)]
+    run = Run(hosts, folder, words=words, servers=servers, restarts=3 if RESTARTS[0] in row.words else 0)
     try:
         for host in (0, 1):
             place = folder / f"host{host}"
             place.mkdir()
             if row.script[host] != "absent.py":
-                shutil.copy(SCRIPT, place / row.script[host])
+                shutil.copy(REPLICAS if row.replicas else SCRIPT, place / row.script[host])
         if row.prepare is not None:
             row.prepare(run)
         yield run
@@ -70,7 +73,9 @@ def prepared(hosts: namespaces.Hosts, row: Row, torchrun: bool = False) -> Itera
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check(hosts: namespaces.Hosts, row: Row, digest: str, patience: float = 1.0) -> Seen:
+def check(
+    hosts: namespaces.Hosts, row: Row, digest: str, patience: float = 1.0, servers: Sequence[Server] = ()
+) -> Seen:
     """Run one row.
 
     Args:
@@ -78,9 +83,10 @@ def check(hosts: namespaces.Hosts, row: Row, digest: str, patience: float = 1.0)
         row: the fault.
         digest: of an undisturbed run.
         patience: factor for the seconds that a host may take.
+        servers: which fork the launchers, if given.
     """
     seen = Seen(row)
-    with prepared(hosts, row) as run:
+    with prepared(hosts, row, servers=servers) as run:
         for host in (0, 1):
             if row.starts[host]:
                 run.start(host)
@@ -90,7 +96,7 @@ def check(hosts: namespaces.Hosts, row: Row, digest: str, patience: float = 1.0)
         if row.fault is not None:
             run.trained()
             row.fault(run)
-        deadline = time.monotonic() + LONGEST
+        deadline = time.monotonic() + LONGEST * patience
         for host, launcher in enumerate(run.launchers):
             if not launcher.wait(max(0.0, deadline - time.monotonic())):
                 seen.problems.append(f"host{host} hangs")
@@ -100,7 +106,7 @@ def check(hosts: namespaces.Hosts, row: Row, digest: str, patience: float = 1.0)
 
 
 def _absent(run: Run, host: int) -> Host:
-    return Host(run.hosts, host, ["true"], run.folder)
+    return Host.start(run.hosts, host, ["true"], run.folder)
 
 
 def _judge(seen: Seen, run: Run, digest: str, patience: float) -> None:
@@ -116,11 +122,11 @@ def _judge(seen: Seen, run: Run, digest: str, patience: float) -> None:
         seen.codes.append(launcher.process.returncode)
         if row.says[host] and not re.search(row.says[host], launcher.text()):
             seen.problems.append(f"host{host} does not say {row.says[host]!r}")
-        if row.fault is None or not row.starts[host] or (row.same_weights and not row.says[host]):
+        if not row.starts[host] or (row.same_weights and not row.says[host]):
             continue
         if first is not None and first > FIRST_SENTENCE * patience:
             seen.problems.append(f"host{host} first speaks after {first:.0f} s")
-        if launcher.ended and end > row.limit * patience:
+        if row.fault is not None and launcher.ended and end > row.limit * patience:
             seen.problems.append(f"host{host} ends after {end:.0f} s")
     if row.codes is not None:
         wrong = [wanted is not None and wanted != code for wanted, code in zip(row.codes, seen.codes, strict=True)]
@@ -129,24 +135,29 @@ def _judge(seen: Seen, run: Run, digest: str, patience: float) -> None:
     if row.same_weights and run.digest() != digest:
         seen.problems.append(f"ends with {run.digest() or 'no weights'}")
     sentences = [text for one in run.launchers for _, text in one.sentences(run.fault_at)]
-    if row.quiet and sentences:
+    if row.quiet and any(map(_is_alarm, sentences)):
         seen.problems.append("has something to say")
     named = [text for text in sentences if any(pattern and re.search(pattern, text) for pattern in row.says)]
     seen.sentence = (named or sentences or [""])[0].removeprefix("accel launch: ")
 
 
-def undisturbed(hosts: namespaces.Hosts) -> str:
+def _is_alarm(text: str) -> bool:
+    # On a busy machine one launcher may start seconds after the other, which is no fault.
+    return not text.startswith("accel launch: waiting for ")
+
+
+def undisturbed(hosts: namespaces.Hosts, patience: float = 1.0, servers: Sequence[Server] = ()) -> str:
     """The digest of a run without a fault.
 
     Raises:
-        RuntimeError: it fails, or a launcher has something to say.
+        RuntimeError: it fails, or a launcher says more than what it waits for at the start.
     """
     seen_digest = ""
-    with prepared(hosts, Row("undisturbed", "")) as run:
+    with prepared(hosts, Row("undisturbed", ""), servers=servers) as run:
         for host in (0, 1):
             run.start(host)
-        ended = [launcher.wait(LONGEST) for launcher in run.launchers]
-        said = [text for launcher in run.launchers for _, text in launcher.sentences(0)]
+        ended = [launcher.wait(LONGEST * patience) for launcher in run.launchers]
+        said = [text for launcher in run.launchers for _, text in launcher.sentences(0) if _is_alarm(text)]
         codes = [launcher.process.returncode for launcher in run.launchers]
         seen_digest = run.digest()
         if not all(ended) or codes != [0, 0] or said or not seen_digest:
@@ -154,7 +165,7 @@ def undisturbed(hosts: namespaces.Hosts) -> str:
     return seen_digest
 
 
-def drawn(hosts: namespaces.Hosts, draws: random.Random, number: int, digest: str) -> Seen:
+def drawn(draws: random.Random, number: int) -> Row:
     """A run with --max_restarts and a fault that is drawn: what, which host, and for how long."""
     host, seconds, steps = draws.randrange(2), draws.uniform(0, 60), draws.randrange(1, STEPS - 5)
     kind = draws.choice(("cut", "one way", "killed", "power"))
@@ -175,7 +186,7 @@ def drawn(hosts: namespaces.Hosts, draws: random.Random, number: int, digest: st
         run.trained(steps)
         fault(run)
 
-    row = Row(
+    return Row(
         f"drawn {number}",
         f"{kind}, host{host}, step {steps}, {seconds:.0f} s",
         late,
@@ -183,19 +194,32 @@ def drawn(hosts: namespaces.Hosts, draws: random.Random, number: int, digest: st
         same_weights=True,
         codes=(0, 0),
     )
-    return check(hosts, row, digest)
 
 
-def torchrun(hosts: namespaces.Hosts, row: Row) -> str:
-    """What torchrun does in a row, in words."""
+def torchrun(hosts: namespaces.Hosts, row: Row, seconds: float) -> str:
+    """A line of the table of torchrun: the same row, watched for so many seconds after the fault."""
     with prepared(hosts, row, torchrun=True) as run:
         for host in (0, 1):
-            run.start(host)
-        run.trained()
-        assert row.fault is not None
-        row.fault(run)
-        ends = [f"{one.ended - run.fault_at:.0f} s" if one.wait(1200) else "hangs" for one in run.launchers]
-        return f"{row.name}: {', '.join(ends)}, exit codes {[one.process.poll() for one in run.launchers]}"
+            if row.starts[host]:
+                run.start(host)
+            else:
+                run.launchers.append(_absent(run, host))
+        run.now()
+        if row.fault is not None:
+            run.trained()
+            row.fault(run)
+        deadline = time.monotonic() + seconds
+        ended = [one.wait(max(0.0, deadline - time.monotonic())) for one in run.launchers]
+        said = [[at - run.fault_at for at, _ in one.lines if at >= run.fault_at] for one in run.launchers]
+        first = "/".join(f"{times[0]:.0f}" if times else "" for times in said)
+        ends = "/".join(
+            f"{one.ended - run.fault_at:.0f}" if done else f"> {seconds:.0f}"
+            for one, done in zip(run.launchers, ended, strict=True)
+        )
+        codes = [one.process.poll() for one in run.launchers]
+        last = [line for one in run.launchers for at, line in one.lines if at >= run.fault_at and "Error" in line]
+        weights = run.digest().partition(" ")[2] or "no weights"
+        return f"{row.name} | {row.what} | {first} | {ends} | {codes} | {weights} | {(last or [''])[-1][:120]}"
 
 
 def show(seen: Seen) -> None:
@@ -214,35 +238,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="NAME", choices=[row.name for row in ROWS])
     parser.add_argument("--drawn", type=int, default=0, metavar="N")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="for a machine that is slower")
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="of the drawn runs, every Nth from I on")
     parser.add_argument("--undisturbed", type=int, default=0, metavar="N")
-    parser.add_argument("--draw", action="store_true", help="the eight rows of the tests")
-    parser.add_argument("--torchrun", action="store_true")
+    text = "drawn and undisturbed runs with launchers that are forks of a process with torch: a tenth of the CPU"
+    parser.add_argument("--preloaded", action="store_true", help=text)
+    parser.add_argument("--draw", action="store_true", help="the rows of the tests")
+    parser.add_argument("--torchrun", type=float, metavar="SECONDS", help="the rows with torchrun, watched so long")
     args = parser.parse_args()
     reason = namespaces.missing()
     if reason:
         print(f"network_faults.py needs root and iproute2: {reason}")
         return 0
     failed = 0
-    with namespaces.Hosts() as hosts:
-        digest = undisturbed(hosts)
+    with namespaces.Hosts() as hosts, contextlib.ExitStack() as stack:
+        servers = [Server(hosts, host) for host in (0, 1)] if args.preloaded else []
+        for server in servers:
+            stack.callback(server.close)
+        compared = bool(args.undisturbed or args.drawn) or any(
+            row.same_weights for row in ROWS if args.rows is None or row.name in args.rows
+        )
+        digest = undisturbed(hosts, args.patience) if compared and not args.torchrun else ""
         for number in range(args.undisturbed):
-            if undisturbed(hosts) != digest:
+            try:
+                failed += undisturbed(hosts, args.patience, servers) != digest
+            except RuntimeError as error:
                 failed += 1
+                print(error, flush=True)
             print(f"undisturbed run {number + 1} of {args.undisturbed}: {failed} failed", flush=True)
-        draws = random.Random(args.seed)
-        results = (drawn(hosts, draws, number, digest) for number in range(args.drawn))
+        draws, (first, step) = random.Random(args.seed), map(int, args.share.split("/"))
+        rows = [drawn(draws, number) for number in range(args.drawn)][first::step]
         if not (args.drawn or args.undisturbed):
             names = DRAW if args.draw else args.rows
             rows = [row for row in ROWS if names is None or row.name in names]
-            results = (check(hosts, row, digest) for row in rows)
+        if args.torchrun:
+            print("row | fault | first line (s) | end (s) | exit codes | weights | last error")
+            for row in rows:
+                print(torchrun(hosts, row, args.torchrun), flush=True)
+            return failed
         print("     | row | fault | first sentence (s) | end or restart (s) | exit codes | sentence")
-        for seen in results:
+        for row in rows:
+            seen = check(hosts, row, digest, args.patience, servers)
             show(seen)
             failed += bool(seen.problems)
-        if args.torchrun:
-            for row in ROWS[:2]:
-                print("torchrun:", torchrun(hosts, row), flush=True)
     print(f"{failed} failed")
     return failed
 
