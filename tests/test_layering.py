@@ -86,6 +86,7 @@ VENDORS_NAMED = {
     "accel_compat/names.py": "names that users import",
     "accel_compat/absent.py": "the command of this name",
     "accel_launch/doctor/": "advice names the variables of collective libraries",
+    "accel_launch/remedies.py": "words of collective libraries, in messages of theirs, and their variables",
     "accel_launch/elastic/report.py": "words of collective libraries, in messages of theirs",
     "accel_launch/notebook.py": "a notebook whose session holds a CUDA context already is told who took it",
     "accel/kwargs/handlers.py": "the default of a parameter that users know",

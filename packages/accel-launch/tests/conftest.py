@@ -6,9 +6,11 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from forked_launcher import ForkedLauncher
 import accel_launch
 import accel_state
 from accel_launch.cli import main
-from accel_state.ports import reserved_port
+from accel_state.ports import listen, reserved_port
 from accel_state.testing import preload
 
 # What a launch of several processes imports: a server imports it once, and launchers are forked from it.
@@ -235,3 +237,55 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class Cable:
+    """Forwards connections to a port, until it is cut: then nothing arrives, and nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = listen("127.0.0.1", 0)
+        self.port = self._listener.getsockname()[1]
+        self.plugged = threading.Event()
+        self.plugged.set()
+        self._ended = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self.plugged.wait()
+            far = socket.create_connection(("127.0.0.1", self._target))
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(4096):
+                self.plugged.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            source.close()
+
+    def close(self) -> None:
+        self._ended = True
+        self.plugged.set()
+        self._listener.close()
+
+
+@pytest.fixture
+def cable():
+    """Make cables, which are removed at the end."""
+    made = []
+
+    def make(port: int) -> Cable:
+        made.append(Cable(port))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

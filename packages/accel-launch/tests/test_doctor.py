@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import json
 import re
 import resource
 import socket
@@ -10,9 +12,16 @@ import sys
 
 import pytest
 
-from accel_launch.doctor import machine
+from accel_launch import remedies
+from accel_launch.commands import doctor
+from accel_launch.config.read import load_settings
+from accel_launch.doctor import group, machine, ranks
 from accel_launch.doctor.group import check_group
 from accel_launch.doctor.result import CheckResult, run_check
+from accel_launch.elastic.report import RankFailure, with_hint
+from accel_launch.launch_plan import make_plan
+from accel_launch.network.agreement import FACTS_VARIABLE, facts_of_plan
+from accel_launch.remedies import remedy
 
 SCARCE = ("memory", "shared memory", "temporary")
 
@@ -134,3 +143,54 @@ def test_help_imports_no_torch(shell) -> None:
             print("torch" in sys.modules)
     """)
     assert result.stdout.endswith("False\n") and "--main_process_ip" in result.stdout
+
+
+@pytest.mark.parametrize("machines", [2, 3, 8, 9])
+def test_every_pair_of_machines_is_measured_once_and_none_is_in_two_at_a_time(machines: int) -> None:
+    planned = ranks.rounds(machines)
+    pairs = [pair for one in planned for pair in one]
+    assert sorted(pairs) == list(itertools.combinations(range(machines), 2))
+    assert all(len({machine for pair in one for machine in pair}) == 2 * len(one) for one in planned)
+    assert len(planned) == machines - 1 + machines % 2
+
+
+def test_a_slow_pair_of_machines_is_named() -> None:
+    fast, slow = 400 * ranks.MIB, 100 * ranks.MIB
+    three = [(0, 1, 1e-4, fast), (0, 2, 1e-4, fast), (1, 2, 3e-4, slow)]
+    first, *listed = ranks.describe_pairs(["a", "b", "c"], three)
+    assert (first.state, first.text) == ("warn", "slow: b - c: 0.30 ms, 100 MiB/s") and "400 MiB/s" in first.advice
+    assert [one.text for one in listed] == [
+        "a - b: 0.10 ms, 400 MiB/s",
+        "a - c: 0.10 ms, 400 MiB/s",
+        "b - c: 0.30 ms, 100 MiB/s",
+    ]
+    many = [(one, other, 1e-4, fast) for one, other in itertools.combinations(range(6), 2)]
+    (only,) = ranks.describe_pairs(list("abcdef"), many)
+    assert only.state == "ok" and only.text.startswith("15 pairs: 0.10 to 0.10 ms, 400 to 400 MiB/s")
+
+
+def test_the_doctor_gives_the_remedy_that_the_launcher_prints() -> None:
+    error = 'RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] timed out, remote=[127.0.1.1]:5507$0"'
+    failure = RankFailure(1, 0, 1, 1, time_ns=1, traceback=f'  File "s.py", line 1, in f\n{error}')
+    assert with_hint(failure, [], 2).hint == remedy(error) == remedies.HOST_NAME
+    assert remedy("connectFullMesh failed, remote=[10.0.0.2]:5507") == remedies.NETWORK
+    assert group._advice(["--num_machines=2"], f"accel launch: rank 1 of 2 failed first\n{error}") == remedy(error)
+    assert remedy("DistNetworkError: The client socket has timed out, No route to host") == remedies.NETWORK
+    assert remedy("urllib3: Max retries exceeded, [Errno 113] No route to host, Address already in use") == ""
+    assert "Run the doctor on every machine" in group._advice(["--num_machines=2"], "something else")
+
+
+def test_the_doctor_compares_what_the_command_line_of_a_launch_would_start(shell, monkeypatch) -> None:
+    shell.write("s.py", "print('never started')\n")
+    monkeypatch.chdir(shell.folder)
+    words = ["--num_machines=2", "--num_processes=2", "--machine_rank=1", "--main_process_ip=127.0.0.1"]
+    parsed = doctor.read_command_line(
+        ["--cpu", "--timeout", "5", *words, "--mixed_precision=bf16", "s.py", "--timeout=3"]
+    )
+    assert (parsed.seconds, parsed.script) == (5.0, ["s.py", "--timeout=3"])
+    facts = doctor.facts_of(load_settings(parsed.options), parsed.script)
+    launched = facts_of_plan(make_plan(load_settings(parsed.options), "s.py", ["--timeout=3"]))
+    assert facts == launched and facts["must mixed_precision"] == "bf16" and "s.py sha256" in facts["must script"]
+    monkeypatch.setenv(FACTS_VARIABLE, json.dumps(facts))
+    assert facts_of_plan(make_plan(load_settings({"cpu": "true"}), "s.py", [])) == facts
+    assert "must script" not in doctor.facts_of(load_settings(parsed.options), [])

@@ -133,8 +133,9 @@ class TestRank:
         assert plan(OPENMPI, max_restarts="0", tee="0").mode is LaunchMode.RANK
 
     def test_options_without_effect_on_replicas_are_noted(self, plan) -> None:
-        notes = plan({}, ft="true", machine_timeout="60", max_restarts="3", heartbeat_timeout="9").notes
-        assert [note.split()[0] for note in notes if "has no effect with --ft" in note] == ["--machine_timeout"]
+        options = {"machine_timeout": "60", "monitor_interval": "1", "max_restarts": "3", "heartbeat_timeout": "9"}
+        notes = plan({}, ft="true", **options).notes
+        assert [note.split()[0] for note in notes if "has no effect with --ft" in note] == ["--monitor_interval"]
 
     def test_the_configuration_of_spec_14(self, plan) -> None:
         made = plan(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_launch import launch_plan as plan_module
+from accel_launch import replica_plan
 from accel_launch.accelerators.amd import Amd
 from accel_launch.accelerators.base import count_entries
 from accel_launch.accelerators.nvidia import Nvidia
@@ -289,7 +290,7 @@ def test_what_the_launcher_knows_of_a_failure() -> None:
 
 class TestReplicas:
     def test_each_replica_has_devices_of_its_own(self, tmp_path, four_gpus, monkeypatch) -> None:
-        monkeypatch.setattr(ft, "find_visible", plan_module.find_visible)
+        monkeypatch.setattr(replica_plan, "find_visible", plan_module.find_visible)
         for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
             monkeypatch.delenv(name, raising=False)
         made = plan(tmp_path, ft="true", num_replicas="3", num_spares="1")
@@ -298,8 +299,7 @@ class TestReplicas:
         assert [tuple(rank[name] for name in names) for rank in start.ranks] == [
             (str(number), str(number), "0", "1") for number in range(4)
         ]
-        replica = ft.Replica(2, tmp_path / "progress", restarts=1)
-        (started,) = ft.variables(made, replica)
+        (started,) = replica_plan.variables(made, 2, restarts=1)
         assert started["CUDA_VISIBLE_DEVICES"] == "2" and started["ACCELERATE_FT_RESTARTS"] == "1"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b,0,1")
         shards = {"use_fsdp": "true", "fsdp_version": "2", "processes_per_replica": "2"}
@@ -318,18 +318,18 @@ class TestReplicas:
         assert [(rank["ACCELERATE_FT_REPLICA"], rank["CUDA_VISIBLE_DEVICES"]) for rank in ranks] == [
             *(("2", "3"), ("3", "GPU-b"), ("4", "0"))
         ]
-        (started,) = ft.variables(made, ft.Replica(3, tmp_path / "progress"))
+        (started,) = replica_plan.variables(made, 3, restarts=0)
         assert started["ACCELERATE_FT_HOST"] == "127.0.0.1"
         with pytest.raises(ConfigurationError, match="1 replicas .* leave machines without one"):
-            ft.numbers_here(plan(tmp_path, ft="true", num_replicas="1", **machines))
+            replica_plan.numbers_here(plan(tmp_path, ft="true", num_replicas="1", **machines))
         machines["main_process_ip"] = "::1"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
-        (started,) = ft.variables(made, ft.Replica(1, tmp_path / "progress"))
+        (started,) = replica_plan.variables(made, 1, restarts=0)
         assert started["ACCELERATE_FT_HOST"] == "::1"
         machines["main_process_ip"] = "no-such-host.invalid"
         made = plan(tmp_path, ft="true", num_replicas="2", **machines)
         with pytest.raises(ConfigurationError, match="no-such-host.invalid: .*rank 0"):
-            ft.variables(made, ft.Replica(1, tmp_path / "progress"))
+            replica_plan.variables(made, 1, restarts=0)
         made = plan(tmp_path, ft="true", num_replicas="9", cpu="true")
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
 

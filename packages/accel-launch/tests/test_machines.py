@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import socket
 import time
 
 import pytest
@@ -90,3 +93,34 @@ def test_missing_machines_are_reported(shell, free_port, backend) -> None:
     assert "error: the 2 machines did not meet at 127.0.0.1:" in result.stderr and result.stderr.count("\n") == 1, (
         result.stderr
     )
+
+
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_a_suspended_launcher_is_given_up_and_learns_of_it(shell, started, free_port, wait_until, backend) -> None:
+    """With c10d the suspended one serves the store, in a call to which the main thread of the other one hangs."""
+    shell.write("s.py", "import os, time; open(f'up{os.environ[\"RANK\"]}', 'w').close(); time.sleep(300)")
+    port = free_port()
+    words = ["launch", "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1"]
+    words += [f"--main_process_port={port}", "--machine_timeout=4", f"--rdzv_backend={backend}"]
+
+    def start(rank: int):
+        return started(shell.fork(*words, *([f"--machine_rank={rank}"] if backend == "static" else []), "s.py"))
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    first = start(0)
+    wait_until(listens, "the first launcher listens")
+    second = start(1)
+    wait_until(lambda: all((shell.folder / f"up{rank}").exists() for rank in (0, 1)), "all ranks run")
+    first.send_signal(signal.SIGSTOP)
+    try:
+        error = second.communicate(timeout=100)[1]
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert second.returncode == 1, error
+    named = r"accel launch: machine rank \d \(.*\) is lost: it has not been heard of for \d+ s\."
+    assert re.search(named, error), error
+    told = first.communicate(timeout=100)[1]
+    assert first.returncode == 1 and re.search(named, told), told

@@ -39,15 +39,12 @@ class Machines:
     def meet(self, ranks: list[int]) -> list[tuple[int, int, int]]:
         """Number of the round, rank and port of the processes' store, of each."""
         with ThreadPoolExecutor(len(ranks)) as pool:
-            found = list(pool.map(lambda rank: self.handlers[rank].next_rendezvous(), ranks))
-        return [
-            (self.handlers[rank].round, info.rank, info.bootstrap_store_info.master_port)
-            for rank, info in zip(ranks, found, strict=True)
-        ]
+            found = list(pool.map(lambda rank: self.handlers[rank].meet(), ranks))
+        return [(self.handlers[rank].round, info.rank, info.port) for rank, info in zip(ranks, found, strict=True)]
 
     def close(self) -> None:
         for handler in reversed(self.handlers):
-            handler.shutdown()
+            handler.leave()
 
 
 @pytest.fixture
@@ -68,28 +65,25 @@ def test_each_round_has_its_own_store(machines) -> None:
     met = three.meet([2, 0, 1])
     first = met[0][2]
     assert met == [(0, rank, first) for rank in (2, 0, 1)] and first != three.port
-    assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
+    assert not any(handler.is_awaited() for handler in three.handlers)
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(three.handlers[1].next_rendezvous)
+        again = pool.submit(three.handlers[1].meet)
         deadline = time.monotonic() + 60
-        while three.handlers[0].num_nodes_waiting() == 0:
+        while not three.handlers[0].is_awaited():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert [handler.num_nodes_waiting() for handler in (three.handlers[0], three.handlers[2])] == [
-            1,
-            1,
-        ] and not again.done()
+        assert three.handlers[2].is_awaited() and not again.done()
         met = three.meet([0, 2])
         info = again.result(60)
     assert [number for number, _, _ in met] == [1, 1] and three.handlers[1].round == 1
-    ports = {port for _, _, port in met} | {info.bootstrap_store_info.master_port}
+    ports = {port for _, _, port in met} | {info.port}
     assert len(ports) == 1 and not ports & {three.port, first}
     fresh = dist.TCPStore(
         "127.0.0.1", ports.pop(), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     fresh.set("rank", "here")
     assert fresh.get("rank") == b"here"
-    assert [handler.num_nodes_waiting() for handler in three.handlers] == [0, 0, 0]
+    assert not any(handler.is_awaited() for handler in three.handlers)
 
 
 def test_failures_of_several_machines_at_once_are_one_restart(machines) -> None:
@@ -97,7 +91,7 @@ def test_failures_of_several_machines_at_once_are_one_restart(machines) -> None:
     three.meet([0, 1, 2])
     assert {number for number, _, _ in three.meet([0, 1, 2])} == {1}
     with pytest.raises(RendezvousClosedError, match="which --max_restarts 1 does not allow"):
-        three.handlers[2].next_rendezvous()
+        three.handlers[2].meet()
 
 
 def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
@@ -106,21 +100,21 @@ def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
     former, two.handlers[1] = two.handlers[1], two.make(1)
     assert [number for number, _, _ in two.meet([1, 0])] == [1, 1]
     with pytest.raises(RendezvousStateError, match="--machine_rank 1"):
-        former.next_rendezvous()
+        former.meet()
 
 
 def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines) -> None:
     """Of two launchers with the same rank, one gets an error."""
     three = machines(3, max_restarts=0)
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(three.handlers[rank].next_rendezvous) for rank in (0, 1)]
+        waiting = [pool.submit(three.handlers[rank].meet) for rank in (0, 1)]
         while not (three.handlers[1].round == 0 or waiting[1].done()):
             time.sleep(0.01)
         former, three.handlers[1] = three.handlers[1], three.make(1)
-        waiting.append(pool.submit(three.handlers[1].next_rendezvous))
+        waiting.append(pool.submit(three.handlers[1].meet))
         with pytest.raises(RendezvousStateError, match="--machine_rank 1"):
             waiting[1].result(60)
-        assert three.handlers[2].next_rendezvous().rank == 2
+        assert three.handlers[2].meet().rank == 2
         assert [waiting[0].result(60).rank, waiting[2].result(60).rank] == [0, 1]
     assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
 
@@ -135,11 +129,10 @@ def test_a_missing_machine_is_named(machines) -> None:
 def test_a_machine_that_has_ended_closes_the_rendezvous(machines, wait_until, state, message) -> None:
     two = machines(2)
     two.meet([0, 1])
-    assert not two.handlers[0].is_closed()
     Peers(two.handlers[1].board, 0, 2).post(state, Cause(KILLED, "rank 3 was ended by SIGKILL", 137))
-    wait_until(two.handlers[0].is_closed, "machine rank 0 has been told")
+    wait_until(lambda: two.handlers[0].board.machines()[1].state is state, "machine rank 0 has been told")
     with pytest.raises(RendezvousClosedError, match=f"{message}.*rank 3 was ended"):
-        two.handlers[0].next_rendezvous()
+        two.handlers[0].meet()
 
 
 @pytest.mark.parametrize("forks", [False, True])

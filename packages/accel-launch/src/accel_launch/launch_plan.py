@@ -42,9 +42,9 @@ _PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Sour
 # Options of the agent, without effect where another program starts the ranks.
 _AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_filter", "max_restarts")
 # Those that --ft, which has no agents either, neither uses nor refuses.
-_WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "rdzv_conf", "monitor_interval", "machine_timeout")
-_WITHOUT_REPLICAS += ("shutdown_timeout", "log_line_prefix_template")
-_AGENT_OPTIONS += _WITHOUT_REPLICAS
+_WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "monitor_interval", "shutdown_timeout")
+_WITHOUT_REPLICAS += ("log_line_prefix_template",)
+_AGENT_OPTIONS += (*_WITHOUT_REPLICAS, "rdzv_conf", "machine_timeout")
 
 
 @dataclass(frozen=True)

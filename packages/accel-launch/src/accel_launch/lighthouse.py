@@ -17,18 +17,15 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from accel_state import run_token
-from accel_state.errors import ConfigurationError
-from accel_state.options import FaultToleranceOptions, RendezvousOptions
+from accel_state.options import FaultToleranceOptions
 from accel_state.ports import LOOPBACK, get_free_port
 from accel_state.tunnel import TunnelClient, TunnelServer
 
 from .elastic.worker import die_with_launcher
 from .interpreter import python_command
-from .ports import DEFAULT_PORT, listening_host, wait_for_server
+from .network.replica_machines import ReplicaMachines
+from .ports import listening_host
 
-# How long a machine waits for the lighthouse on another one.
-_MEETING_SECONDS = 900.0
-_CONNECT_SECONDS = 10.0
 _TICK_MS = 20
 # A lighthouse that ends at once is started again after this time.
 _PAUSE_SECONDS = 1.0
@@ -40,9 +37,10 @@ class Lighthouse:
 
     Args:
         options: time limits and numbers of replicas.
-        rendezvous: this machine's rank, and the address of machine rank 0.
-        num_machines: machines of the run.
         token: of the run.
+        host: the main address, of machine rank 0.
+        machines: the other machines; None on a single one.
+        serves: whether it is on this machine.
         log: whether to show its output.
         say: prints a note.
     """
@@ -50,51 +48,33 @@ class Lighthouse:
     def __init__(
         self,
         options: FaultToleranceOptions,
-        rendezvous: RendezvousOptions,
-        num_machines: int,
         token: str,
         log: bool,
         say: Callable[[str], None],
+        host: str = LOOPBACK,
+        machines: ReplicaMachines | None = None,
+        serves: bool = True,
     ) -> None:
         self._options, self._token, self._log, self._say = options, token.encode(), log, say
         self._process: subprocess.Popen[bytes] | None = None
         self._began = 0.0
         self._tunnel: TunnelServer | TunnelClient | None = None
         self._strangers: set[str] = set()
-        main = str(rendezvous.main_process_ip), rendezvous.main_process_port or DEFAULT_PORT
-        if rendezvous.machine_rank > 0:
-            self._join(main)
+        self._machines = machines
+        if machines is not None and not serves:
+            self._tunnel = TunnelClient(machines.wait_for_lighthouse(), self._token)
+            self._port = self._tunnel.port
             return
         self._port = get_free_port()
-        if num_machines > 1:
-            self._tunnel = TunnelServer(listening_host(main[0]), main[1], self._port, self._token, self._note_stranger)
+        if machines is not None:
+            self._tunnel = TunnelServer(listening_host(host), 0, self._port, self._token, self._note_stranger)
+            machines.announce(self._tunnel.port)
         self._start()
 
     @property
     def address(self) -> str:
         """URL for the replicas of this machine."""
         return f"http://{LOOPBACK}:{self._port}"
-
-    def _join(self, main: tuple[str, int]) -> None:
-        """Wait for the lighthouse of another machine, and make the tunnel to it."""
-        host, port = main
-        problem = f"no lighthouse listens at {host}:{port}. Start the launcher of machine rank 0, and check that this "
-        if not wait_for_server(host, port, _MEETING_SECONDS, self._say):
-            raise ConfigurationError(f"{problem}machine can reach that port.")
-        try:
-            run_token.connect(main, self._token, _CONNECT_SECONDS).close()
-        except run_token.TokenError:
-            raise ConfigurationError(
-                f"the launcher at {host}:{port} has another {run_token.VARIABLE} than this one. Set the same value on "
-                "every machine."
-            ) from None
-        except OSError as error:
-            raise ConfigurationError(
-                f"what listens at {host}:{port} is not the launcher of machine rank 0: {error}. Give its address with "
-                "--main_process_ip and --main_process_port."
-            ) from None
-        self._tunnel = TunnelClient(main, self._token)
-        self._port = self._tunnel.port
 
     def _note_stranger(self, address: str) -> None:
         if address not in self._strangers and len(self._strangers) < _NAMED_STRANGERS:
@@ -112,7 +92,12 @@ class Lighthouse:
         self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def restart_if_ended(self) -> int | None:
-        """Start the process again if it has ended, and return its exit code (-N after signal N); None if it runs."""
+        """Start the process again if it has ended, and return its exit code (-N after signal N); None if it runs.
+
+        On other machines, follow it to another port.
+        """
+        if self._machines is not None and isinstance(self._tunnel, TunnelClient):
+            self._tunnel.address = self._tunnel.address[0], self._machines.lighthouse_port()
         code = None if self._process is None else self._process.poll()
         if code is None or time.monotonic() - self._began <= _PAUSE_SECONDS:
             return None

@@ -68,12 +68,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Parse a command line. ``--help`` prints the help and raises SystemExit(0)."""
-    end = _find_script(argv)
+    end = find_script(argv)
     # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
     given = vars(build_parser().parse_args([word for word in argv[:end] if word != "--"]))
     if end >= len(argv):
         raise ConfigurationError("no script is given. Usage: accel launch [options] script [script arguments].")
-    return CommandLine(_unwrap_lists(given), argv[end], list(argv[end + 1 :]))
+    return CommandLine(unwrap_lists(given), argv[end], list(argv[end + 1 :]))
 
 
 def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -83,20 +83,26 @@ def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
             raise _unknown_option(flag, known, parser.prog)
-    return _unwrap_lists(vars(parser.parse_args(list(argv))))
+    return unwrap_lists(vars(parser.parse_args(list(argv))))
 
 
 def _unknown_option(flag: str, known: Sequence[str], program: str) -> ConfigurationError:
     return ConfigurationError(f"{flag} is not an option.{suggest(flag, known)} `{program} --help` lists the options.")
 
 
-def _unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that a parser has found."""
     # A repeatable option that is given once may hold the complete list, as JSON.
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
-def _find_script(argv: Sequence[str]) -> int:
-    """The index of the first word that is neither an option nor the value of one."""
+def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
+    """The index of the first word that is neither an option nor the value of one.
+
+    Args:
+        argv: words of a command line.
+        also: options with a value that are not those of a launch.
+    """
     declared = [opt for group in load_groups() for opt in group.options()]
     options = {flag: opt for opt in declared for flag in (*opt.flags, *opt.undo_flags)}
     index = 0
@@ -106,6 +112,9 @@ def _find_script(argv: Sequence[str]) -> int:
             return index + 1
         if not word.startswith("-") or word == "-":
             return index
+        if word.partition("=")[0] in also:
+            index += 1 if "=" in word else 2
+            continue
         index += 1 + _takes_next(word, options, is_last=index + 1 == len(argv))
     return index
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable
 
 from accel_state.ports import is_loopback
 
@@ -15,7 +14,6 @@ DEFAULT_PORT = 29500
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-_SECONDS_BEFORE_NOTE = 5.0
 
 
 def is_free(port: int, host: str = "") -> bool:
@@ -58,17 +56,13 @@ def _resolves_to_loopback(host: str) -> bool:
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
 
 
-def wait_for_server(host: str, port: int, seconds: float, note: Callable[[str], None]) -> bool:
+def wait_for_server(host: str, port: int, seconds: float) -> bool:
     """Wait up to ``seconds`` until a server listens on the port; return whether one does."""
     begin = time.monotonic()
-    noted = False
-    while (waited := time.monotonic() - begin) < seconds:
+    while time.monotonic() - begin < seconds:
         try:
             with socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, seconds)):
                 return True
         except OSError:
             time.sleep(_RETRY_SECONDS)
-        if waited > _SECONDS_BEFORE_NOTE and not noted:
-            noted = True
-            note(f"waiting for the machine of rank 0 at {host}:{port} (up to {seconds:g} s)")
     return False

@@ -133,13 +133,13 @@ class TunnelClient(_Relay):
     """Listens on the loopback address, at ``port``, for clients of a server on another machine.
 
     Args:
-        address: host and port of the tunnel's server.
+        address: host and port of the tunnel's server; may be changed, for connections from then on.
         token: of the run.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self._address, self._token = address, token
+        self.address, self._token = address, token
         super().__init__(LOOPBACK, 0, "accel tunnel")
 
     def _target(self, connection: socket.socket) -> socket.socket:
-        return run_token.connect(self._address, self._token, _CONNECT_SECONDS)
+        return run_token.connect(self.address, self._token, _CONNECT_SECONDS)

@@ -6,20 +6,23 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from accel_state.command import Command
-from accel_state.options import load_groups
+from accel_state.options import Resolution, load_groups
 
 from ..config.read import load_settings
-from ..parser import ConfigParser
+from ..parser import ConfigParser, find_script, unwrap_lists
 
 DEFAULT_SECONDS = 25.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
-_OPTIONS = ("cpu", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
+# Those that decide what is started for the checks; all others are only compared between machines.
+_OPTIONS = ("cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
 _EPILOG = """\
-On a cluster, run it on every machine with the same options as `accel launch`, or once inside a SLURM job: the network
-between the machines is checked too. The exit code is 0 if all checks passed, else 1.
+On a cluster, run it on every machine with the command line of `accel launch`, all its options and the script, or once
+inside a SLURM job. The script is not started: the machines compare what they would start, and the network between
+every two of them is measured. The exit code is 0 if all checks passed, else 1.
 """
 
 
@@ -29,11 +32,10 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigurationError: an option is not allowed.
     """
-    arguments = vars(build_parser().parse_args(argv))
-    seconds = arguments.pop("timeout")
+    command_line = read_command_line(argv)
     begin = time.monotonic()
     failed = 0
-    for result in _results(arguments, seconds):
+    for result in _results(command_line):
         failed += result.failed
         print(result.line(), flush=True)
     verdict = f"{failed} check{'' if failed == 1 else 's'} failed" if failed else "all checks passed"
@@ -41,10 +43,31 @@ def run(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """What the doctor is asked for."""
+
+    options: dict[str, Any]  # of a launch, as text by name
+    script: list[str]  # with its arguments; empty for none
+    seconds: float  # time limit
+
+
+def read_command_line(argv: list[str]) -> CommandLine:
+    """Read the options of a launch, a time limit among them, and perhaps a script.
+
+    Raises:
+        ConfigurationError: an option is unknown, or not allowed.
+    """
+    end = find_script(argv, also=("--timeout",))
+    options = unwrap_lists(vars(build_parser().parse_args([word for word in argv[:end] if word != "--"])))
+    return CommandLine(options, argv[end:], options.pop("timeout"))
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser: the options of ``accel launch`` that matter here, and a time limit."""
+    """The parser: the options of ``accel launch``, of which the help shows those that matter here, and a time limit."""
     parser = ConfigParser(
         prog="accel doctor",
+        usage="accel doctor [options] [script [script arguments]]",
         description="Check this machine, or all machines of a cluster together.",
         epilog=_EPILOG,
         allow_abbrev=False,
@@ -53,11 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
     text = "time limit for the multi-process checks (default: 25)"
     parser.add_argument("--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="SECONDS", help=text)
     for group in load_groups():
-        for option in (option for option in group.options() if option.name in _OPTIONS):
-            nargs: dict[str, Any] = {"nargs": "?", "const": "true"} if option.is_flag else {}
-            parser.add_argument(
-                *option.flags, dest=option.name, default=argparse.SUPPRESS, metavar="VALUE", help=option.help, **nargs
-            )
+        group.add_to_parser(parser)
+    for action in parser._actions:
+        if action.dest not in (*_OPTIONS, "timeout", "help"):
+            action.help = argparse.SUPPRESS
+    for section in parser._action_groups:
+        if all(action.help is argparse.SUPPRESS for action in section._group_actions):
+            section.title = section.description = None
     return parser
 
 
@@ -71,16 +96,30 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _results(arguments: dict[str, Any], seconds: float) -> Iterator[Any]:
+def _results(command_line: CommandLine) -> Iterator[Any]:
     from ..doctor.group import check_group
     from ..doctor.machine import CHECKS
     from ..doctor.result import run_check
 
+    arguments = command_line.options
     settings = load_settings(arguments)
     for subject, check in CHECKS:
         yield from run_check(subject, check)
-    options = [f"--{name}={value}" for name, value in arguments.items()]
-    yield from check_group([*options, *_default_options(settings, arguments)], os.environ, seconds)
+    options = [f"--{name}={value}" for name, value in arguments.items() if name in _OPTIONS]
+    options += _default_options(settings, arguments)
+    yield from check_group(options, os.environ, command_line.seconds, facts_of(settings, command_line.script))
+
+
+def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
+    """What the machines must agree on to start this script, or no script, with these settings."""
+    from ..launch_plan import make_plan
+    from ..network.agreement import facts_of_plan
+
+    if int(settings["num_machines"]) == 1:
+        return {}
+    # Any file is a script for the plan; without one all machines compare this.
+    facts = facts_of_plan(make_plan(settings, *((script[0], script[1:]) if script else (__file__, []))))
+    return {name: value for name, value in facts.items() if script or "script" not in name}
 
 
 def _default_options(settings: Any, arguments: dict[str, Any]) -> list[str]:

@@ -9,17 +9,22 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..interpreter import python_command
+from ..network.agreement import FACTS_VARIABLE
+from ..remedies import remedy
 from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok
 
 _MODULE = "accel_launch.doctor.ranks"
 _SHOWN_LINES = 12
 
 
-def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: float) -> Iterator[CheckResult]:
-    """The results of processes that ``accel launch OPTIONS`` starts."""
+def check_group(
+    options: Sequence[str], environ: Mapping[str, str], seconds: float, facts: Mapping[str, str] | None = None
+) -> Iterator[CheckResult]:
+    """The results of processes that ``accel launch OPTIONS`` starts, once the machines agree on the facts."""
+    compared = {FACTS_VARIABLE: json.dumps(facts)} if facts else {}
     process = subprocess.Popen(
         python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE),
-        env={**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1))},
+        env={**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1)), **compared},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -30,7 +35,11 @@ def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: flo
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         output, errors = _end(process)
-        yield fail("processes", f"not finished after {seconds:g} s: {_stages(output)}", _advice(options))
+        waited = [line for line in errors.splitlines() if line.startswith("accel launch: ")]
+        quoted = "".join(f"\n        {line}" for line in waited[-1:])
+        yield fail(
+            "processes", f"not finished after {seconds:g} s: {_stages(output)}{quoted}", _advice(options, errors)
+        )
         return
     except BaseException:
         _end(process)
@@ -39,7 +48,7 @@ def check_group(options: Sequence[str], environ: Mapping[str, str], seconds: flo
     if not reports:
         quoted = "\n        ".join(["", *errors.strip().splitlines()[-_SHOWN_LINES:]])
         text = f"failed with exit code {process.returncode}: {_stages(output)}{quoted}"
-        yield fail("processes", text, _advice(options))
+        yield fail("processes", text, _advice(options, errors))
         return
     yield from (CheckResult(**fields) for fields in json.loads(reports[0]))
     if process.returncode:
@@ -69,7 +78,9 @@ def _stages(output: str) -> str:
     return ", ".join(f"rank {rank}: {stage}" for rank, stage in sorted(last.items())) or "no process has started"
 
 
-def _advice(options: Sequence[str]) -> str:
+def _advice(options: Sequence[str], errors: str) -> str:
+    if known := remedy(errors):
+        return known
     if any("num_machines" in option for option in options):
         return (
             "Run the doctor on every machine with the same --main_process_ip and --main_process_port, and check that "

@@ -19,6 +19,7 @@ import psutil
 from accel_state.env import read_str
 from accel_state.ports import reserved_port
 
+from ..remedies import HOST_NAME
 from .result import Check, CheckResult, fail, ok, warn
 
 if TYPE_CHECKING:
@@ -189,11 +190,7 @@ def check_network() -> Iterator[CheckResult]:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        advice = (
-            "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface "
-            "that the machines share."
-        )
-        yield warn("host name", f"{name} cannot be resolved: {error}", advice)
+        yield warn("host name", f"{name} cannot be resolved: {error}", HOST_NAME)
         return
     yield ok("host name", f"{name} is {', '.join(addresses)}")
 

@@ -5,6 +5,7 @@ Local rank 0 of each machine prints the results as one marked line for the docto
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import statistics
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from accel_state import PartialState
 from accel_state.env import read_int
 
+from ..remedies import NETWORK
 from .machine import CHECKS, versions
 from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
 
@@ -30,10 +32,10 @@ _REPEATS = 3
 _PINGS = 5
 _SKEW_WARNING_SECONDS = 1.0
 _SKEW_FAILURE_SECONDS = 60.0
-_NETWORK_ADVICE = (
-    "Allow traffic between the machines on all ports, and set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs) to "
-    "their common network interface."
-)
+_ROUND_TRIPS = 20
+# So many pairs of machines are listed; of more, their range and the slowest.
+_LISTED_PAIRS = 10
+_SLOW_PAIR = 0.5
 
 
 def main() -> None:
@@ -64,6 +66,7 @@ def _checks(state: PartialState) -> Iterator[tuple[str, Any]]:
     yield "versions", lambda: _same_versions(state)
     yield "all-reduce", lambda: _all_reduce(state)
     yield "point to point", lambda: _point_to_point(state)
+    yield "machines", lambda: _pairs(state)
     yield "clocks", lambda: _clocks(state)
 
 
@@ -157,9 +160,82 @@ def _point_to_point(state: PartialState) -> Iterator[CheckResult]:
 
     seconds = _median_seconds(state, exchange)
     if not bool((received == (rank - 1) % world).all()):
-        yield fail("point to point", f"rank {rank} received wrong data from rank {(rank - 1) % world}", _NETWORK_ADVICE)
+        yield fail("point to point", f"rank {rank} received wrong data from rank {(rank - 1) % world}", NETWORK)
     elif state.is_main_process:
         yield ok("point to point", f"correct; {_BANDWIDTH_BYTES / seconds / MIB:.0f} MiB/s per direction in a ring")
+
+
+def _pairs(state: PartialState) -> Iterator[CheckResult]:
+    """Latency and bandwidth between every two machines, by their first ranks; disjoint pairs at the same time."""
+    _stage("every pair of machines")
+    local = read_int("LOCAL_WORLD_SIZE") or 1
+    machines = state.num_processes // local
+    if machines < 2:
+        return
+    mine, own = [], state.process_index // local
+    for pairs in rounds(machines):
+        partner = next((sum(pair) - own for pair in pairs if own in pair), None)
+        if state.is_local_main_process and partner is not None:
+            seconds, rate = _measure_pair(state, partner * local, first=own < partner)
+            if own < partner:
+                mine.append((own, partner, seconds, rate))
+    hosts = _gather(state, socket.gethostname())[::local]
+    found = sorted(itertools.chain.from_iterable(_gather(state, mine)))
+    if state.is_main_process:
+        yield from describe_pairs(hosts, found)
+
+
+def rounds(machines: int) -> list[list[tuple[int, int]]]:
+    """All pairs of machines in rounds of disjoint pairs (the circle method of tournaments)."""
+    places = [*range(machines), *([-1] if machines % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        ends = zip(places[: len(places) // 2], reversed(places), strict=False)
+        found.append([(min(pair), max(pair)) for pair in ends if -1 not in pair])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def _measure_pair(state: PartialState, other: int, first: bool) -> tuple[float, float]:
+    """Seconds one way, and bytes per second in the slower direction, between this rank and another."""
+    ping = torch.zeros(1, device=state.device)
+    data = torch.zeros(_BANDWIDTH_BYTES // 4, device=state.device)
+
+    def there_and_back(tensor: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        for send in (first, not first):
+            (dist.send if send else dist.recv)(tensor, other)
+        if state.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - begin) / 2
+
+    there_and_back(ping)  # connects
+    seconds = statistics.median(there_and_back(ping) for _ in range(_ROUND_TRIPS))
+    return seconds, _BANDWIDTH_BYTES / statistics.median(there_and_back(data) for _ in range(_REPEATS))
+
+
+def describe_pairs(hosts: list[str], found: list[tuple[int, int, float, float]]) -> Iterator[CheckResult]:
+    """Results for pairs of machines: their numbers, seconds one way, and bytes per second."""
+
+    def text(pair: tuple[int, int, float, float]) -> str:
+        one, other, seconds, rate = pair
+        return f"{hosts[one]} - {hosts[other]}: {seconds * 1000:.2f} ms, {rate / MIB:.0f} MiB/s"
+
+    rates = [rate for *_, rate in found]
+    slowest = min(found, key=lambda pair: pair[3])
+    usual = statistics.median(rates)
+    if len(found) > 2 and slowest[3] < _SLOW_PAIR * usual:
+        advice = f"The others have {usual / MIB:.0f} MiB/s: check the cable and the interface of these two machines."
+        yield warn("machines", f"slow: {text(slowest)}", advice)
+    if len(found) <= _LISTED_PAIRS:
+        yield from (ok("machines", text(pair)) for pair in found)
+        return
+    times = [1000 * seconds for *_, seconds, _ in found]
+    yield ok(
+        "machines",
+        f"{len(found)} pairs: {min(times):.2f} to {max(times):.2f} ms, {min(rates) / MIB:.0f} to "
+        f"{max(rates) / MIB:.0f} MiB/s; slowest {text(slowest)}",
+    )
 
 
 def _median_seconds(state: PartialState, action: Any) -> float:

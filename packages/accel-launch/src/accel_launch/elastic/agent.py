@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
@@ -26,20 +25,16 @@ from ..network.contact import say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
-from ..ports import listening_host
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
 from .causes import cause_of, interruption
-from .meeting import join_others
+from .meeting import Meeting, Meetings
 from .output import LogDirectories, OutputOptions, Streams, Tee, line_prefix
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
 from .report import RankFailure, read_failure
-from .static_rendezvous import StaticRendezvous
-from .tcp_store import StoreServer, serve
 from .worker import die_with_launcher
 
 logger = logging.getLogger("accel_launch.agent")
 
-_RANKS_KEY = "accel/port_of_ranks"
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0
@@ -77,22 +72,12 @@ class Result:
     exit_codes: Mapping[int, int] = field(default_factory=dict)  # by local rank, of those that failed first
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """Where the machines have met."""
-
-    rank: int  # of this machine
-    machines: int
-    address: str  # of the store of the ranks
-    port: int
-
-
 class Agent:
     """The agent of this machine.
 
     Args:
         job: what to start.
-        handler: how the machines meet.
+        meetings: how the machines meet.
         logs: directories of the ranks.
         watch: signals to the launcher.
         may_shrink: whether the run continues without machines that are lost.
@@ -102,19 +87,18 @@ class Agent:
     def __init__(
         self,
         job: ElasticJob,
-        handler: RendezvousHandler,
+        meetings: Meetings,
         logs: LogDirectories,
         watch: SignalWatch,
         may_shrink: bool,
         on_restart: Callable[[int, Cause | None], None],
     ) -> None:
-        self._job, self.handler, self._logs, self._watch = job, handler, logs, watch
+        self._job, self.meetings, self._logs, self._watch = job, meetings, logs, watch
         self._may_shrink, self._on_restart = may_shrink, on_restart
         self._left = job.rendezvous.max_restarts
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._board: Board | None = None
         self._peers: Peers | None = None
-        self._server: StoreServer | None = None
         self._tees: list[Tee] = []
         self._codes: dict[int, int] = {}  # exit codes by local rank of the ranks that were seen to fail
         self.ranks: list[Child] = []
@@ -179,7 +163,7 @@ class Agent:
             with self._watch.interruptible():
                 time.sleep(self._job.rendezvous.monitor_interval)
             result, again = self._look()
-            if result is None and not again and self.handler.num_nodes_waiting() > 0:
+            if result is None and not again and self.meetings.is_awaited():
                 self._restart()  # machines have joined, or have requested a restart
             elif again and self._left > 0:
                 self._left -= 1
@@ -240,47 +224,21 @@ class Agent:
 
     def _number(self) -> int:
         """How often the ranks have been started again."""
-        if isinstance(self.handler, StaticRendezvous):
-            return self.handler.round
-        return self._job.rendezvous.max_restarts - self._left
+        return 0 if self._meeting is None else self._meeting.restarts
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
         """Wait for the other machines; ranks that are started again get a new store."""
-        # Otherwise torch's rendezvous keeps one store for the ranks of all rounds, from which gloo would read the
-        # addresses of ranks that have ended, and of which a machine that joins later is not told.
-        with self._watch.interruptible(), patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
-            try:
-                info = self.handler.next_rendezvous()
-            except RendezvousGracefulExitError:
-                raise ConfigurationError(
-                    "the rendezvous was closed by another machine before this one joined. Start all machines again."
-                ) from None
-            place = info.bootstrap_store_info
-            assert place is not None
-            port = int(place.master_port)
-            if isinstance(self.handler, StaticRendezvous):
-                # A failure counts as one restart, even if it makes several machines fail.
-                self._left = self._job.rendezvous.max_restarts - self.handler.round
-            else:
-                port = self._serve_ranks(info, place.master_addr)
-            self._meeting = _Meeting(info.rank, info.world_size, place.master_addr, port)
-            self._join_others(info)
-
-    def _join_others(self, info: RendezvousInfo) -> None:
-        """Take part in the board of the machines that have met."""
-        if info.world_size == 1 or isinstance(self.handler, StaticRendezvous):
-            board = self.handler.board if isinstance(self.handler, StaticRendezvous) else None
-        else:
-            board = join_others(info, self._job.local_processes, self._job.rendezvous.machine_timeout, self._job.facts)
-        if self._board is not None and self._board is not board:
-            self._board.post(state=State.LEFT)
-            self._board.close(0)
-        self._board = board
-        self._peers = None if board is None else Peers(board, self._round, info.world_size)
-        if board is not None and not isinstance(self.handler, StaticRendezvous):
-            threading.Thread(target=self._end_if_lost, args=(board, self._peers), daemon=True).start()
+        limit = self._job.rendezvous.max_restarts
+        with self._watch.interruptible():
+            meeting = self.meetings.meet(limit - self._left)
+        self._meeting, self._board, self._left = meeting, meeting.board, limit - meeting.restarts
+        self._peers = None if self._board is None else Peers(self._board, self._round, meeting.machines)
+        if self._board is not None and self._left > 0:
+            self._board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
+        if self._board is not None and self._peers is not None and self.meetings.may_hang:
+            threading.Thread(target=self._end_if_lost, args=(self._board, self._peers), daemon=True).start()
 
     def _end_if_lost(self, board: Board, peers: Peers) -> None:
         """End the ranks, and this launcher if no restart is left, when a machine is lost and the main thread hangs.
@@ -300,18 +258,6 @@ class Agent:
         say(cause.text)
         kill_descendants()
         os._exit(cause.code)
-
-    def _serve_ranks(self, info: RendezvousInfo, host: str) -> int:
-        """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""
-        # Kept until all machines have met again: ranks that still run on other machines would fail without it.
-        former, self._server = self._server, None
-        if info.rank == 0:
-            self._server = serve(listening_host(host), 0, forks=self._job.forks)
-            info.store.set(_RANKS_KEY, str(self._server.port))
-        port = int(info.store.get(_RANKS_KEY))
-        if former is not None:
-            former.close()
-        return port
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +314,7 @@ class Agent:
             "MASTER_PORT": str(meeting.port),
             "TORCHELASTIC_RESTART_COUNT": str(self._number()),
             "TORCHELASTIC_MAX_RESTARTS": str(job.rendezvous.max_restarts),
-            "TORCHELASTIC_RUN_ID": self.handler.get_run_id(),
+            "TORCHELASTIC_RUN_ID": self.meetings.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": str(self._logs.by_rank[local] / "error.json"),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -385,13 +331,6 @@ class Agent:
         for rank in self.ranks:
             rank.end_group()
 
-    def close(self) -> None:
-        """Close the store of the ranks."""
-        if self._server is not None:
-            self._server.close()
-        if self._board is not None:
-            self._board.close()
-
     # -- other machines ----------------------------------------------------------------------------------------------
 
     @property
@@ -401,7 +340,7 @@ class Agent:
     @property
     def _round(self) -> int:
         """The start that the ranks belong to, as the other machines count."""
-        return self.handler.round if isinstance(self.handler, StaticRendezvous) else 0
+        return self.meetings.round
 
     def failures(self) -> list[RankFailure]:
         """Ranks that have failed, and ranks that reported a failure before they were ended."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Mapping
+from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK, is_loopback
 
-from ..network.contact import say
 from ..network.interfaces import own_address
-from ..ports import DEFAULT_PORT, is_local, wait_for_server
+from ..network.waiting import rendezvous_settings, timeout_seconds
+from ..ports import DEFAULT_PORT
 from .agent import ElasticJob
+from .meeting import Meetings
 from .static_rendezvous import StaticRendezvous
-
-DEFAULT_TIMEOUT_SECONDS = 900
+from .torch_rendezvous import TorchRendezvous
 
 
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
@@ -26,6 +26,7 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
     alone = num_machines == 1
     host = options.main_process_ip if options.main_process_ip and not alone else LOOPBACK
     port = options.main_process_port or (0 if alone else DEFAULT_PORT)
+    settings = rendezvous_settings(options.rdzv_conf)
     return RendezvousParameters(
         backend="static" if alone else options.rdzv_backend,
         endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
@@ -33,7 +34,8 @@ def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str |
         min_nodes=num_machines.minimum if isinstance(num_machines, MachineRange) else num_machines,
         max_nodes=num_machines,
         local_addr=LOOPBACK if alone else _reachable_address(host),
-        **{"timeout": DEFAULT_TIMEOUT_SECONDS, **parse_settings(options.rdzv_conf)},
+        # What c10d calls it, in whole seconds.
+        **{"join_timeout": str(math.ceil(timeout_seconds(options.rdzv_conf))), **settings},
     )
 
 
@@ -49,20 +51,6 @@ def _reachable_address(main: str) -> str | None:
     return None if is_loopback(address) and not is_loopback(main) else address
 
 
-def wait_for_main_machine(parameters: RendezvousParameters) -> None:
-    """With torch's rendezvous, wait until the machine that holds its store listens, if it is another one.
-
-    torch would wait in one long call that no signal interrupts.
-    """
-    if parameters.max_nodes == 1 or parameters.backend == "static":
-        return
-    host, port = _split(parameters.endpoint)
-    remote = not is_local(host)
-    seconds = _timeout_seconds(parameters)
-    if remote and not wait_for_server(host, port, seconds, say):
-        raise ConfigurationError(not_met(parameters, f"no server listened there for {seconds:g} s"))
-
-
 def not_met(parameters: RendezvousParameters, reason: str) -> str:
     """The message for a rendezvous that failed."""
     low, high = parameters.min_nodes, parameters.max_nodes
@@ -74,42 +62,18 @@ def not_met(parameters: RendezvousParameters, reason: str) -> str:
     )
 
 
-def make_handler(job: ElasticJob, parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous handler of a job."""
-    if parameters.backend == "static":
-        return StaticRendezvous(
-            *_split(parameters.endpoint),
-            rank=job.rendezvous.machine_rank,
-            world_size=parameters.max_nodes,
-            run_id=parameters.run_id,
-            timeout_seconds=_timeout_seconds(parameters),
-            max_restarts=job.rendezvous.max_restarts,
-            forks=job.forks,
-            local_processes=job.local_processes,
-            facts=job.facts,
-            machine_timeout=job.rendezvous.machine_timeout,
-        )
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    return get_rendezvous_handler(parameters)
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _timeout_seconds(parameters: RendezvousParameters) -> float:
-    text = str(parameters.get("timeout"))
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigurationError(
-            f"--rdzv_conf timeout={text} must be a number of seconds, such as timeout=600."
-        ) from None
-
-
-def parse_settings(text: str) -> Mapping[str, str]:
-    """``timeout=600,join_timeout=300`` as a mapping."""
-    entries = (entry.partition("=") for entry in text.split(",") if entry)
-    return {key.strip(): value.strip() for key, _, value in entries}
+def make_meetings(job: ElasticJob, parameters: RendezvousParameters) -> Meetings:
+    """The meetings of a job."""
+    host, _, number = parameters.endpoint.rpartition(":")
+    host, port, options = host.strip("[]"), int(number), job.rendezvous
+    timeout = timeout_seconds(options.rdzv_conf)
+    common: dict[str, Any] = {
+        "local_processes": job.local_processes,
+        "facts": job.facts,
+        "machine_timeout": options.machine_timeout,
+        "forks": job.forks,
+    }
+    if parameters.backend != "static":
+        return TorchRendezvous(parameters, host, port, timeout, **common)
+    machines, restarts = parameters.max_nodes, options.max_restarts
+    return StaticRendezvous(host, port, options.machine_rank, machines, parameters.run_id, timeout, restarts, **common)

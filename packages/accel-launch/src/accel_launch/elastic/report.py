@@ -14,6 +14,7 @@ from pathlib import Path
 
 from accel_state.env import parse_flag_from_env
 
+from ..remedies import SIZE_MISMATCH, remedy
 from .worker import RELAY_VARIABLE, write_line
 
 FILE_NAME = "failure.json"
@@ -25,19 +26,7 @@ _LOST_CONNECTION = re.compile(
     r"|socket",
     re.IGNORECASE,
 )
-_SIZE_MISMATCH = "match expected size"
 _SHOWN_RANKS = 8
-
-_HINTS = {
-    "SIGKILL": "Usually the system ran out of memory (see `dmesg`), or a user or scheduler killed it.",
-    "SIGSEGV": "It crashed in native code; set PYTHONFAULTHANDLER=1 to see where.",
-    "SIGBUS": "Often /dev/shm is full, which data loader workers use for batches: enlarge it, or use fewer workers.",
-    "SIGABRT": "Native code aborted; see its output above, or set PYTHONFAULTHANDLER=1 to see where.",
-}
-_MISMATCH_HINT = (
-    "gloo aborts if the tensors of a collective have different sizes on different ranks: `accel launch --debug` names "
-    "the call, and pad_across_processes makes the sizes equal."
-)
 
 
 @dataclass(frozen=True)
@@ -140,9 +129,9 @@ def with_hint(failure: RankFailure, succeeded: Sequence[int], world_size: int) -
             "batches, or the collective is in a branch that only some ranks take. Every rank must take the same "
             "number of steps and reach the same collectives: prepare the data loaders, or use join_uneven_inputs."
         )
-    elif world_size > 1 and (aborted or _SIZE_MISMATCH in message):
-        hint = _MISMATCH_HINT
-    else:
+    elif world_size > 1 and aborted:
+        hint = SIZE_MISMATCH
+    elif world_size == 1 or not (hint := remedy(message)):
         return failure
     return replace(failure, hint=hint)
 
@@ -156,7 +145,7 @@ def describe(failure: RankFailure, world_size: int) -> str:
         return f"{text}\naccel launch: {failure.hint}" if failure.hint else text
     if failure.signal:
         text = f"{subject} was ended by {failure.signal} ({where}), exit code {failure.exit_code}."
-        return " ".join(filter(None, (text, _HINTS.get(failure.signal), failure.hint)))
+        return " ".join(filter(None, (text, remedy(failure.signal), failure.hint)))
     return f"{subject} ended first with exit code {failure.exit_code} ({where}). {failure.hint}".rstrip()
 
 

@@ -23,9 +23,8 @@ from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, ElasticJob, Result
 from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
-from .rendezvous import make_handler, make_parameters, not_met, wait_for_main_machine
+from .rendezvous import make_meetings, make_parameters, not_met
 from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
-from .static_rendezvous import StaticRendezvous
 
 _LOGS = ("torch.distributed.elastic", "accel_launch.agent")
 
@@ -63,12 +62,10 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
     parameters = make_parameters(options, job.num_machines, job.run_id)
     logs = LogDirectories(directory, parameters.run_id)
     try:
-        with watch.interruptible():
-            wait_for_main_machine(parameters)
-        handler = make_handler(job, parameters)
+        meetings = make_meetings(job, parameters)
         may_shrink = parameters.min_nodes < parameters.max_nodes
         note = _restart_note(options.max_restarts, logs)
-        return _run_agent(Agent(job, handler, logs, watch, may_shrink, note), logs)
+        return _run_agent(Agent(job, meetings, logs, watch, may_shrink, note), logs)
     except Interrupted as error:
         return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
@@ -84,13 +81,9 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
     except BaseException as error:
         agent.post_failure()
         agent.end_groups()
-        if isinstance(agent.handler, StaticRendezvous):
-            agent.handler.withdraw(_reason(error))
-            agent.handler.shutdown()  # torch's handlers would call into a store that may be gone
+        agent.meetings.withdraw(_reason(error))
         raise
-    finally:
-        agent.close()
-    agent.handler.shutdown()
+    agent.meetings.leave()
     agent.finished.set()
     return _outcome(agent, result, logs)
 

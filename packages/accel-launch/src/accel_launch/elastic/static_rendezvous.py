@@ -9,11 +9,8 @@ other machines.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ..network.board import QUIET_SECONDS, Board
@@ -21,15 +18,16 @@ from ..network.contact import join, say
 from ..network.hub import Hub
 from ..network.member import Member
 from ..network.records import Cause, Machine, State
+from ..network.waiting import Waiting
 from ..ports import listening_host
+from .meeting import Meeting, Meetings
 from .tcp_store import StoreServer, serve
 
 _SLICE_SECONDS = 0.5
-_FIRST_NOTE_SECONDS = 5.0
-_NOTE_SECONDS = 30.0
+_SHOWN = 8
 
 
-class StaticRendezvous(RendezvousHandler):
+class StaticRendezvous(Meetings):
     """Rounds of a fixed number of machines.
 
     ``port`` is where the launcher of rank 0 listens for the others; 0 means any free one. The stores of the processes
@@ -51,7 +49,7 @@ class StaticRendezvous(RendezvousHandler):
         facts: Mapping[str, str] | None = None,
         machine_timeout: float = 0.0,
     ) -> None:
-        self._host, self._port, self._run_id, self._forks = host, port, run_id, forks
+        self._host, self._port, self.run_id, self._forks = host, port, run_id, forks
         self._rank, self._world_size = rank, world_size
         self._listening = listening_host(host)
         self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
@@ -62,8 +60,10 @@ class StaticRendezvous(RendezvousHandler):
         self.round = -1
         """The round that this machine is in; 0 is the first."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def meet(self, restarts: int = 0) -> Meeting:
         """Join the latest round, or request a new one if this machine is in it already; wait for all other machines.
+
+        A failure counts as one restart, even if it makes several machines fail: ``restarts`` is not used.
 
         Raises:
             RendezvousTimeoutError: they did not arrive in time.
@@ -73,14 +73,14 @@ class StaticRendezvous(RendezvousHandler):
         """
         if self._world_size == 1:
             self.round += 1
-            return self._info(self._serve_ranks())
+            return self._meeting(self._serve_ranks())
         if self.board is None:
             self.board = self._join()
         self._arrive(self.board)
-        return self._info(self._wait_for_start(self.board))
+        return self._meeting(self._wait_for_start(self.board))
 
-    def _info(self, port: int) -> RendezvousInfo:
-        return RendezvousInfo(HashStore(), self._rank, self._world_size, RendezvousStoreInfo(self._host, port))
+    def _meeting(self, port: int) -> Meeting:
+        return Meeting(self._rank, self._world_size, self._host, port, self.round, self.board)
 
     def _join(self) -> Board:
         return join(
@@ -119,7 +119,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _wait_for_start(self, board: Board) -> int:
         """Wait until all machines have arrived, and return the port of the processes' store."""
-        begin, noted = time.monotonic(), 0.0
+        waiting = Waiting(self._timeout_seconds, say)
         while True:
             version = board.version
             self._check(board)
@@ -127,27 +127,18 @@ class StaticRendezvous(RendezvousHandler):
             port = self._begin(board) if self._rank == 0 else self._follow(board)
             if port:
                 return port
-            waited = time.monotonic() - begin
-            if waited > self._timeout_seconds:
+            if waiting.is_over:
                 raise RendezvousTimeoutError(
                     f"not within {self._timeout_seconds:g} s: waited for {self._missing(board)}"
                 )
-            if waited > (_FIRST_NOTE_SECONDS if not noted else noted + _NOTE_SECONDS):
-                noted = waited
-                say(f"waiting for {self._missing(board)} ({waited:.0f} s of {self._timeout_seconds:g} s)")
+            waiting.note(lambda: self._missing(board))
             board.wait_for_change(version, _SLICE_SECONDS)
 
     def _check(self, board: Board) -> None:
         """Raise an error if there is nothing to wait for."""
         board.raise_if_refused()
-        if isinstance(board, Member):
-            if board.replaced_by:
-                raise RendezvousStateError(
-                    f"another launcher was started with --machine_rank {self._rank}, on {board.replaced_by}: each "
-                    "machine needs a different rank"
-                )
-            if board.stranger():
-                raise RendezvousStateError(board.stranger())
+        if isinstance(board, Member) and (reason := board.hopeless()):
+            raise RendezvousStateError(reason)
         for machine in board.others():
             if machine.state.is_final:
                 verb = "failed" if machine.state is State.FAILED else "ended"
@@ -198,58 +189,39 @@ class StaticRendezvous(RendezvousHandler):
             for rank in range(self._world_size)
             if rank not in here
         ]
-        arrived = ", ".join(f"{rank} ({machines[rank].host})" for rank in sorted(here))
-        return f"{', '.join(names) or 'machine rank 0'}; here: {arrived}"
+        arrived = [f"{rank} ({machines[rank].host})" for rank in sorted(here)]
+        return f"{_some(names) or 'machine rank 0 to start the processes'}; here: {_some(arrived)}"
 
-    def num_nodes_waiting(self) -> int:
-        """1 if another machine needs a round that this one is not in, else 0."""
+    def is_awaited(self) -> bool:
         if self.board is None:
-            return 0
+            return False
         me = self.board.me
-        replaced = any(
+        return any(
             me.members.get(str(machine.rank), machine.id) != machine.id or machine.round > self.round
             for machine in self.board.others()
         )
-        return int(replaced)
 
     def withdraw(self, cause: Cause) -> None:
-        """Tell the other machines that this one does not start, and why."""
         board = self.board
-        if board is None or board.refusal is not None or board.me.started:
-            return
-        board.post(state=State.FAILED, cause=cause)
-        if isinstance(board, Hub) and not board.me.started and self.round <= 0:
-            board.refuse(f"{board.me.named()}: {cause.text}", cause.code)
+        if board is not None and board.refusal is None and not board.me.started:
+            board.post(state=State.FAILED, cause=cause)
+            if isinstance(board, Hub) and self.round <= 0:
+                board.refuse(f"{board.me.named()}: {cause.text}", cause.code)
+        self.leave()
 
-    def get_backend(self) -> str:
-        """The name of torch's counterpart."""
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: the agent, not rank 0, serves the store of the processes."""
-        return True
-
-    def get_run_id(self) -> str:
-        """The id of the run."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """Whether a machine has ended."""
-        return self.board is not None and any(machine.state.is_final for machine in self.board.others())
-
-    def set_closed(self) -> None:
-        """Does nothing: machines close the rendezvous through their records."""
-
-    def shutdown(self) -> bool:
-        """Leave the board, and close the store of the processes."""
+    def leave(self) -> None:
         board, self.board = self.board, None
         if board is not None:
             board.close()
         if self._rank_server is not None:
             self._rank_server.close()
         self._rank_server = None
-        return True
+
+
+def _some(texts: Sequence[str]) -> str:
+    """The first of many texts, and how many more there are."""
+    left = len(texts) - _SHOWN
+    return ", ".join([*texts[:_SHOWN], *([f"{left} more"] if left > 0 else [])])
 
 
 def _needed_round(machine: Machine, me: Machine) -> int:

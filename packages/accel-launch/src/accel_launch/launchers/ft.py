@@ -18,18 +18,23 @@ from pathlib import Path
 import psutil
 
 from accel_state import run_token
-from accel_state.env import read_str
 from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.options import FaultToleranceOptions
-from accel_state.ports import get_free_port
+from accel_state.ports import LOOPBACK
 
-from ..accelerators.registry import VisibleDevices, find_visible
+from ..elastic.causes import interruption
 from ..elastic.checks import check_rendezvous
 from ..elastic.report import shell_exit_code, signal_name
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
-from ..network.interfaces import own_address
+from ..network.agreement import facts_of_plan
+from ..network.board import FAREWELL_SECONDS
+from ..network.records import KILLED, Cause, State
+from ..network.replica_machines import ReplicaMachines
+from ..network.waiting import timeout_seconds
+from ..ports import DEFAULT_PORT
+from ..replica_plan import numbers_here, numbers_of, rank_variables, variables, visible_devices
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .base import Launcher, MachineCommand
 from .rank import worker_command
@@ -136,6 +141,7 @@ class _Run:
     token: str
     replicas: list[Replica] = field(default_factory=list)
     lighthouse: Lighthouse | None = None
+    machines: ReplicaMachines | None = None  # None on a single one
     watch: SignalWatch = field(default_factory=SignalWatch)
     late_failure: int = 0  # how a replica ended after others had finished the run
 
@@ -150,7 +156,7 @@ class _Run:
         return 0.0
 
     def farewell_seconds(self) -> float:
-        return 0.0
+        return 0.0 if self.machines is None else FAREWELL_SECONDS
 
     def start(self, replica: Replica) -> None:
         assert self.lighthouse is not None
@@ -161,7 +167,7 @@ class _Run:
         }
         command = worker_command(self.plan.entrypoint, os.getpid())
         replica.progress.unlink(missing_ok=True)
-        for more in variables(self.plan, replica):
+        for more in variables(self.plan, replica.number, replica.restarts):
             environment = {**self.plan.full_environment(), **common, **more}
             replica.processes.append(Child.start(command, environment))
         replica.state, replica.seen, replica.hung = "", 0, False
@@ -169,6 +175,11 @@ class _Run:
 
     def look(self, seconds: float) -> int | None:
         """Restart what has died; the exit code of the run once it has ended."""
+        lost = None if self.machines is None else self.machines.look()
+        if lost is not None:
+            self.say(lost.text)
+            self.say("the replicas of this machine are ended.")
+            return lost.code
         ended = None if self.lighthouse is None else self.lighthouse.restart_if_ended()
         if ended is not None:
             self.say(f"the lighthouse ended ({_ending(ended)}); starting it again")
@@ -178,38 +189,44 @@ class _Run:
             self._watch(replica, seconds)
             code = replica.exit_code()
             if code is not None:
-                failed = self._ended(replica, code)
-                if failed:
+                failure = self._ended(replica, code)
+                if failure:
+                    self.say(failure)
+                    self.post(State.FAILED, Cause(KILLED, failure, shell_exit_code(code)))
                     return shell_exit_code(code)
         return None if any(replica.processes for replica in self.replicas) else shell_exit_code(self.late_failure)
 
-    def _ended(self, replica: Replica, code: int) -> bool:
-        """Take note of the end of a replica's process; whether the run has failed."""
+    def post(self, state: State, cause: Cause | None = None) -> None:
+        """Tell the launchers of other machines how the run has ended here."""
+        if self.machines is not None:
+            self.machines.post(state, cause)
+
+    def _ended(self, replica: Replica, code: int) -> str:
+        """Take note of the end of a replica's process; why the run has failed, or empty."""
         replica.kill()
         if code == 0:
             self._finished(replica)
-            return False
+            return ""
         if self.watch.received:
-            return False
+            return ""
         if any(other.done for other in self.replicas):
             # It may have been the one that saves, so this is not hidden.
             self.say(f"replica {replica.number} ended ({_ending(code)}) after others had finished the run")
             self.late_failure = self.late_failure or code
-            return False
+            return ""
         reason = replica.count_end(code, time.monotonic())
         limit = self.plan.rendezvous.max_restarts
         if limit and replica.restarts >= limit:
             reason = f"--max_restarts is {limit}"
         if reason is not None:
-            self.say(
+            return (
                 f"replica {replica.number} ended ({_ending(code)}) after {replica.restarts} restarts, and the run "
                 f"ends: {reason}"
             )
-            return True
         replica.restarts += 1
         self.say(f"replica {replica.number} ended ({_ending(code)}); restarting it, the others continue")
         self.start(replica)
-        return False
+        return ""
 
     def _finished(self, replica: Replica) -> None:
         """Note that a replica is at the end of the run, where the others are too.
@@ -256,6 +273,8 @@ class _Run:
             process.send(signal.SIGKILL)  # what they started, such as the workers of their loaders
         if self.lighthouse is not None:
             self.lighthouse.close()
+        if self.machines is not None:
+            self.machines.leave()
 
 
 class FaultTolerantLauncher(Launcher):
@@ -282,14 +301,18 @@ class FaultTolerantLauncher(Launcher):
             watch.supervised, run.watch = run, watch
             try:
                 with watch.interruptible():
-                    run.lighthouse = Lighthouse(options, plan.rendezvous, plan.num_machines, token, plan.debug, run.say)
+                    run.machines = _machines(plan, run) if plan.num_machines > 1 else None
+                    run.lighthouse = _lighthouse(run)
                 with watch.starting():
                     for number in numbers:
                         replica = Replica(number, directory / f"replica_{number}")
                         run.replicas.append(replica)
                         run.start(replica)
-                return _wait(run, watch)
+                code = _wait(run, watch)
+                run.post(State.ENDED if code else State.SUCCEEDED)
+                return code
             except Interrupted as error:
+                run.post(State.FAILED, interruption(error.number, plan.rendezvous.machine_rank, 0))
                 run.say(f"ended by {signal_name(error.number)}")
                 return 128 + error.number
             finally:
@@ -303,7 +326,7 @@ class FaultTolerantLauncher(Launcher):
         replicas = [
             {"ACCELERATE_FT_REPLICA": str(number), **ranks, **devices}
             for number in numbers_here(plan)
-            for ranks, devices in zip(_ranks(options), visible_devices(plan, number), strict=True)
+            for ranks, devices in zip(rank_variables(options), visible_devices(plan, number), strict=True)
         ]
         notes = [
             "TORCHFT_LIGHTHOUSE: torchft's lighthouse, which this command starts on a port that is free then",
@@ -313,67 +336,29 @@ class FaultTolerantLauncher(Launcher):
         return [MachineCommand("this machine", command, plan.environment, replicas, notes)]
 
 
-def variables(plan: LaunchPlan, replica: Replica) -> list[dict[str, str]]:
-    """The variables of each process of a replica."""
-    options = plan.settings.group(FaultToleranceOptions)
-    common = {
-        # torchft would write ten lines a step, and torch the C++ frames of each lost connection.
-        "RUST_LOG": read_str("RUST_LOG", "error") or "",
-        "TORCH_CPP_LOG_LEVEL": read_str("TORCH_CPP_LOG_LEVEL", "FATAL") or "",
-        "ACCELERATE_FT_REPLICA": str(replica.number),
-        "ACCELERATE_FT_RESTARTS": str(replica.restarts),
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())},
-    }
-    if plan.num_machines > 1:
-        common["ACCELERATE_FT_HOST"] = own_address(str(plan.rendezvous.main_process_ip))
-    devices = visible_devices(plan, replica.number)
-    return [{**common, **ranks, **own} for ranks, own in zip(_ranks(options), devices, strict=True)]
+def _machines(plan: LaunchPlan, run: _Run) -> ReplicaMachines:
+    """What the launchers of several machines know of each other."""
+    options = plan.rendezvous
 
+    def is_short(ranks: list[int]) -> bool:
+        return sum(len(numbers_of(plan, rank)) for rank in ranks) < run.options.min_replicas
 
-def numbers_here(plan: LaunchPlan) -> range:
-    """The numbers of the replicas of this machine; machines have equally many, or one more."""
-    options, rank, machines = (
-        plan.settings.group(FaultToleranceOptions),
-        plan.rendezvous.machine_rank,
+    return ReplicaMachines(
+        (str(options.main_process_ip), options.main_process_port or DEFAULT_PORT),
+        options.machine_rank,
         plan.num_machines,
+        facts=facts_of_plan(plan),
+        give_up_seconds=options.machine_timeout,
+        timeout_seconds=timeout_seconds(options.rdzv_conf),
+        is_short=is_short,
+        say=run.say,
     )
-    count = options.num_replicas + options.num_spares
-    if count < machines:
-        raise ConfigurationError(
-            f"{count} replicas (num_replicas and num_spares) on {plan.settings.where('num_machines')} leave machines "
-            "without one. Give as many replicas as machines, or more."
-        )
-    return range(rank * count // machines, (rank + 1) * count // machines)
 
 
-def _ranks(options: FaultToleranceOptions) -> list[dict[str, str]]:
-    size = str(options.processes_per_replica)
-    counts = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **counts} for rank in range(options.processes_per_replica)]
-
-
-def visible_devices(plan: LaunchPlan, number: int) -> list[dict[str, str]]:
-    """The variable that leaves a replica its own devices, for each of its processes; none on the CPU.
-
-    Raises:
-        ConfigurationError: there are fewer devices than processes.
-    """
-    options = plan.settings.group(FaultToleranceOptions)
-    numbers = numbers_here(plan)
-    size, count, index = options.processes_per_replica, len(numbers), numbers.index(number)
-    environment = plan.full_environment()
-    visible = VisibleDevices(0, None) if plan.settings["cpu"] else find_visible(environment)
-    if visible.variable is None:
-        return [{} for _ in range(size)]
-    if visible.count < count * size:
-        raise ConfigurationError(
-            f"{count} replicas (num_replicas and num_spares) of {size} processes each need {count * size} "
-            f"{visible.kind}s here, and {visible.count} are visible. Give a smaller --num_replicas, or --cpu."
-        )
-    listed = (environment.get(visible.variable) or "").split(",")
-    names = listed if len(listed) >= visible.count and all(listed) else list(map(str, range(visible.count)))
-    own = {visible.variable: ",".join(names[index * size : (index + 1) * size])}
-    return [own for _ in range(size)]
+def _lighthouse(run: _Run) -> Lighthouse:
+    rendezvous, machines = run.plan.rendezvous, run.machines
+    serves, host = rendezvous.machine_rank == 0, rendezvous.main_process_ip or LOOPBACK
+    return Lighthouse(run.options, run.token, run.plan.debug, run.say, host, machines, serves)
 
 
 def _wait(run: _Run, watch: SignalWatch) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import platform
 import zipfile
 from collections.abc import Sequence
@@ -43,12 +44,16 @@ _TOLERATED = frozenset((
 # Versions whose differences change results or messages between ranks.
 _DISTRIBUTIONS = ("accel", "accel-state", "accel-data", "accel-launch", "torch")
 _VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
+FACTS_VARIABLE = "ACCEL_DOCTOR_FACTS"
+"""In it ``accel doctor`` passes the facts of the launch that it checks, to be compared instead of those of its own."""
 _SHOWN_MACHINES = 8
 _SHOWN_LENGTH = 60
 
 
 def facts_of_plan(plan: LaunchPlan) -> dict[str, str]:
     """The facts of this machine for ``accel launch``."""
+    if given := read_str(FACTS_VARIABLE):
+        return {str(name): str(value) for name, value in json.loads(given).items()}
     facts = {
         f"{_MUST}num_machines": str(plan.num_machines),
         f"{_MUST}num_processes": str(plan.num_processes),

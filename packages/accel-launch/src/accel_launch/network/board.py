@@ -46,6 +46,15 @@ class Refusal:
     code: int = 2
 
 
+@dataclass
+class _Report:
+    """A machine of whose silence was reported."""
+
+    id: str
+    silent: float
+    given_up: bool = False
+
+
 class Board(ABC):
     """What the launchers know of each other, as this machine sees it.
 
@@ -60,9 +69,11 @@ class Board(ABC):
         self._changed = threading.Condition(threading.RLock())
         self._machines = {me.rank: me}
         self._silent: dict[int, float] = {}
-        self._reported: dict[int, str] = {}
+        self._reported: dict[int, _Report] = {}
         self.version = 0
         """Counts changes of what :meth:`machines` returns, and of refusals."""
+        self.after_loss: Callable[[Machine], str] = lambda _: ""
+        """What follows when a machine is given up, to be said at that moment; empty if the launcher says so itself."""
         self.refusal: Refusal | None = None
         """Set when the machines must not start."""
         self.own_address = ""
@@ -180,14 +191,22 @@ class Board(ABC):
         """Say which machines have become silent, and which are back."""
         for rank, machine in self._machines.items():
             silent = 0.0 if machine.state.is_final else self._silent.get(rank, 0.0)
-            if silent >= REPORT_SECONDS and rank not in self._reported:
-                self._reported[rank] = machine.id
-                self._say(f"{machine.named()} has not been heard of for {REPORT_SECONDS:.0f} s{self._outlook()}")
-            elif silent < QUIET_SECONDS and rank in self._reported:
-                former = self._reported.pop(rank)
+            report = self._reported.get(rank)
+            if report is None:
+                if silent >= REPORT_SECONDS:
+                    self._reported[rank] = _Report(machine.id, silent)
+                    self._say(f"{machine.named()} has not been heard of for {REPORT_SECONDS:.0f} s{self._outlook()}")
+            elif silent < QUIET_SECONDS:
+                del self._reported[rank]
                 if not machine.state.is_final:
-                    again = "is back" if former == machine.id else "was started again"
-                    self._say(f"{machine.named()} {again}")
+                    again = "is back" if report.id == machine.id else "was started again"
+                    self._say(f"{machine.named()} {again} after {report.silent:.0f} s")
+            else:
+                report.silent = silent
+                if self.give_up_seconds and silent >= self.give_up_seconds and not report.given_up:
+                    report.given_up = True
+                    if then := self.after_loss(machine):
+                        self._say(f"{lost_text(machine, silent)} {then}")
 
     def _outlook(self) -> str:
         if not self.give_up_seconds:
@@ -264,6 +283,11 @@ class Lines:
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+def lost_text(machine: Machine, silent: float) -> str:
+    """The sentence about a machine that is given up."""
+    return f"{machine.named()} is lost: it has not been heard of for {silent:.0f} s."
 
 
 def silences(data: Any) -> Mapping[int, float]:

@@ -168,7 +168,7 @@ class Hub(Board):
     def _take(self, peer: _Peer, machine: Machine) -> None:
         """Take the record of a launcher."""
         former = self._machines.get(machine.rank)
-        if former is not None and former.id != machine.id:
+        if former is None or former.id != machine.id:
             conflict, runs = self._conflict(former, machine), self._machines[self._rank].started
             if not conflict and runs:
                 # The other machines go on: only this one is not let in.
@@ -194,8 +194,10 @@ class Hub(Board):
         if machine.state is State.FAILED and machine.cause is not None and machine.round <= 0 and not machine.started:
             self._refuse(f"{machine.named()}: {machine.cause.text}", machine.cause.code)
 
-    def _conflict(self, former: Machine, machine: Machine) -> str:
+    def _conflict(self, former: Machine | None, machine: Machine) -> str:
         """Why a second launcher of a machine rank is none that replaces the first, or empty."""
+        if former is None:
+            return ""
         here = former.rank == self._rank or any(peer.rank == former.rank for peer in self._peers)
         elsewhere = (former.host, former.address) != (machine.host, machine.address)
         is_quiet = not here or self._silent.get(former.rank, 0.0) > QUIET_SECONDS

@@ -104,6 +104,15 @@ class Member(Board):
             self._lines.close()
             self._lines = None
 
+    def hopeless(self) -> str:
+        """Why this launcher cannot take part, once that is sure; else empty."""
+        if self.replaced_by:
+            return (
+                f"another launcher was started with --machine_rank {self._rank}, on {self.replaced_by}: each machine "
+                "needs a different rank"
+            )
+        return self.stranger()
+
     def stranger(self) -> str:
         """What is wrong with the program that listens at the main address, once that is sure; else empty."""
         with self._changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board
+from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board, lost_text
 from .records import LOST, Cause, Machine, State
 
 _LOST_CODE = 1
@@ -94,5 +94,4 @@ class Peers:
 
 
 def _loss(machine: Machine, silent: float, round: int) -> Cause:
-    text = f"{machine.named()} is lost: it has not been heard of for {silent:.0f} s."
-    return Cause(LOST, text, _LOST_CODE, round)
+    return Cause(LOST, lost_text(machine, silent), _LOST_CODE, round)

@@ -61,7 +61,7 @@ class Machine:
     rank: int  # machine rank
     id: str  # of the launcher: another one after it was started again
     host: str
-    local_processes: int = 1
+    local_processes: int = 1  # 0 where ranks do not follow from those of the machines: replicas
     address: str = ""  # by which the others reach it; empty until it is known
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on; for machine rank 0 only
     round: int = -1  # the start that it wants to take part in, or takes part in; 0 is the first
@@ -78,7 +78,7 @@ class Machine:
     def named(self) -> str:
         """The machine in a sentence: rank, host, address and its ranks."""
         first, count = self.rank * self.local_processes, self.local_processes
-        ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}" if count else ""
         return f"machine rank {self.rank} ({', '.join(filter(None, (self.host, self.address, ranks)))})"
 
     def encode(self, *, with_facts: bool) -> dict[str, Any]:
