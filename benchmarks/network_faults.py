@@ -262,7 +262,9 @@ def main() -> int:
         digest = undisturbed(hosts, args.patience) if compared and not args.torchrun else ""
         for number in range(args.undisturbed):
             try:
-                failed += undisturbed(hosts, args.patience, servers) != digest
+                seen_digest = undisturbed(hosts, args.patience, servers)
+                if seen_digest != digest:
+                    raise RuntimeError(f"an undisturbed run: {seen_digest} instead of {digest}")
             except RuntimeError as error:
                 failed += 1
                 print(error, flush=True)
