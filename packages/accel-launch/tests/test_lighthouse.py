@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 
@@ -174,3 +175,55 @@ def test_a_machine_that_disagrees_is_not_let_in_while_the_others_train(machines,
         other.wait_for_lighthouse()
         wait_until(lambda: other.look() is not None, "it is told")
     assert "num_replicas  2" in capfd.readouterr().err and hub.look() is None
+
+
+ASKS = """
+import os, pathlib, time, urllib.request
+with urllib.request.urlopen(os.environ["TORCHFT_LIGHTHOUSE"], timeout=60) as answer:
+    text = answer.read().decode()
+part = pathlib.Path("part" + os.environ["ACCELERATE_FT_REPLICA"])
+part.write_text(text)
+part.rename("page" + os.environ["ACCELERATE_FT_REPLICA"])
+while not pathlib.Path("end").exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def launched(shell, started, free_port, wait_until):
+    """Two machines whose replicas have read the lighthouse's page; their launchers."""
+    pytest.importorskip("torchft")
+    shell.write("s.py", ASKS)
+    words = ["launch", "--cpu", "--ft", "--num_replicas=2", "--num_machines=2", "--main_process_ip=127.0.0.1"]
+    words += [f"--main_process_port={free_port()}", "--machine_timeout=4", "--rdzv_conf=timeout=8"]
+    token = {run_token.VARIABLE: TOKEN}
+    launchers = [started(shell.start(*words, f"--machine_rank={rank}", "s.py", **token)) for rank in (0, 1)]
+
+    def have_read() -> bool:
+        ended = [one.communicate(timeout=60) for one in launchers if one.poll() is not None]
+        assert not ended, ended
+        return all((shell.folder / f"page{number}").exists() for number in (0, 1))
+
+    wait_until(have_read, "both replicas have reached the lighthouse")
+    return launchers
+
+
+def test_replicas_of_both_machines_reach_one_lighthouse_and_end(shell, launched) -> None:
+    pages = [(shell.folder / f"page{number}").read_text() for number in (0, 1)]
+    assert all("lighthouse" in page.lower() for page in pages)
+    shell.write("end", "")
+    outputs = [one.communicate(timeout=100) for one in launched]
+    assert [one.returncode for one in launched] == [0, 0], outputs
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, 1)])
+def test_the_end_of_the_lighthouses_machine_ends_the_others_with_its_name(launched, number: int, code: int) -> None:
+    first, second = launched
+    first.send_signal(number)
+    _, error = second.communicate(timeout=100)
+    assert second.returncode == code, error
+    if number == signal.SIGINT:
+        assert f"ended by SIGINT on {socket.gethostname()} (machine rank 0)" in error
+        return
+    named = f"machine rank 0 ({socket.gethostname()}, 127.0.0.1)"
+    assert f"{named} is lost: it has not been heard of for" in error and f"waiting for {named}" in error
