@@ -25,7 +25,7 @@ def _launch(request: dict[str, Any], output: int) -> None:
     notebook_launcher(
         train,
         (".", STEPS, STEP_SECONDS),
-        num_processes=2,
+        num_processes=1,
         num_nodes=2,
         node_rank=request["host"],
         master_addr="10.77.0.1",
