@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from accel_launch import launch_plan as plan_module
 from accel_launch.accelerators.registry import VisibleDevices
+from accel_launch.elastic import checks
 from accel_launch.launch_context import LaunchMode, Role
 from accel_launch.launch_plan import LaunchPlan, make_plan
 from accel_launch.launchers.registry import choose_launcher
 from accel_state.errors import ConfigurationError
-from accel_state.options import ConfigFile, load_groups, resolve
+from accel_state.options import ConfigFile, RendezvousOptions, load_groups, resolve
 
 JOB = {
     "SLURM_JOB_ID": "77",
@@ -266,6 +268,23 @@ class TestPods:
             plan(variables, num_machines="2")
         made = plan(variables, num_machines="2", config="main_process_ip: train-first\n")
         assert (made.rendezvous.machine_rank, made.rendezvous.main_process_ip) == (1, "train-first")
+
+    def test_a_name_that_never_resolves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first pod is waited for; elsewhere a name that does not exist is an error at once."""
+
+        def unknown(*_: object) -> None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+        monkeypatch.setattr("socket.getaddrinfo", unknown)
+        monkeypatch.setattr(checks, "_NAME_SECONDS", 0.0)
+        options = RendezvousOptions(main_process_ip="train-0.train")
+        with pytest.raises(ConfigurationError, match=r"--main_process_ip 'train-0.train' is not a known host"):
+            checks.check_rendezvous(options, 2)
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+        with pytest.raises(
+            ConfigurationError, match=r"train-0.train did not resolve within 0 s: .* `kubectl get pods`"
+        ):
+            checks.check_rendezvous(options, 2)
 
 
 SKY_NODE = {
