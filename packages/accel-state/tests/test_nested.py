@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Mapping
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import pytest
@@ -278,3 +278,66 @@ def test_a_type_error_of_a_leaf_is_not_put_down_to_its_container() -> None:
 
     with pytest.raises(TypeError, match="^of the leaf$"):
         nested.recursively_apply(fail, [torch.ones(1)])
+
+
+class Settings(MutableMapping[str, Any]):
+    """Keeps its items in an attribute, which the default copy shares; its constructor takes something else."""
+
+    def __init__(self, *, name: str, **items: Any) -> None:
+        self.name, self.items_of = name, items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+class Shared(Settings):
+    """Its copy cannot be told from it."""
+
+    def __copy__(self) -> Shared:
+        return self
+
+
+def test_a_mapping_with_its_items_in_an_attribute_is_not_changed() -> None:
+    data = Settings(name="run", a=torch.zeros(2), b=[torch.ones(1)])
+    assert [leaf.tolist() for leaf in nested.leaves(data)] == [[0.0, 0.0], [1.0]]
+    doubled = nested.recursively_apply(lambda tensor: tensor + 1, data)
+    assert (doubled.name, doubled["a"].tolist(), doubled["b"][0].tolist()) == ("run", [1.0, 1.0], [2.0])
+    assert (data["a"].tolist(), data["b"][0].tolist()) == ([0.0, 0.0], [1.0])
+
+
+def test_a_mapping_whose_copy_shares_its_items_is_refused_unchanged() -> None:
+    data = Shared(name="run", a=torch.zeros(2))
+    with pytest.raises(TypeError, match="another Shared.*__copy__"):
+        nested.recursively_apply(lambda tensor: tensor + 1, data)
+    assert data["a"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("operation", [ops.reduce, ops.broadcast])
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"a": deque([torch.ones(1)])}, "deque"),
+        ([UserList([torch.ones(1)])], "UserList"),
+        (torch.eye(2).to_sparse(), "torch.sparse_coo"),
+        ({"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_that_an_operation_would_pass_by_are_refused(operation: Any, data: Any, named: str) -> None:
+    """Returned as they are, they would look reduced."""
+    with pytest.raises(TypeError, match=named):
+        operation(data)
+    same = {"n": 3, "text": "a", "none": None, "empty": deque(), "set": {1}, "mask": torch.ones(1)}
+    assert operation(same)["n"] == 3

@@ -46,16 +46,35 @@ def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the type of ``data`` with the same keys and new values.
 
     Raises:
-        TypeError: the type has no ``__setitem__``, and its constructor does not take a dictionary of its items.
+        TypeError: the type has no ``__setitem__``, and its constructor does not take a dictionary of its items; or a
+            copy shares its items with the original.
     """
     if type(data) is dict:
         return items
     if not hasattr(data, "__setitem__"):
         return _construct(data, items, "a dict")
     # A copy keeps the other attributes of a subclass (a default factory, a tokenizer's encodings, ...).
-    new = copy.copy(data)
+    new = _copy_mapping(data)
     for key, value in items.items():
+        before = data[key]
         new[key] = value
+        if value is not before and data[key] is value:
+            data[key] = before  # type: ignore[index]
+            raise TypeError(
+                f"cannot make another {type(data).__name__} with new values: copy.copy() of it shares its items. Give "
+                "it a method __copy__, or pass a dict instead."
+            )
+    return new
+
+
+def _copy_mapping(data: Mapping[Any, Any]) -> Any:
+    """A shallow copy with items of its own."""
+    new = copy.copy(data)
+    if not isinstance(data, dict) and not hasattr(type(data), "__copy__"):
+        # The default copy shares the dictionary in which such a class keeps its items.
+        for name, value in getattr(new, "__dict__", {}).items():
+            if isinstance(value, dict | list):
+                vars(new)[name] = copy.copy(value)
     return new
 
 

@@ -9,7 +9,7 @@ import torch
 from ..collectives.single import Collectives
 from ..state import PartialState
 from .input_checks import check_inputs
-from .nested import check_only_tensors, get_data_structure, initialize_tensors, leaves, replace_leaves
+from .nested import check_only_tensors, check_reachable, get_data_structure, initialize_tensors, leaves, replace_leaves
 
 Reduction = Literal["mean", "sum", "max", "min", "none"]
 T = TypeVar("T")
@@ -35,6 +35,7 @@ def gather(tensor: T, *, collectives: Collectives | None = None) -> T:
     if not state.use_distributed:
         return tensor
     check_only_tensors(tensor, "gather")
+    check_reachable(tensor, "gather")
     collectives = collectives or state.collectives
     check_inputs("accel_state.operations.gather", tensor, collectives)
     own = leaves(tensor)
@@ -85,10 +86,12 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
     Raises:
         ValueError: the rank does not exist.
+        TypeError: a tensor is not dense, or in a collection of another type, such as a deque.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     state = PartialState()
     _check_rank(from_process, state.num_processes)
+    check_reachable(tensor, "broadcast")
     check_inputs("accel_state.operations.broadcast", tensor, state.collectives, f"from_process={from_process}")
     state.collectives.broadcast_many(leaves(tensor), from_process)
     return tensor
@@ -140,10 +143,12 @@ def reduce(
 
     Raises:
         ValueError: the reduction is unknown.
+        TypeError: a tensor is not dense, or in a collection of another type, such as a deque.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
         raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
+    check_reachable(tensor, "reduce")
     collectives = collectives or PartialState().collectives
     if reduction != "none":
         check_inputs("accel_state.operations.reduce", tensor, collectives, f"reduction={reduction!r}")

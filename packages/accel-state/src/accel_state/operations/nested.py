@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper, wraps
 from typing import Any
 
@@ -91,6 +91,25 @@ def check_only_tensors(data: Any, operation: str) -> None:
         raise _unsupported(operation, item)
 
     recursively_apply(reject, data, test_type=lambda item: not is_torch_tensor(item) and not is_container(item))
+
+
+def check_reachable(data: Any, operation: str) -> None:
+    """Raise TypeError for tensors that an operation would pass by, or cannot communicate.
+
+    These are the tensors in collections that nested data is not made of, such as a deque, and tensors without strides.
+    """
+
+    def check(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            if item.layout is not torch.strided or item.is_quantized:
+                kind = "a quantized tensor" if item.is_quantized else f"a tensor of layout {item.layout}"
+                raise TypeError(f"{operation} does not accept {kind}. Pass a dense one: to_dense() or dequantize().")
+        elif isinstance(item, Collection) and not isinstance(item, str | bytes):
+            tensors = (member for member in item if isinstance(member, torch.Tensor))
+            if next(tensors, None) is not None:
+                raise _unsupported(operation, item)
+
+    recursively_apply(check, data, test_type=lambda item: not is_container(item))
 
 
 def leaves(data: Any, test_type: Callable[[Any], bool] = is_torch_tensor) -> list[Any]:
