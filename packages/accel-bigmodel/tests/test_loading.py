@@ -304,10 +304,14 @@ def test_models_of_transformers_keep_their_rotary_frequencies(tmp_path: Path) ->
     torch.testing.assert_close(model(tokens).logits, expected(tokens).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
-def test_weights_inside_a_checkpoint_of_training(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["state_dict", "model_state_dict", "model", "module", "net", "model/state_dict", "checkpoint/model"]
+)
+def test_weights_inside_a_checkpoint_of_training(tmp_path: Path, path: str) -> None:
     model = net()
-    torch.save({key: model.state_dict(), "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, tmp_path / "train.bin")
+    outer, _, inner = path.partition("/")
+    weights = {inner: model.state_dict(), "step": 5} if inner else model.state_dict()
+    torch.save({outer: weights, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, tmp_path / "train.bin")
     loaded = load_checkpoint_and_dispatch(empty(), tmp_path / "train.bin", device_map={"": "cpu"})
     torch.testing.assert_close(loaded(words())["logits"], model(words())["logits"], rtol=0, atol=0)
 
@@ -317,6 +321,7 @@ def test_weights_that_could_be_either_are_named(tmp_path: Path) -> None:
     cases = {
         "two.bin": ({"model": state, "state_dict": state}, ["'model'", "'state_dict'"]),
         "other.bin": ({"generator": state, "step": 1}, ["'generator'"]),
+        "deep.bin": ({"a": {"model": state}, "b": {"model": state}}, ["['a']['model'] or ['b']['model']"]),
         "none.bin": ({"model": {}, "step": 1}, ["int"]),
         "names.bin": ({"model": {0: torch.ones(1)}}, ["dict"]),
     }

@@ -19,7 +19,8 @@ from .safetensors_file import SafetensorsFile
 class TorchFile:
     """The tensors of a file written by ``torch.save``, mapped if its format allows. Code in it is never run.
 
-    They may be under the key "state_dict", "model_state_dict", "model" or "module" of a checkpoint of training.
+    They may be under a key of a checkpoint of training, such as "state_dict", "model_state_dict", "model" or "module",
+    also within another dictionary.
     """
 
     in_place = False
@@ -55,25 +56,40 @@ class TorchFile:
 
 
 # Under which training loops save a model's state dict, next to optimizers and counters: Lightning and many others;
-# torch's tutorials; timm and detectron2; DeepSpeed.
-_NESTINGS = ("state_dict", "model_state_dict", "model", "module")
+# torch's tutorials; timm and detectron2; DeepSpeed; others.
+_NESTINGS = (
+    *("state_dict", "model_state_dict", "model", "module"),
+    *("model_state", "net", "net_state_dict", "network", "network_state_dict", "weights"),
+)
 
 
 def _weights_in(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
     """The tensors of a file by name: all of its content, or what is under the one key that holds a model's weights."""
     if _is_weights(content):
         return cast("Mapping[str, torch.Tensor]", content)
-    found = [key for key, value in content.items() if _is_weights(value)] if isinstance(content, Mapping) else []
-    usual = [key for key in found if key in _NESTINGS and content[key]]
+    found: dict[tuple[Any, ...], Mapping[str, torch.Tensor]]
+    found = {(key,): weights for key, weights in _nested_weights(content).items()}
+    if not found and isinstance(content, Mapping):
+        # One level deeper, such as {"model": {"state_dict": ...}}.
+        for outer, value in content.items():
+            found |= {(outer, key): weights for key, weights in _nested_weights(value).items()}
+    usual = [keys for keys in found if keys[-1] in _NESTINGS]
     if len(usual) == 1:
-        return cast("Mapping[str, torch.Tensor]", content[usual[0]])
+        return found[usual[0]]
     advice = "Save model.state_dict()."
-    if candidates := usual or [key for key in found if content[key]]:
+    if candidates := ["".join(f"[{key!r}]" for key in keys) for keys in usual or found]:
         advice = (
-            f"Which of {', '.join(map(repr, candidates))} has the weights is not clear: save that alone, for example "
-            f"torch.save(torch.load(path, weights_only=True)[{candidates[0]!r}], 'weights.bin')."
+            f"Save the weights alone; they may be in {' or '.join(candidates)}: "
+            f"torch.save(torch.load(path, weights_only=True){candidates[0]}, 'weights.bin')."
         )
     raise ConfigurationError(f"{path} holds {_describe(content)} instead of a dictionary of tensors. {advice}")
+
+
+def _nested_weights(content: Any) -> dict[Any, Mapping[str, torch.Tensor]]:
+    """The values of a mapping that are dictionaries of tensors, and not empty."""
+    if not isinstance(content, Mapping):
+        return {}
+    return {key: value for key, value in content.items() if _is_weights(value) and value}
 
 
 def _is_weights(content: object) -> bool:
