@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-from accel_data import prepare_data_loader
+from accel_data import SeedableRandomSampler, prepare_data_loader
 from accel_data.rank_comparison import compare_between_ranks
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
@@ -91,6 +107,57 @@ class Part(Dataset[int]):
         return index
 
 
+class Rows(Dataset[int]):
+    """Samples in an attribute, as most data sets of users have them."""
+
+    def __init__(self, rows: Any, rank: int = 0) -> None:
+        self.rows, self.rank, self.noise = rows, rank, [rank]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Stream(IterableDataset[int]):
+    """A stream of the samples in an attribute."""
+
+    def __init__(self, rows: Any, rank: int = 0) -> None:
+        self.rows, self.rank = rows, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows)
+
+
+class RankStream(Stream):
+    """A stream that reads the rank itself, in a method that __iter__ calls."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own())
+
+    def own(self) -> Any:
+        return self.rows[dist.get_rank() :: dist.get_world_size()]
+
+
+class Inner(RankStream):
+    """Such a stream within another one."""
+
+
+class Environment(Stream):
+    """A stream that reads the launcher's variables."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row in self.rows if row % int(os.environ["WORLD_SIZE"]) == int(os.environ["RANK"]))
+
+
+class RankBatches:
+    """A loader of its own kind that reads the rank."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(22)[PartialState().process_index :: 2].split(2)
+
+
 class Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -100,38 +167,116 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def warnings_about_parts() -> list[list[str]]:
-    state, found = PartialState(), []
-    rank = state.process_index
-    kinds = {
-        "length": Part(12 - 2 * rank, ""),
-        "fingerprint": Part(11, f"f{rank}"),
-        "equal": Part(11, "f"),
-        "declared": Part(12 - 2 * rank, ""),
+def parts(rank: int) -> dict[str, Any]:
+    """Data sets by what is said of them; those of "" are the same on every rank."""
+    own = list(range(22))[rank::2]
+    return {
+        "10 samples on rank 1 and 12 on rank 0": Part(12 - 2 * rank, ""),
+        "f1 on rank 1 and f0 on rank 0": Part(11, f"f{rank}"),
+        "Rows differs between ranks 1 and 0 (rows)": Rows(own),
+        "Subset differs between ranks 1 and 0 (indices)": Subset(range(22), own),
+        "TensorDataset differs between ranks 1 and 0 (tensors.0)": TensorDataset(torch.tensor(own)),
+        "list differs between ranks 1 and 0 (elements)": [str(row) for row in own],
+        "ConcatDataset differs between ranks 1 and 0 (datasets.0.rows)": ConcatDataset([Rows([{"x": n} for n in own])]),
+        "Stream differs between ranks 1 and 0 (rows)": Stream(own),
+        "Stream differs between ranks 1 and 0 (rank)": Stream(range(22), rank),
+        "RankStream.__iter__ reads get_rank": RankStream(range(22)),
+        "Environment.__iter__ reads RANK": Environment(range(22)),
+        "Inner.__iter__ reads get_rank": ChainDataset([Inner(range(22))]),
+        "RankBatches.__iter__ reads process_index": RankBatches(),
+        "": (Part(11, "f"), Rows(list(range(11)), rank), Stream(range(22)), torch.arange(22), [torch.zeros(2)] * 3),
     }
-    for name, data in kinds.items():
-        logger = logging.getLogger(compare_between_ranks.__module__)
+
+
+def warnings_about_parts() -> dict[str, list[str]]:
+    state, found = PartialState(), {}
+    logger = logging.getLogger(compare_between_ranks.__module__)
+    for said, data in parts(state.process_index).items():
         records = Records()
         logger.addHandler(records)
-        loader = prepare_data_loader(DataLoader(data, batch_size=2), already_sharded=name == "declared")
         for turn in range(2):  # one rank after the other, without waiting
-            if turn == rank:
-                iterator = iter(loader) if name != "declared" else None
-                if iterator is not None:
-                    next(iterator)
+            if turn == state.process_index:
+                for each in data if isinstance(data, tuple) else (data,):
+                    prepare_data_loader(each if isinstance(each, RankBatches) else DataLoader(each, batch_size=2))
+                    if not isinstance(each, RankBatches):
+                        prepare_data_loader(DataLoader(each, batch_size=2), num_processes=1, process_index=0)
             state.wait_for_everyone()
+        prepare_data_loader(DataLoader(Part(12 - 2 * state.process_index, ""), batch_size=2), already_sharded=True)
         logger.removeHandler(records)
-        found.append(records.messages)
+        found[said] = records.messages
     return found
 
 
 def test_data_sets_that_differ_between_ranks_are_reported_by_the_later_rank() -> None:
     first, second = run_world(warnings_about_parts, 2)
-    assert first == [[], [], [], []]
-    (length,), (fingerprint,), equal, declared = second
-    assert "10 samples on rank 1 and 12 on rank 0" in length and "already_sharded=True" in length
-    assert "f1 on rank 1 and f0 on rank 0" in fingerprint
-    assert equal == declared == []
+    for said, messages in second.items():
+        if not said:
+            assert messages == first[said] == []
+            continue
+        reporter = first[said] if "__iter__" in said else messages  # each rank sees that a stream reads the rank
+        (message,) = reporter
+        assert said in message and "already_sharded=True" in message
+        assert messages == [] if "__iter__" in said else first[said] == []
+
+
+class AlmostShuffled(Shuffled):
+    """The order differs between ranks after the first steps only."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(12)
+        yield from (12 + torch.randperm(self.length - 12)).tolist()
+
+
+class RandomLike(RandomSampler):
+    """A subclass of torch's sampler that draws from the global generator, not from its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.num_samples).tolist()
+
+
+class Reordered(BatchSampler):
+    """Batches of another order than that of the sampler in it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = list(super().__iter__())
+        random.shuffle(batches)
+        return iter(batches)
+
+
+def other_orders() -> list[list[str]]:
+    rank, found = PartialState().process_index, []
+    torch.manual_seed(rank)
+    random.seed(rank)
+    for sampler in (
+        {"sampler": RandomLike(range(22)), "batch_size": 2},
+        {"batch_sampler": Reordered(RandomSampler(range(22)), 2, False)},
+        {"sampler": SubsetRandomSampler(torch.randperm(44)[:22].tolist()), "batch_size": 2},
+        {"sampler": WeightedRandomSampler(torch.rand(22), 22), "batch_size": 2},
+    ):
+        with pytest.raises(ConfigurationError, match="between ranks 0 and 1"):
+            next(iter(prepare_data_loader(DataLoader(range(44), **sampler))))
+    logger = logging.getLogger(compare_between_ranks.__module__)
+    records = Records()
+    logger.addHandler(records)
+    for seed in (0, rank):
+        torch.manual_seed(seed)
+        assert len(list(prepare_data_loader(DataLoader(range(22), sampler=AlmostShuffled(22), batch_size=2)))) == 6
+        PartialState().wait_for_everyone()
+        found.append(records.messages[:])
+    loader = DataLoader(range(22), sampler=SeedableRandomSampler(range(22), data_seed=rank))
+    for turn in range(2):
+        if turn == rank:
+            prepare_data_loader(loader)
+        PartialState().wait_for_everyone()
+    return [*found, records.messages[len(found[-1]) :]]
+
+
+def test_orders_that_differ_although_torch_has_the_sampler_or_the_first_steps_agree() -> None:
+    first, second = run_world(other_orders, 2)
+    assert first[0] == second[0] == first[2] == []
+    late, (seed,) = {*first[1], *second[1]}, second[2]  # one rank is later, or both are
+    assert len(late) == 1 and all("differed later" in message and "rng_types" in message for message in late)
+    assert "seed of the order" in seed
 
 
 class Pipeline(IterableDataset[int]):

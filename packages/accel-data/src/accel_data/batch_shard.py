@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from .epoch_rng import SamplerRng
+from .rank_comparison import compare_later_order
 from .samplers import SequentialSource, StreamSource, is_plain_batch_sampler, random_access_source
 from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
 
@@ -114,7 +116,12 @@ class ShardedSampler:
     def _stream(self, sampler: Any, head_size: int, start: EpochStart) -> StreamSource:
         """The items of a sampler that is read sequentially, from ``start`` on."""
         compares = self.num_processes > 1 and self.rng.may_differ
-        stream = StreamSource(sampler, head_size, self._compare_order if compares else None)
+        stream = StreamSource(
+            sampler,
+            head_size,
+            on_first=self._compare_order if compares else None,
+            on_end=partial(compare_later_order, num_processes=self.num_processes) if compares else None,
+        )
         stream.skip(start.position)
         return stream
 

@@ -58,6 +58,8 @@ class SamplerRng:
         self.synchronize = synchronize
         self.owner = _find_generator_owner(sampler)
         self.is_deterministic = _is_deterministic(sampler)
+        inner = sampler.sampler if is_plain_batch_sampler(sampler) else sampler
+        self._is_direct = self.owner is inner
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -66,8 +68,16 @@ class SamplerRng:
 
     @property
     def may_differ(self) -> bool:
-        """Whether the order may differ between ranks: it may be drawn from generators that are not copied."""
-        return self.synchronize and self.owner is None and not self.is_deterministic
+        """Whether the order may differ between ranks.
+
+        It may be drawn from generators that are not copied, also by a subclass of a sampler that has one, or from
+        indices or weights that differ.
+        """
+        return self.synchronize and not self.is_deterministic and not self._draws_from_generator_only
+
+    @property
+    def _draws_from_generator_only(self) -> bool:
+        return type(self.owner) is RandomSampler and self._is_direct
 
     @property
     def lasting_generator(self) -> torch.Generator | None:

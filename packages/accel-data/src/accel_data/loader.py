@@ -28,7 +28,6 @@ from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
 from .layout import LoaderLayout
 from .lookahead import ReadAheadTracker, Step, lookahead_steps, map_style_steps, open_ended_steps, synchronized_steps
-from .rank_comparison import compare_between_ranks
 from .resume_state import (
     EpochClock,
     Iteration,
@@ -50,8 +49,6 @@ Loader = TypeVar("Loader", bound="PreparedLoader")
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Base of the prepared loaders; see :class:`accel_data.DataLoaderShard` for the arguments."""
-
-    _was_compared = False  # with the data sets of other ranks
 
     def __init__(
         self,
@@ -506,9 +503,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.layout.synchronize_steps and self.num_workers == 0
 
     def _map_style_steps(self, sharded: ShardedSampler, iteration: Iteration, skip: int) -> Iterator[Step]:
-        if not self._was_compared:
-            self.__dict__["_was_compared"] = True
-            compare_between_ranks(self.dataset, sharded.num_processes)
         resume = iteration.resume or ResumePoint(iteration.epoch, sharded.unit)
         position = skip * sharded.step_size if skip else resume.position // self.layout.position_scale
         sharded.begin_at(EpochStart(position, resume.order))

@@ -32,7 +32,8 @@ from .iterable_shard import (
 from .layout import LoaderLayout, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
 from .other_loaders import as_torch_loader, is_other_loader
-from .samplers import SeedableRandomSampler, innermost_sampler, is_plain_batch_sampler
+from .rank_comparison import compare_between_ranks
+from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
 
@@ -116,8 +117,12 @@ def prepare_data_loader(
         dataloader = _with_seedable_sampler(dataloader, data_seed)
     if put_on_device and device is None:
         device = PartialState().device
+    declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
+    sampler = get_sampler(dataloader)
+    if not (declared or isinstance(sampler, DistributedSampler)):
+        compare_between_ranks(dataloader.dataset, sampler, num_processes)
     if elastic:
-        _check_elastic(dataloader, logical_shards, already_sharded, use_stateful_dataloader, batches_per_step)
+        _check_elastic(dataloader, logical_shards, declared, use_stateful_dataloader, batches_per_step)
         batches: Any = dataloader
         if dataloader.batch_size is None and is_plain_batch_sampler(dataloader.batch_sampler):
             batches = dataloader.batch_sampler
@@ -131,7 +136,6 @@ def prepare_data_loader(
         return prepare_elastic(dataloader, plan, dispatch_batches, target, non_blocking, torch_device_mesh)
     if batches_per_step > 1:
         dataloader = _with_joined_batches(dataloader, batches_per_step, split_batches)
-    declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
     builder = _LoaderBuilder(
         dataloader,
         device if put_on_device else None,
@@ -159,7 +163,7 @@ def prepare_data_loader(
 
 
 def _check_elastic(
-    dataloader: DataLoader[Any], logical_shards: int, already_sharded: bool, stateful: bool, batches_per_step: int
+    dataloader: DataLoader[Any], logical_shards: int, declared: bool, stateful: bool, batches_per_step: int
 ) -> None:
     if not isinstance(logical_shards, int) or logical_shards < 1:
         raise ConfigurationError(f"logical_shards={logical_shards!r} must be a positive integer")
@@ -168,7 +172,7 @@ def _check_elastic(
             "elastic=True and use_stateful_dataloader=True cannot be combined: an elastic loader saves its position, "
             "and the state of a data set that has state_dict, itself. Remove use_stateful_dataloader."
         )
-    if already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset):
+    if declared:
         raise ConfigurationError(
             "elastic=True divides the samples among any number of processes, but the loader is declared to read a part "
             "of the data on each rank (already_sharded). Let every rank have all of the data."

@@ -1,54 +1,172 @@
-"""Notices data sets that differ between ranks, where a loader divides the samples among them."""
+"""Notices what differs between ranks where a loader divides the samples among them: data sets, and late orders."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from accel_state import get_logger
 from accel_state.state import PartialState
 
 from ._torch_compat import default_store
+from .contents import contents
+from .other_loaders import LoaderBatches
+from .samplers import SeedableRandomSampler
 
 logger = get_logger(__name__)
 
+_ADVICE = (
+    "If each rank reads a part of its own, as after split_dataset_by_node, set already_sharded=True (an attribute of "
+    "the data set or the loader, or in DataLoaderConfiguration). Otherwise give every rank all samples, in the same "
+    "order."
+)
 
-def compare_between_ranks(dataset: Any, num_processes: int) -> None:
-    """Warn if the data sets of the first and the last rank differ in length, or in the fingerprint of Hugging Face.
+# Functions, attributes and variables that tell the rank of a process.
+_RANK_NAMES = {"get_rank", "get_world_size", "process_index", "num_processes", "RANK", "WORLD_SIZE"}
 
-    Parts of unequal sizes differ between these two. Each leaves a note in the store of the process group and reads that
-    of the other if it is there already, so that no rank waits: the later one notices.
+
+def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> None:
+    """Warn if the data sets of the first and the last rank differ, or if an iterable one reads the rank itself.
+
+    Parts that differ between ranks differ between these two in length, in the fingerprint of Hugging Face, or in what
+    they hold (see :func:`contents`).
 
     Args:
-        dataset: a map-style data set, when its loader is iterated first.
+        dataset: that of a loader.
+        sampler: its innermost sampler, if it has one.
         num_processes: ranks among which the loader divides the samples.
     """
-    state = PartialState()
-    rank, world = state.process_index, state.num_processes
-    other = world - 1 - rank
-    if world == 1 or num_processes != world or other not in (0, world - 1) or not isinstance(dataset, Sized):
+    if num_processes == 1:
         return
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    name = type(dataset).__name__
+    for stream in _streams(dataset):
+        if read := _rank_in_iter(type(stream)):
+            logger.warning_once(
+                "%s.__iter__ reads %s, and its loader divides the samples among the ranks once more. %s",
+                *(type(stream).__name__, read, _ADVICE),
+            )
+            return
+    if _is_one_of_pair(num_processes):
+        try:
+            own = contents(dataset)
+        except (
+            Exception
+        ) as error:  # of an object of the user's that cannot be read yet, such as a tensor without values
+            logger.info("The data set %s is not compared between ranks: %r", name, error)
+            return
+        if isinstance(sampler, SeedableRandomSampler):
+            own["seed of the order"] = str(sampler.initial_seed)
+        kind = f"data/{type(dataset).__module__}.{type(dataset).__qualname__}"
+        found = _exchange_between_first_and_last(kind, "\n".join(f"{key}={text}" for key, text in own.items()))
+        _report_data(name, own, found)
+
+
+def compare_later_order(checksum: int, num_processes: int) -> None:
+    """Warn if the orders of an epoch, whose first samples were the same, differ between the first and the last rank.
+
+    Args:
+        checksum: of the order of an epoch that was read to its end.
+        num_processes: ranks among which the loader divides the samples.
+    """
+    if not _is_one_of_pair(num_processes):
         return
-    store, kind = default_store(), f"accel/data/{type(dataset).__module__}.{type(dataset).__qualname__}"
-    number = store.add(f"{kind}/count/{rank}", 1)
-    own = [str(len(dataset)), str(getattr(dataset, "_fingerprint", ""))]
-    store.set(f"{kind}/{number}/{rank}", "\n".join(own))
-    if not store.check([f"{kind}/{number}/{other}"]):
+    found = _exchange_between_first_and_last("order", str(checksum))
+    if found not in (None, str(checksum)):
+        logger.warning(
+            "The order of the samples in this epoch began with the same ones on every rank, but differed later: some "
+            "samples were read twice and others not at all. The loader's sampler draws from a generator with another "
+            'seed on each rank. Copy the generator from rank 0 (rng_types=["torch"]; "numpy" and "python" likewise).',
+            main_process_only=False,
+        )
+
+
+def _report_data(name: str, own: dict[str, str], found: str | None) -> None:
+    if found is None:
         return
-    found = store.get(f"{kind}/{number}/{other}").decode().split("\n")
-    if found == own:
+    other = dict(line.partition("=")[::2] for line in found.split("\n") if line)
+    differing = [key for key in {**own, **other} if own.get(key) != other.get(key)]
+    if not differing:
         return
-    what = f"{own[0]} samples on rank {rank} and {found[0]} on rank {other}"
-    if found[0] == own[0]:
-        what = f"the fingerprint {own[1]} on rank {rank} and {found[1]} on rank {other}"
+    rank, other_rank = _pair()
+    key = differing[0]
+    if key == "length":
+        what = f"has {own[key]} samples on rank {rank} and {other[key]} on rank {other_rank}"
+    elif key == "fingerprint":
+        what = f"has the fingerprint {own[key]} on rank {rank} and {other[key]} on rank {other_rank}"
+    else:
+        what = f"differs between ranks {rank} and {other_rank} ({key})"
     logger.warning_once(
-        "The data set %s has %s, and its loader divides the samples among the ranks once more. If each rank reads a "
-        "part of its own, as after split_dataset_by_node, set already_sharded=True (an attribute of the data set or "
-        "the loader, or in DataLoaderConfiguration). Otherwise give every rank all samples.",
-        type(dataset).__name__,
-        what,
+        "The data set %s %s, and its loader divides the samples among the ranks once more. %s",
+        *(name, what, _ADVICE),
         main_process_only=False,
     )
+
+
+def _pair() -> tuple[int, int]:
+    """This rank, and the one that it is compared with."""
+    state = PartialState()
+    return state.process_index, state.num_processes - 1 - state.process_index
+
+
+def _is_one_of_pair(num_processes: int) -> bool:
+    """Whether this is the first or the last rank of a run that divides its samples among all ranks."""
+    world = PartialState().num_processes
+    if world == 1 or num_processes != world or not dist.is_initialized() or dist.get_backend() == "fake":
+        return False
+    return _pair()[0] in (0, world - 1)
+
+
+def _exchange_between_first_and_last(kind: str, text: str) -> str | None:
+    """What the other rank of the pair said in its call of the same number; None if it has not come there yet.
+
+    No rank waits: each leaves a note in the store of the process group, so that the later one notices.
+    """
+    (rank, other), store = _pair(), default_store()
+    number = store.add(f"accel/{kind}/count/{rank}", 1)
+    store.set(f"accel/{kind}/{number}/{rank}", text)
+    if not store.check([f"accel/{kind}/{number}/{other}"]):
+        return None
+    return str(store.get(f"accel/{kind}/{number}/{other}").decode())
+
+
+def _streams(dataset: Any) -> Iterator[Any]:
+    """An iterable data set, and those that it reads."""
+    if not isinstance(dataset, IterableDataset):
+        return
+    yield dataset
+    for value in vars(dataset).values():
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            yield from _streams(inner)
+    if isinstance(dataset, LoaderBatches):
+        yield dataset.loader
+
+
+def _rank_in_iter(kind: type) -> str | None:
+    """By which name the ``__iter__`` of a class, or a method that it calls, reads the rank."""
+    waiting, seen = ["__iter__"], set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if not isinstance(code, CodeType):
+            continue
+        words = _words(code)
+        if read := words & _RANK_NAMES:
+            return min(read)
+        waiting += [word for word in words - seen if hasattr(kind, word)]
+    return None
+
+
+def _words(code: CodeType) -> set[str]:
+    """The names and texts in a function, and in the functions within it."""
+    words = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            words |= _words(constant)
+        elif isinstance(constant, str):
+            words.add(constant)
+    return words
