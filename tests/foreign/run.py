@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+import table
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -26,7 +30,8 @@ class Component:
     program: str | None  # a file of this folder, run as it is; None: starts.py
     foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
     slow: tuple[str, ...] = ()  # those that --quick leaves out
-    also: tuple[str, ...] = field(default=())  # wheels of siblings that the program needs too
+    also: tuple[str, ...] = ()  # wheels of siblings that the program needs too
+    shown: tuple[str, ...] = ()  # like torch, from the environment of the tests, if it has them
 
 
 # Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
@@ -36,6 +41,7 @@ COMPONENTS = {
         ("mpi4py", "joblib", "nbclient", "ipykernel", "numpy"),
         ("lightning", "ray[train]"),
         also=("accel-data", "accel-launch"),
+        shown=("deepspeed",),
     ),
     "accel-launch": Component("launch_program.py"),
     "accel-data": Component("data_program.py", ("webdataset", "torchdata"), ("datasets",)),
@@ -92,15 +98,15 @@ QUICK = ("accel-state", "accel-launch", "accel-data", "accel-bigmodel", "accel-t
 """Those of ``--quick``; an environment takes half a minute on two cores."""
 
 
-def check(name: str, wheels: Path, quick: bool) -> str:
-    """Install and use one component; returns its row of the table."""
+def check(name: str, wheels: Path, quick: bool) -> tuple[str, str]:
+    """Install and use one component; returns its row of the table, and the table of ways to start ranks if it ran."""
     component = COMPONENTS[name]
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as text:
         folder = Path(text)
         python = empty_environment(folder / "venv")
         packages = site_packages(python)
         # torch and what it requires, as a user has them already.
-        shown = linked(["torch"], _made(folder / "torch"))
+        shown = linked(["torch", *filter(find_spec, component.shown)], _made(folder / "torch"))
         (packages / "torch.pth").write_text(f"{shown}\n")
         pip(python, "install", "--find-links", wheels, name)
         size, alone = megabytes(packages), installed(python)
@@ -109,16 +115,16 @@ def check(name: str, wheels: Path, quick: bool) -> str:
             pip(python, "install", "--find-links", wheels, *component.also, *foreign)
         versions = installed(python)
         started = time.monotonic()
-        if component.program is None:
-            printed = run(python, HERE / "starts.py", folder=folder)
-            ran = "; ".join(_rows(printed))
-        else:
-            ran = "; ".join(run(python, HERE / component.program, folder=folder).splitlines())
+        printed = run(python, HERE / (component.program or "starts.py"), folder=folder)
         seconds = time.monotonic() - started
-    names = [other.partition("[")[0] for other in foreign]
-    used = ", ".join(f"{other} {versions[other]}" for other in names if other in versions)
+    starts = "" if component.program else printed
+    if starts:
+        equal = sum(result == "equal" for _, result in table.cells(starts, table.START_HEAD).values())
+        printed = f"two ranks started in {equal} ways, which the next table names: equal"
+    used = ", ".join(f"{other} {versions[other]}" for other in map(_plain_name, foreign) if other in versions)
     print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
-    return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |"
+    ran = "; ".join(printed.splitlines())
+    return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |", starts
 
 
 def _made(folder: Path) -> Path:
@@ -126,9 +132,8 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _rows(table: str) -> list[str]:
-    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line.startswith("|")]
-    return [f"{name}: {result}" for name, _, result in lines]
+def _plain_name(requirement: str) -> str:
+    return re.split(r"[\[=<>]", requirement)[0]
 
 
 def main() -> None:
@@ -147,12 +152,16 @@ def main() -> None:
         projects = [ROOT / "packages" / name for name in (*COMPONENTS, "accel")]
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, *projects)
         chosen = arguments.components or (QUICK if arguments.quick else COMPONENTS)
-        rows = [check(name, wheels, arguments.quick) for name in chosen]
-    head = "| component | size | packages | what ran | with |\n| --- | --- | --- | --- | --- |"
-    table = "\n".join([head, *rows])
-    print(table)
+        rows, starts = zip(*(check(name, wheels, arguments.quick) for name in chosen), strict=True)
+    printed = "\n".join([table.COMPONENT_HEAD, "| --- | --- | --- | --- | --- |", *rows, "", *filter(None, starts)])
+    print(printed)
     if arguments.summary:
-        arguments.summary.write_text(table + "\n", encoding="utf-8")
+        arguments.summary.write_text(printed + "\n", encoding="utf-8")
+    # accel-state has no row of its own: the ways to start ranks are its table.
+    documented = "\n".join(line for line in printed.splitlines() if not line.startswith("| accel-state |"))
+    stale = list(table.differences(documented, table.PAGE.read_text(encoding="utf-8"), arguments.quick))
+    if stale:
+        raise SystemExit("docs/install.md says otherwise; copy the rows:\n" + "\n".join(stale))
 
 
 if __name__ == "__main__":
