@@ -256,7 +256,9 @@ def leaves_no_process_behind() -> Iterator[None]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Descendants of this process, except helpers that multiprocessing and torch's compiler keep for its lifetime."""
+    """Descendants of this process, except helpers that are kept for its lifetime: of multiprocessing, of torch's
+    compiler, and the one that writes checkpoints in the background.
+    """
     here = psutil.Process()
     found = []
     for process in here.children(recursive=True):
@@ -264,6 +266,7 @@ def _processes() -> list[psutil.Process]:
             words = process.cmdline()
             is_helper = process.ppid() == here.pid and any("from multiprocessing." in word for word in words)
             is_helper |= any(word.endswith("_inductor/compile_worker/__main__.py") for word in words)
+            is_helper |= process.ppid() == here.pid and "accel_checkpoint.save_worker" in words
             if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
