@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import nn
 
 from accel_bigmodel import cpu_offload, disk_offload
 from accel_bigmodel.offload import staging
+from accel_monitor.bad_steps import BadSteps
+from accel_monitor.monitor import value_of
+from accel_monitor.recorder import Recorder
+from accel_monitor.reporter import _value
 from accel_state.context import isolated
 from accel_track.snapshot import Snapshot
 
@@ -110,3 +115,24 @@ def test_logged_values_are_those_of_their_step() -> None:
             value.fill_(-1)
     for step, values in enumerate(taken):  # as the thread does that delivers them
         assert values.values()["value"].unique().tolist() == [step]
+
+
+def test_losses_that_the_monitor_looks_at_are_those_of_their_step() -> None:
+    recorder = Recorder()
+    bad = BadSteps(recorder)
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.simgpu.current_stream())
+    with torch.simgpu.stream(side):
+        loss, norm = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+        for step in range(1, 30):
+            loss.fill_(float("inf") if step == 12 else step)
+            norm.fill_(100.0 if step == 20 else 1.0)
+            recorder.loss, recorder.norm = value_of(loss), value_of(norm)
+            recorder.step_done()
+            loss.fill_(float("nan"))  # as the next replay of a graph does
+            norm.fill_(float("nan"))
+        with ThreadPoolExecutor(1) as monitor:  # its current stream is not that of the loop
+            assert monitor.submit(_value, recorder.loss).result() == 29
+            found = monitor.submit(bad.check).result()
+    assert [(event["step"], event["what"]) for event in found] == [(12, "loss"), (20, "norm")]
+    assert torch.simgpu.races() == []

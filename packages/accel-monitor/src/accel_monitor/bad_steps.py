@@ -63,7 +63,7 @@ class BadSteps:
         if not fresh:
             return []
         self._checked = fresh[-1]
-        losses, norms = _numbers([record.loss for record in fresh]), _numbers([record.norm for record in fresh])
+        losses, norms = numbers([record.loss for record in fresh]), numbers([record.norm for record in fresh])
         found: list[dict[str, Any]] = []
         for record, loss, norm in zip(fresh, losses, norms, strict=True):
             if loss is not None and math.isfinite(loss):
@@ -128,14 +128,18 @@ def guilty_group(groups: Sequence[dict[str, Any]]) -> int | None:
     return max(range(len(norms)), key=norms.__getitem__)
 
 
-def _numbers(values: list[Any]) -> list[float | None]:
-    """Numbers of values that may be tensors on a device, which are read at once."""
+def numbers(values: list[Any]) -> list[float | None]:
+    """Numbers of values that may be tensors on a device, which are read at once; None for what is neither."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    accelerator = torch.accelerator.current_accelerator()
+    if tensors and accelerator is not None and tensors[0].device.type == accelerator.type:
+        # The loop may compute on a stream of its own, and nothing else orders this thread's reads after it.
+        torch.accelerator.synchronize(tensors[0].device)
     read = iter(torch.stack([tensor.reshape(()).float() for tensor in tensors]).tolist() if tensors else ())
-    numbers: list[float | None] = []
+    found: list[float | None] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            numbers.append(next(read))
+            found.append(next(read))
         else:
-            numbers.append(float(value) if isinstance(value, (int, float)) else None)
-    return numbers
+            found.append(float(value) if isinstance(value, (int, float)) else None)
+    return found

@@ -322,13 +322,14 @@ class Monitor:
 
 
 def value_of(tensor: Any) -> Any:
-    """A loss or a norm to remember: a number on the CPU, on devices a tensor without its graph.
+    """A loss or a norm to remember: a number on the CPU, on devices a copy, since the loop may change its tensor before
+    the copy is read, as the next replay of a CUDA graph does.
 
     None for subclasses of tensors: reading the value of a DTensor may communicate.
     """
     if type(tensor) is not torch.Tensor or tensor.numel() != 1:
         return None
-    return tensor.item() if tensor.is_cpu else tensor.detach()
+    return tensor.item() if tensor.is_cpu else tensor.detach().clone()
 
 
 def attach(

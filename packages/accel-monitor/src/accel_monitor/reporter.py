@@ -20,7 +20,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.paths import make_directory, open_for_writing
 
 from . import process
-from .bad_steps import BadSteps
+from .bad_steps import BadSteps, numbers
 from .live import LiveRecord, read_live, remove_live
 from .parts import NAMES
 from .recorder import RECENT_STEPS, Recorder
@@ -316,7 +316,5 @@ def _ends_line(file: Path) -> bool:
 
 def _value(loss: Any) -> float | str | None:
     """The loss as a number; values that JSON has no number for as text."""
-    if loss is None:
-        return None
-    value = float(loss)
-    return value if abs(value) < float("inf") else str(value)
+    (value,) = numbers([loss])
+    return value if value is None or abs(value) < float("inf") else str(value)
