@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel.parallelism_config import ParallelismConfig
 from accel.utils import FullyShardedDataParallelPlugin, set_seed
+from accel_state import PartialState
 from accel_state.testing import run_world
 
 STEPS, BATCH, RANKS = 4, 4, 2
@@ -145,3 +146,33 @@ def test_a_model_larger_than_both_devices_generates_the_same_tokens() -> None:
     ((tokens, peaks),) = run_world(_generate, 1, limits, state=False, timeout=300)
     assert tokens == expected
     assert all(0 < peak <= limits["device"] for peak in peaks)
+
+
+def _change_early(call: str, waits: bool) -> tuple[list[str], list[float]]:
+    import torch.distributed as dist
+
+    state = PartialState()
+    rank, device = state.process_index, state.device
+    given, got = torch.full((4096,), float(rank + 1), device=device), torch.zeros(4096 * RANKS, device=device)
+    if call == "exchange":
+        got = got[:4096]
+        operations = [dist.P2POp(dist.isend, given, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        works = dist.batch_isend_irecv(operations if rank == 0 else operations[::-1])
+    else:
+        works = [dist.all_gather_into_tensor(got, given, async_op=True)]
+    if waits:
+        for work in works:
+            work.wait()
+    given.add_(7)
+    for work in works:
+        work.wait()
+    return torch.simgpu.races(), got.unique().tolist()
+
+
+@pytest.mark.expects_races
+@pytest.mark.parametrize("call", ["all_gather", "exchange"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_tensors_may_change_when_a_collective_has_read_them(call: str, waits: bool) -> None:
+    for rank, (races, values) in enumerate(run_world(_change_early, RANKS, call, waits, timeout=300)):
+        assert (races == []) == waits, races
+        assert values == ([1.0, 2.0] if call == "all_gather" else [2.0 - rank])

@@ -86,10 +86,7 @@ class SimGroup(dist.ProcessGroup):
         for tensor in tensors:
             if tensor.device.index != index:  # NCCL fails or hangs
                 raise RuntimeError(f"{NAME}: {name} got a tensor on {tensor.device}, but the current device is {index}")
-        if index not in self._streams:
-            self._streams[index] = torch.Stream(torch.device("simgpu", index))
-        stream = self._streams[index]
-        stream.wait_stream(torch.simgpu.current_stream())
+        stream = self._side_stream(index)
         with torch.simgpu.stream(stream), torch.no_grad():
             on_host = to_host(outputs)
             call(on_host, on_host if inputs is outputs else to_host(inputs)).wait()
@@ -99,10 +96,15 @@ class SimGroup(dist.ProcessGroup):
                     tensor.record_stream(stream)
                 elif tensor is not value:
                     tensor.copy_(value)
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            event = stream.record_event()
+            event = read_late(tensors, stream)
         return SimWork(outputs, event)
+
+    def _side_stream(self, index: int) -> torch.Stream:
+        """The group's stream of a device, behind the work of the current one."""
+        if index not in self._streams:
+            self._streams[index] = torch.Stream(torch.device("simgpu", index))
+        self._streams[index].wait_stream(torch.simgpu.current_stream(index))
+        return self._streams[index]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> SimWork:
         return self._run("all_reduce", tensors, tensors, lambda out, _: self._gloo.allreduce(out, *some(opts)))
@@ -179,7 +181,14 @@ class SimGroup(dist.ProcessGroup):
 
     # Both return at once, so that ranks can send to one another.
     def send(self, tensors: Any, destination: int, tag: int) -> dist.Work:
-        return Exchange(self._gloo.send(to_host(tensors), destination, tag), [], [])
+        (tensor,) = tensors
+        if tensor.device.type != "simgpu":
+            return self._gloo.send(tensors, destination, tag)
+        stream = self._side_stream(tensor.device.index)
+        with torch.simgpu.stream(stream), torch.no_grad():
+            inner = self._gloo.send(to_host(tensors), destination, tag)
+            event = read_late(tensors, stream)
+        return Exchange(inner, [], [], event)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
         on_host = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
@@ -187,14 +196,22 @@ class SimGroup(dist.ProcessGroup):
 
 
 class Exchange(dist.Work):
-    """A message between two ranks. What is received is on its device after ``wait``."""
+    """A message between two ranks. What is received is on its device, and what is sent may change, after ``wait``."""
 
-    def __init__(self, inner: dist.Work, tensors: list[torch.Tensor], on_host: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inner: dist.Work,
+        tensors: list[torch.Tensor],
+        on_host: list[torch.Tensor],
+        sent: torch.Event | None = None,
+    ) -> None:
         super().__init__()
-        self._inner, self._tensors, self._on_host = inner, tensors, on_host
+        self._inner, self._tensors, self._on_host, self._sent = inner, tensors, on_host, sent
 
     def wait(self, timeout: Any = None) -> bool:
         self._inner.wait()
+        if self._sent is not None:
+            torch.simgpu.current_stream().wait_event(self._sent)
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._on_host, strict=True):
                 tensor.copy_(value)
@@ -202,6 +219,17 @@ class Exchange(dist.Work):
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
+
+
+def read_late(tensors: list[torch.Tensor], stream: torch.Stream) -> torch.Event:
+    """Let the current stream, that of a group, read tensors once more: their values are not known to be read before.
+
+    Otherwise a program that changes one before ``wait()`` would do no harm: the copy for gloo has waited for it.
+    """
+    for tensor in tensors:
+        tensor.detach().as_strided((0,), (1,)).sum()
+        tensor.record_stream(stream)
+    return stream.record_event()
 
 
 def flat(values: Any) -> list[torch.Tensor]:

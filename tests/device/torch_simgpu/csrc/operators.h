@@ -9,6 +9,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/set_native.h>
 #include <unordered_set>
 
@@ -187,6 +188,14 @@ inline std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   auto [a, b, c] = at::convolution_backward(on_host(grad), on_host(x), on_host(weight), at::OptionalIntArrayRef(bias_size),
                                             stride, padding, dilation, transposed, output_padding, groups, mask);
   return {to_device(a, x.device(), name), to_device(b, x.device(), name), to_device(c, x.device(), name)};
+}
+// GPUs count integers too, and torch's CPU kernel does not.
+inline Tensor histc(const Tensor& t, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  const c10::DeviceGuard guard(t.device());
+  operation(t.device().index(), "histc", {t}, {});
+  bool counts_integers = at::isIntegralType(t.scalar_type(), false);
+  auto counts = at::histc(counts_integers ? on_host(t).to(at::kDouble) : on_host(t), bins, low, high).to(t.scalar_type());
+  return to_device(counts, t.device(), "histc");
 }
 
 template <class F> void for_each_tensor(const c10::IValue& value, F&& visit) {

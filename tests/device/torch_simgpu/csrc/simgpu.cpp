@@ -35,6 +35,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("histc", histc);
   m.impl("record_stream", record_stream);
   m.impl("is_pinned", is_pinned);
   m.impl("_pin_memory", pin_memory);

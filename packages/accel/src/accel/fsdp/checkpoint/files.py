@@ -98,15 +98,14 @@ def gather_one(
 
 def on_disk(full: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into a nameless temporary file, which the system writes out when memory is short."""
-    if not full.numel():
-        return full.cpu()
-    with tempfile.TemporaryFile() as file:
-        file.truncate(full.nbytes)
-        path = f"/proc/self/fd/{file.fileno()}"
-        if not Path(path).exists():
-            return full.cpu()
-        mapped = torch.from_file(path, shared=True, size=full.numel(), dtype=full.dtype)
-    return mapped.view(full.shape).copy_(full)
+    if full.numel():
+        with tempfile.TemporaryFile() as file:
+            file.truncate(full.nbytes)
+            path = f"/proc/self/fd/{file.fileno()}"
+            if Path(path).exists():
+                mapped = torch.from_file(path, shared=True, size=full.numel(), dtype=full.dtype)
+                return mapped.view(full.shape).copy_(full)
+    return full.cpu()
 
 
 def _local_parts(value: Any) -> Any:

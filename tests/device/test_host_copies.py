@@ -1,0 +1,132 @@
+"""What accel copies to the host has arrived when the call returns: no later work on the device completes it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as parse
+from torch import nn
+
+from accel import Accelerator
+from accel.fault_tolerance.transport import StateTransport
+from accel.fsdp.checkpoint import files
+from accel.strategies.first_calls import _digest
+from accel.utils import fsdp2_load_full_state_dict
+from accel_bigmodel import cpu_offload
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
+from accel_bigmodel.offload.store import offload_weight
+from accel_checkpoint.validation import _host_copy
+from accel_state.context import isolated
+from accel_state.safetensors_writer import write_safetensors
+
+DEVICE = torch.device("simgpu", 0)
+VALUES = np.arange(512, dtype=np.float32)
+
+
+def _values() -> torch.Tensor:
+    return torch.arange(512.0, device=DEVICE)
+
+
+def _layer() -> nn.Module:
+    layer = nn.Linear(512, 1, bias=False, device=DEVICE)
+    with torch.no_grad():
+        layer.weight.copy_(_values())
+    return layer
+
+
+def _state_dict(_: Path) -> torch.Tensor:
+    return get_state_dict_offloaded_model(_layer())["weight"]
+
+
+def _offloaded_state_dict(_: Path) -> torch.Tensor:
+    layer = cpu_offload(_layer(), DEVICE, state_dict={"weight": _values().view(1, -1)})
+    return get_state_dict_offloaded_model(layer)["weight"]
+
+
+def _offloaded_weights(_: Path) -> torch.Tensor:
+    return get_state_dict_offloaded_model(cpu_offload(_layer(), DEVICE))["weight"]
+
+
+def _weights_of_a_hook(_: Path) -> torch.Tensor:
+    layer = _layer()
+    hook = AlignDevicesHook(execution_device=DEVICE, offload=True)
+    add_hook_to_module(layer, hook)
+    assert isinstance(hook.weights_map, dict)
+    return hook.weights_map["weight"]
+
+
+def _offloaded_file(folder: Path) -> torch.Tensor:
+    offload_weight(_values(), "weight", folder)
+    return torch.from_numpy(np.fromfile(folder / "weight.dat", np.float32))
+
+
+def _safetensors(_: Path) -> torch.Tensor:
+    target = io.BytesIO()
+    write_safetensors({"x": _values()}, target)
+    return parse(target.getvalue())["x"]
+
+
+def _state_before_a_load(_: Path) -> torch.Tensor:
+    return _host_copy({"x": [_values()]})["x"][0]
+
+
+def _file_of_a_gathered_tensor(_: Path) -> torch.Tensor:
+    return files.on_disk(_values())
+
+
+def _state_for_another_replica(_: Path) -> Any:
+    seconds = timedelta(seconds=60)
+    sender, receiver = (StateTransport("127.0.0.1", b"token", seconds) for _ in range(2))
+    try:
+        sender.send_checkpoint([1], 0, {"x": _values()}, seconds)
+        return receiver.recv_checkpoint(0, sender.metadata(), 0, seconds)["x"].cpu()
+    finally:
+        sender.shutdown()
+        receiver.shutdown()
+
+
+def _weights_of_a_model_in_host_memory(_: Path) -> torch.Tensor:
+    model = nn.Linear(512, 1, bias=False)
+    with isolated():
+        fsdp2_load_full_state_dict(Accelerator(), model, {"weight": _values().view(1, -1)}, cpu_offload=True)
+    return model.weight
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        _state_dict,
+        _offloaded_state_dict,
+        _offloaded_weights,
+        _weights_of_a_hook,
+        _offloaded_file,
+        _safetensors,
+        _state_before_a_load,
+        _file_of_a_gathered_tensor,
+        _state_for_another_replica,
+        _weights_of_a_model_in_host_memory,
+    ],
+    ids=lambda function: function.__name__.strip("_"),
+)
+def test_the_copy_is_complete(copied: Callable[[Path], torch.Tensor], tmp_path: Path) -> None:
+    host = copied(tmp_path)
+    assert host.is_cpu
+    np.testing.assert_array_equal(host.detach().reshape(-1).numpy(), VALUES)
+
+
+def test_a_gathered_tensor_where_files_without_names_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.Path, "exists", lambda _: False)
+    np.testing.assert_array_equal(files.on_disk(_values()).numpy(), VALUES)
+
+
+def test_the_digest_of_a_batch_is_that_of_its_values() -> None:
+    assert _digest([_values()]) == _digest([torch.arange(512.0)]) != _digest([torch.zeros(512)])
