@@ -27,8 +27,8 @@ STATEMENT = re.compile(
 WAITED = re.compile(r"^(\s*call\(\))\.wait\(\)$")
 # A wait for a thread that writes a state.
 THREAD = re.compile(r"^(\s*)(?:self|running|save)\.wait\(\)$")
-# A copy to the host without ``non_blocking`` is a synchronisation of its own. Those that may be late already are ordered
-# by the places above, so that removing their flag is no error.
+# A copy to the host without ``non_blocking`` is a synchronisation of its own. Copies that may be late already are
+# ordered by the places above, so that removing their flag is no error.
 BLOCKING = re.compile(r"\.cpu\(\)|\.to\(\"cpu\"(, copy=True)?\)")
 LATE = r'.to("cpu", non_blocking=True\1)'
 # Part of a place and its line -> why no test on this device can notice it.
