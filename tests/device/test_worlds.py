@@ -109,7 +109,8 @@ def test_trains_as_one_process(kind: str) -> None:
     assert means == pytest.approx(losses, rel=1e-5)
     assert set(ranks[0]["weights"]) >= {name for name in weights if "rotary" not in name}
     for name, value in ranks[0]["weights"].items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+        # AdamW divides by the size of a gradient: where it is nearly zero, its rounding is a part of a step of 0.01.
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-4)
 
 
 def _generate(limits: dict[str, int]) -> tuple[list[list[int]], list[int]]:
@@ -160,12 +161,12 @@ def _change_early(call: str, waits: bool) -> tuple[list[str], list[float]]:
         works = dist.batch_isend_irecv(operations if rank == 0 else operations[::-1])
     else:
         works = [dist.all_gather_into_tensor(got, given, async_op=True)]
-    if waits:
-        for work in works:
-            work.wait()
-    given.add_(7)
+    if not waits:
+        given.add_(7)
     for work in works:
         work.wait()
+    if waits:
+        given.add_(7)
     return torch.simgpu.races(), got.unique().tolist()
 
 

@@ -227,7 +227,7 @@ def read_late(tensors: list[torch.Tensor], stream: torch.Stream) -> torch.Event:
     Otherwise a program that changes one before ``wait()`` would do no harm: the copy for gloo has waited for it.
     """
     for tensor in tensors:
-        tensor.detach().as_strided((0,), (1,)).sum()
+        tensor.detach().as_strided((0,), (1,)).view(torch.uint8).sum()  # of any dtype
         tensor.record_stream(stream)
     return stream.record_event()
 

@@ -126,7 +126,7 @@ def _add_bias(router: nn.Module, bias: torch.Tensor) -> None:
     inner, linear = router.forward, nn.functional.linear
 
     def forward(hidden: torch.Tensor) -> Any:
-        nn.functional.linear = lambda x, weight, b=None: linear(x, weight, b) + bias.to(x.dtype)  # type: ignore[assignment]
+        nn.functional.linear = lambda x, weight, b=None: linear(x, weight, b) + bias.to(x)  # type: ignore[assignment]
         try:
             return inner(hidden)
         finally:
