@@ -49,7 +49,7 @@ class StepRecord(NamedTuple):
         step: its number, from 1.
         seconds: counters of the seconds by part at its end.
         ran: processor time of the loop's thread at its end; 0 if the steps are not compared with those of other ranks.
-        loss: the last loss of the step: a number on the CPU, else a tensor; None if unknown.
+        loss: the last loss of the step: a number on the CPU, else a copy on its device; None if unknown.
         norm: the gradient norm that the script computed, likewise.
         group: the parameter group that made the norm too large or not finite; None if unknown.
         indices: those of the samples of the step's batches on this rank; None if the loader does not tell.
@@ -124,7 +124,7 @@ class Recorder:
         self.tokens = 0
         self.step_at: float | None = None
         self.loss: Any = None
-        """The latest loss: a number on the CPU, else a detached tensor."""
+        """The latest loss: a number on the CPU, else a copy on its device."""
         self.norm: Any = None
         """The latest gradient norm that the script computed, likewise."""
         self.group: int | None = None
