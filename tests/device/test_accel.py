@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.utils import ProfileKwargs, find_executable_batch_size, load, set_seed
+from accel.utils import ProfileKwargs, load, set_seed
 from accel_state import PartialState, devices
 from accel_state.context import isolated
 from accel_state.errors import ConfigurationError
@@ -205,29 +204,3 @@ def test_memory_is_that_of_the_device() -> None:
     assert device.memory_total(0) == 8 << 30
     del kept
     assert PartialState().device_backend is device
-
-
-def test_the_batch_that_fits_is_found_and_all_memory_is_given_back() -> None:
-    accelerator, tried = Accelerator(), []
-    before, limit = torch.simgpu.memory_allocated(0), torch.simgpu.mem_get_info(0)[1]
-
-    @find_executable_batch_size(starting_batch_size=128, reduce_batch_size_fn=lambda: tried[-1] // 2)
-    def train(batch_size: int) -> float:
-        tried.append(batch_size)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64 * 64))
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        loss = model(torch.ones(batch_size, 64, device=DEVICE)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        accelerator.free_memory()
-        return loss.item()
-
-    torch.simgpu.set_memory_limit(before + (4 << 20), 0)  # the weights and their gradients need 2.1 MiB
-    try:
-        assert train() > 0
-    finally:
-        torch.simgpu.set_memory_limit(limit, 0)
-    assert tried in ([128, 64, 32], [128, 64, 32, 16])
-    accelerator.free_memory()
-    gc.collect()
-    assert torch.simgpu.memory_allocated(0) == before
