@@ -331,9 +331,7 @@ def moe_leaf_modules() -> list[bool]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Experts(2, 2))
     DeepSpeedPlugin(zero_stage=3).set_moe_leaf_modules(model)
     untouched = [z3_leaf_module(module) for module in model]
-    with pytest.raises(
-        ConfigurationError, match="Sequential has no module of class Expert. Its classes: Experts, Linear, Sequential"
-    ):
+    with pytest.raises(ConfigurationError, match="Expert.*Experts, Linear, Sequential"):
         DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Expert").set_moe_leaf_modules(model)
     DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names=" Experts ,").set_moe_leaf_modules(model)
     return untouched + [z3_leaf_module(module) for module in model]

@@ -69,7 +69,7 @@ def test_the_stages_of_a_step_for_bert_base_cased_are_the_documented_ones(bert_c
     ]
     assert stages[0] == ["413.18 MiB", "413.18 MiB", "826.36 MiB", "1.61 GiB", "1.61 GiB"]
     assert stages[1] == ["413.18 MiB", "619.77 MiB", "826.36 MiB", "826.36 MiB", "826.36 MiB"]
-    with pytest.raises(ConfigurationError, match="'int8' is not one of float32, float16, bfloat16"):
+    with pytest.raises(ConfigurationError, match="'int8' is not one of"):
         estimate_training_usage(total, "int8")
 
 
@@ -460,7 +460,7 @@ def test_an_image_model_is_counted_and_others_are_refused(tmp_path, bert_cased) 
     ).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="takes input_values, not tokens or images"):
         activations_of_config(tmp_path / "config.json", 2, 1)
-    with pytest.raises(ConfigurationError, match="because it does not run on tensors without values"):
+    with pytest.raises(ConfigurationError, match="tensors without values"):
         activations_of_config(Path(bert_cased) / "config.json", 2, 10_000)  # more tokens than positions
     with pytest.raises(ConfigurationError, match="mixed_precision='fp8' is not one of"):
         activations_of_config(Path(bert_cased) / "config.json", 1, 1, "fp8")
@@ -568,7 +568,7 @@ def test_offload_places_layers_and_counts_what_a_step_reads(layered: Path) -> No
         + (1 - kept) * part.read_on_disk / part.cached_bandwidth
     )
     assert part.tokens_per_second == pytest.approx(2 / part.step_seconds)
-    with pytest.raises(ConfigurationError, match=rf"largest layer, which must fit: {block} bytes"):
+    with pytest.raises(ConfigurationError, match=rf"must fit: {block} bytes"):
         estimate_offload(layered, block - 1)
     (layered / "tied").mkdir()
     save_file({"wte.weight": torch.randn(100, 64), "h.0.weight": torch.randn(8, 8)}, layered / "tied/m.safetensors")

@@ -147,7 +147,7 @@ def test_another_path_than_that_of_the_example_is_an_error_and_not_a_wrong_numbe
         ({"stop": True}, "the forward ended after 1 calls, not 3"),
         ({"add": True}, "the module c needs a result of an earlier stage"),
     ):
-        with pytest.raises(ConfigurationError, match=f"takes another path than with the example.*{what}"):
+        with pytest.raises(ConfigurationError, match=f"another path.*{what}"):
             simulate(Optional, plan, x, **kwargs)
 
 
@@ -163,7 +163,7 @@ def test_shapes_that_depend_on_values_are_an_error_and_not_garbage() -> None:
     stage.begin([((x,), {}), ((-x,), {})], {0: plan.outputs[0]}, known=True)
     with torch.no_grad():
         assert stage.run()[0].tolist() == [1.0, 2.0, 3.0]
-        with pytest.raises(ConfigurationError, match="the shapes of its results depend on the values of the inputs"):
+        with pytest.raises(ConfigurationError, match="depend on the values"):
             stage.run()
 
 

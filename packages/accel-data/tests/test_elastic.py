@@ -409,7 +409,7 @@ def test_what_depends_on_the_processes_is_refused() -> None:
 
     refused("Endless has no length", DataLoader(items, sampler=Endless()))
     plain = prepare_data_loader(DataLoader(items), num_processes=1, process_index=0)
-    with pytest.raises(ConfigurationError, match="counts samples, and this loader counts elastic samples"):
+    with pytest.raises(ConfigurationError, match="counts samples.*counts elastic samples"):
         loader_of().load_state_dict(plain.state_dict())
-    with pytest.raises(ConfigurationError, match="counts elastic samples, and this loader counts samples"):
+    with pytest.raises(ConfigurationError, match="counts elastic samples.*counts samples"):
         plain.load_state_dict(loader_of().state_dict())

@@ -338,7 +338,7 @@ def test_states_of_other_loaders_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="RandomSampler"):
         build("own generator").load_state_dict({"_num_yielded": 3})
     middle = dict(build("buckets").state_dict(), position=1)
-    with pytest.raises(ConfigurationError, match="the state counts batches, and this loader counts samples"):
+    with pytest.raises(ConfigurationError, match="counts batches.*counts samples"):
         build("sequential").load_state_dict(middle)
     workers = build("iterable", 2)
     state = dict(workers.state_dict(), position=2)

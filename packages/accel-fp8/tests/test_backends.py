@@ -169,7 +169,7 @@ def test_msamp_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.name == "msamp" and backend.takes_optimizer
     assert backend.initialize("model", "optimizer") == ("new model", "new optimizer")  # type: ignore[arg-type]
     assert given == {"model": "model", "optimizer": "optimizer", "opt_level": "O1"}
-    with pytest.raises(ConfigurationError, match="prepares a model together with its optimizer"):
+    with pytest.raises(ConfigurationError, match="together with its optimizer"):
         convert(network(), FP8Recipe(backend="msamp"), device="cuda")
 
 

@@ -240,7 +240,7 @@ def test_a_range_of_machines_from_a_flag_a_file_and_torchruns_variable(tmp_path:
         assert (machines, machines.minimum, str(machines)) == (4, 2, "2:4")
     assert settle(environ={"PET_NNODES": "2"}, num_machines="3")["num_machines"] == 3
     for wrong in ("0", "2:1", "1:x", "-1", "1:2:3"):
-        with pytest.raises(ConfigurationError, match=f"'{wrong}' is neither an integer of at least 1 nor a range"):
+        with pytest.raises(ConfigurationError, match=f"'{wrong}'"):
             settle(num_machines=wrong)
 
 

@@ -136,7 +136,7 @@ def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     clock = SimpleNamespace(now=lambda zone: datetime(2026, 1, 1, tzinfo=zone) + timedelta(seconds=next(seconds)))
     monkeypatch.setattr("accel_checkpoint.writer.datetime", clock)
     run = Run(project_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="no directory in it is a complete checkpoint"):
+    with pytest.raises(ConfigurationError, match="complete checkpoint"):
         run.accelerator.load_state("latest")
     for number, name in enumerate(("b", "c", "a")):
         run.counter.state["count"] = number

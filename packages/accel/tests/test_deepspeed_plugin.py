@@ -516,9 +516,7 @@ class TestPrecision:
     @pytest.mark.parametrize(("precision", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
     def test_another_precision_is_enabled(self, precision: str, other: str) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, other: {"enabled": True}})
-        with pytest.raises(
-            ConfigurationError, match=f"mixed_precision='{precision}', but hf_ds_config has {other}.enabled: true"
-        ):
+        with pytest.raises(ConfigurationError, match=f"mixed_precision='{precision}'.*{other}.enabled: true"):
             plugin.set_mixed_precision(precision)
 
     def test_the_precision_is_disabled(self) -> None:

@@ -90,9 +90,7 @@ def train_on_cpu() -> dict[str, Any]:
             train(config(2), mixed_precision="fp16")
     results["copies in groups"] = train(config(3, zero={"zero_hpz_partition_size": 2}))
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        with pytest.raises(
-            ConfigurationError, match=f"zero_optimization.{name}: DeepSpeed has no CPU operators for this part"
-        ):
+        with pytest.raises(ConfigurationError, match=f"zero_optimization.{name}: "):
             train(config(3, zero={name: True}))
     accelerator = accelerator_of({**config(2), "bf16": {"enabled": True}})
     model, _, loader = accelerator.prepare(model := net(), adamw(model.parameters()), DataLoader(data(), batch_size=4))

@@ -257,7 +257,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
             accelerator.backward(model(batch).mean(), num_items=1)
         with pytest.raises(ConfigurationError, match="losses with num_items and losses without"):
             accelerator.backward(model(batch).mean())
-        with pytest.raises(ConfigurationError, match="optimizers that update in the backward pass"):
+        with pytest.raises(ConfigurationError, match="in the backward pass"):
             accelerator.backward(model(batch).mean(), learning_rate=0.1)
         break
     AcceleratorState._reset_state()

@@ -308,7 +308,7 @@ def test_a_model_and_its_optimizer_are_prepared_together_where_the_back_end_asks
     assert prepared.optimizer.param_groups[0]["lr"] == 0.25
     assert schedule.scheduler.optimizer is prepared.optimizer
     for objects in ((network(),), (network(), network(), torch.optim.SGD(model.parameters(), lr=0.1))):
-        with pytest.raises(ConfigurationError, match="prepares one model together with its optimizer"):
+        with pytest.raises(ConfigurationError, match="together with its optimizer"):
             runner.prepare(*objects)
     loader = DataLoader(TensorDataset(torch.randn(4, 32)))
     assert runner.prepare(loader) is not None

@@ -309,7 +309,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
             PipelineParallelConfig(**settings)
     with pytest.raises(ConfigurationError, match="pp_size=2.*cp_size=2: stages"):
         PipelineStrategy(PartialState(cpu=True), Handlers(None), ParallelismConfig(pp_size=2, cp_size=2))
-    with pytest.raises(ConfigurationError, match="1f1b needs at least as many as there are ranks"):
+    with pytest.raises(ConfigurationError, match="1f1b needs at least"):
         PipelineParallelConfig(num_microbatches=2).check_batch(8, 4)
     with pytest.raises(ConfigurationError, match="interleaved1f1b.*the 4 ranks"):
         PipelineParallelConfig(schedule="interleaved1f1b", num_microbatches=6).check_batch(12, 4)
