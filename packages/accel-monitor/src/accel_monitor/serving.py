@@ -206,7 +206,7 @@ class ServerProcess:
         except ValueError as error:
             raise ConfigurationError(f"monitor_port={address!r}: {error}") from None
         self._pid = os.getpid()
-        command = [sys.executable, "-m", __spec__.name, os.fspath(project_dir / FOLDER), address, str(self._pid)]
+        command = [sys.executable, "-m", __name__, os.fspath(project_dir / FOLDER), address, str(self._pid)]
         # In a session of its own, so that Ctrl-C in a terminal ends it with this process, and not in the middle of an
         # answer with a traceback.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
