@@ -67,6 +67,8 @@ def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[s
     elif not isinstance(value, type) and not type(value).__module__.startswith(("torch.nn", "torch._", "builtins")):
         inner = iter(getattr(value, "__dict__", {}).items())
     for name, each in inner:
+        if "cache" in str(name):  # filled as a process goes: that of datasets.IterableDataset has keys of the process
+            continue
         yield from _walk(each, f"{path}.{name}" if path else str(name), depth - 1, seen)
 
 
