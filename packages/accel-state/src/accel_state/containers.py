@@ -59,7 +59,7 @@ def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         before = data[key]
         new[key] = value
         if value is not before and data[key] is value:
-            data[key] = before  # type: ignore[index]
+            data[key] = before
             raise TypeError(
                 f"cannot make another {type(data).__name__} with new values: copy.copy() of it shares its items. Give "
                 "it a method __copy__, or pass a dict instead."
