@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
@@ -43,6 +41,8 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigurationError: an error in the command line, or the file exists.
     """
+    from ..cloud.yaml_text import as_yaml
+
     if argv[:1] != ["manifest"]:
         if argv[:1] in (["-h"], ["--help"], []):
             _parser().print_help()
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
             )
     settings = load_settings(command_line.options)
     made = objects(_job(arguments, settings, command_line), arguments.kind)
-    text = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=120) for one in made)
+    text = as_yaml(made)
     if arguments.output is None:
         print(text, end="")
         return 0

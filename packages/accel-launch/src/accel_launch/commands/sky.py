@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
@@ -38,6 +36,8 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigurationError: an error in the command line, or the file exists.
     """
+    from ..cloud.yaml_text import as_yaml
+
     parser = _parser()
     end = end_of_own(argv, parser)
     arguments = parser.parse_args(argv[:end])
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
             "task. Leave it out."
         )
     task = _task(arguments, settings, command_line)
-    text = yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
+    text = as_yaml([task])
     if arguments.output is None:
         print(text, end="")
         return 0
@@ -155,15 +155,5 @@ def _storage(text: str) -> tuple[str, dict[str, str]]:
         raise ConfigurationError(f"--storage {text}: give PATH=URL with an absolute path, such as /data=s3://bucket.")
     return path, {"source": url, "mode": "MOUNT"}
 
-
-class _Dumper(yaml.SafeDumper):
-    """Writes commands as blocks, as people do."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
-
-
-_Dumper.add_representer(str, _represent_text)
 
 COMMAND = Command("write a SkyPilot task", run)
