@@ -150,8 +150,10 @@ def test_errors_of_the_process_are_raised_here(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"value.*collections\.deque") as caught:
         saver.wait()
     assert "in the process that writes the state" in str(caught.value.__cause__)
+    os.kill(pid(), signal.SIGSTOP)
     saver.save({"value": 3}, tmp_path / "other")
     (tmp_path / ".other.accel-partial" / "value.bin").mkdir()
+    os.kill(pid(), signal.SIGCONT)
     with pytest.raises(CheckpointError, match=r"could not be written to .*other.*value\.bin"):
         saver.wait()
     assert load(tmp_path / "state") == {"value": 1} and os.listdir(tmp_path) == ["state"]
@@ -205,7 +207,8 @@ def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "state")["weights"], torch.arange(1000.0))
 
 
-def test_it_does_not_write_into_the_directory_of_the_next_run(tmp_path: Path) -> None:
+def test_it_does_not_write_into_the_directory_of_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which the process leaves for the directory that it writes into
     status = tmp_path.stat()
     (tmp_path / "new").mkdir()
     with pytest.raises(CheckpointError, match="was replaced"):

@@ -37,6 +37,7 @@ SPECIAL = {
     "tee": ("3", "0:1,1:2"),
     "redirects": ("3", "0:1,1:2"),
     "local_ranks_filter": ("0", "0,1"),
+    "monitor_port": ("9400", "127.0.0.1:9401"),
     "nproc_per_node": ("2", "auto"),
     "rdzv_conf": ("timeout=1", "timeout=2,b=3"),
     "fp8_override_linear_precision": ("true", "false,true,false"),
