@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from .errors import ConfigurationError
+
+_POSITIVE = (
+    *("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency", "network_bandwidth"),
+    *("network_latency", "message_seconds", "operation_seconds", "devices_per_node"),
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,15 @@ class HardwareProfile:
         memory_bandwidth: bytes a second between its memory and its processors.
         flops: operations a second of dense matrix products, by type of number: fp8, bf16, fp16, tf32, fp32.
         link_bandwidth: bytes a second and direction to other devices of the node.
-        source: where the numbers are from.
+        link_latency: seconds of a step of a collective between two devices of a node.
+        network_bandwidth: bytes a second and direction and device to other nodes; None if systems differ.
+        network_latency: seconds of a step of a collective between two nodes.
+        message_seconds: seconds of a collective besides its steps and its bytes.
+        operation_seconds: seconds in which the host prepares one operation.
+        devices_per_node: number of devices that the links connect.
+        sources: where each number is from, by its name.
+        measured: whether the numbers were measured in use, rather than taken from data sheets.
+        overlaps: whether communication and preparing operations overlap with computation.
     """
 
     key: str
@@ -31,14 +47,35 @@ class HardwareProfile:
     memory_bandwidth: float
     flops: Mapping[str, float]
     link_bandwidth: float
-    source: str
+    link_latency: float
+    network_bandwidth: float | None
+    network_latency: float
+    message_seconds: float
+    operation_seconds: float
+    devices_per_node: int
+    sources: Mapping[str, str]
+    measured: bool = False
+    overlaps: bool = True
 
 
 @functools.cache
 def profiles() -> dict[str, HardwareProfile]:
     """All profiles, by key."""
     content = json.loads(resources.files(__package__ or "accel_state").joinpath("hardware.json").read_text("utf-8"))
-    return {key: HardwareProfile(key, **{**entry, "names": tuple(entry["names"])}) for key, entry in content.items()}
+    return {key: _profile(key, entry) for key, entry in content.items()}
+
+
+def _profile(key: str, entry: Mapping[str, Any]) -> HardwareProfile:
+    return HardwareProfile(key, **{**entry, "names": tuple(entry["names"])})
+
+
+def find_profile(name: str) -> HardwareProfile:
+    """A profile by its key, or in a file.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    return read_profile(name) if name not in profiles() and Path(name).is_file() else profile(name)
 
 
 def profile(key: str) -> HardwareProfile:
@@ -49,8 +86,40 @@ def profile(key: str) -> HardwareProfile:
     """
     known = profiles()
     if key not in known:
-        raise ConfigurationError(f"{key!r} is not a known device. There are: {', '.join(sorted(known))}.")
+        raise ConfigurationError(
+            f"{key!r} is not a known device. There are: {', '.join(sorted(known))}; the path of a profile that "
+            "`accel doctor --measure FILE` writes can be given as well."
+        )
     return known[key]
+
+
+def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
+    """A profile in a file, as ``accel doctor --measure`` writes it: one object with the fields of a profile.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a field is missing, unknown or not a positive number.
+    """
+    file = Path(path)
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        found = _profile(file.stem, content)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        names = ", ".join(item.name for item in fields(HardwareProfile) if item.name != "key")
+        raise ConfigurationError(
+            f"{file} is not a hardware profile: {' '.join(str(error).split())}. It is an object of {names}."
+        ) from None
+    for name in _POSITIVE:
+        value = getattr(found, name)
+        if name == "network_bandwidth" and value is None:
+            continue
+        numbers = list(value.values()) if isinstance(value, dict) else [value]
+        if not numbers or not all(map(_is_positive, numbers)):
+            raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive. Measure it again.")
+    return found
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def profile_of(device_name: str) -> HardwareProfile | None:
