@@ -78,8 +78,8 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
-@pytest.mark.slow  # traces eight plans of large models; the figures of the guide have fast tests
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.slow  # traces nine plans of large models; the figures of the guide have fast tests
+@pytest.mark.parametrize("number", range(9))
 def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
     command, output = documented()[number]
     config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)

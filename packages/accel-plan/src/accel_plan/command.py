@@ -13,6 +13,7 @@ from accel_launch.config.read import load_settings
 from accel_launch.parser import ConfigParser, parse_options
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
+from accel_state.hardware import find_profile, profiles
 from accel_state.humanize import convert_file_size_to_int
 from accel_state.options import load_groups
 
@@ -37,6 +38,7 @@ _VALUES: dict[str, tuple[int | None, str, str]] = {
     ),
     "pp_stages_per_rank": (1, "N", "pipeline stages per rank (default: 1, or 2 with interleaved1f1b)"),
 }
+_FIRST = ("config", "config_file", "model", "optimizer", "implementation", "memory", "hardware", "html")
 _SWITCHES = {
     "split_batches": "divide the loader's batch over the ranks",
     "all_blocks": "trace all of the model's equal blocks rather than extrapolating from two and three",
@@ -55,7 +57,7 @@ def run(argv: list[str]) -> int:
         ConfigurationError: the configuration cannot train the model on these ranks.
     """
     options = parse_options(argv, _parser())
-    names = ("config", "config_file", "model", "optimizer", "implementation", "memory", *_VALUES, *_SWITCHES)
+    names = (*_FIRST, *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
     config = _config_file(given.pop("config", None), given.pop("config_file", None))
     settings = load_settings({**options, "config_file": str(config)})
@@ -67,13 +69,17 @@ def run(argv: list[str]) -> int:
             "repository on the Hub (owner/name)."
         )
     from .changes import changes_that_fit
+    from .page import as_html
     from .plan import PlanRequest, make_plan
     from .report import as_text
 
     if "memory" in given:
         given["memory_limit"] = _parse_bytes(given.pop("memory"))
+    if "hardware" in given:
+        given["hardware"] = find_profile(given["hardware"])
+        given.setdefault("memory_limit", given["hardware"].memory_bytes)
 
-    as_json = given.pop("json", False)
+    as_json, html = given.pop("json", False), given.pop("html", None)
     for name, (minimum, _, _) in _VALUES.items():
         if name in given and minimum is not None:
             given[name] = _parse_number(name, given[name], minimum)
@@ -81,6 +87,8 @@ def run(argv: list[str]) -> int:
     plan, changes = make_plan(request), None
     if plan.peak is not None and plan.memory_limit is not None and plan.total > plan.memory_limit:
         changes = changes_that_fit(plan, request)
+    if html is not None:
+        _write_page(Path(html), as_html(plan, request.hardware))
     if as_json:
         content = plan.as_dict() | ({} if changes is None else {"changes": asdict(changes)})
         print(json.dumps(content, indent=2))
@@ -106,6 +114,13 @@ def _config_file(argument: str | None, option: str | None) -> Path:
             "Give a configuration file of accel launch; `accel config` writes one."
         )
     return config
+
+
+def _write_page(file: Path, page: str) -> None:
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--html {file} cannot be written: {error.strerror}. Give another file.") from None
 
 
 def _parse_bytes(text: str) -> int:
@@ -158,6 +173,11 @@ def _parser() -> ConfigParser:
         help="torch's implementation of the optimizer (default: foreach, or for_loop on the CPU)",
     )
     _add_argument(parser, "memory", metavar="SIZE", help="memory of the device, such as 80GiB, to compare with")
+    text = "device for the time of a step and the memory to compare with: {}, or a file of `accel doctor --measure`"
+    _add_argument(parser, "hardware", metavar="NAME", help=text.format(", ".join(profiles())))
+    _add_argument(
+        parser, "html", metavar="FILE", help="write a page with the memory and the time of a step, and the mesh"
+    )
     for name, (_, metavar, text) in _VALUES.items():
         _add_argument(parser, name, metavar=metavar, help=text)
     for name, text in _SWITCHES.items():

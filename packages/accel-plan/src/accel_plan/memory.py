@@ -18,7 +18,8 @@ from torch import nn
 from accel.core.unwrap import clean_name
 
 from ._torch_compat import TorchDispatchMode, desugars_itself, local_tensor, process_group_of, storage_id
-from .record import COLLECTIVES, Axes, axis_of
+from .operations import OperationRecorder, Passes
+from .record import COLLECTIVES, Axes, axis_of, tensors_in
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -124,9 +125,10 @@ class MemoryTracker(TorchDispatchMode):
     Tensors that an operation makes and frees inside are not seen: they belong to the kernels of a device.
     """
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, timed: bool = False) -> None:
         super().__init__()
         self._axes = axes
+        self._timed = timed
         self._held: dict[int, _Held] = {}
         self._events: list[_Raw] = []
         self._start: list[tuple[_Held, int]] = []
@@ -134,6 +136,7 @@ class MemoryTracker(TorchDispatchMode):
         self.position = _Position()
         self.names: dict[int, str] = {}  # of modules, by id
         self._container = ""
+        self._operations: OperationRecorder | None = None
 
     # -- the step, as told by the tracer -----------------------------------------------------------------------------
 
@@ -160,6 +163,17 @@ class MemoryTracker(TorchDispatchMode):
         present = [held for held in self._held.values() if held.category != WHOLE_MODEL]
         self._start = [(held, held.size) for held in present if held.size]
         self._events, self._recording = [], True
+        if self._timed:
+            self._operations = OperationRecorder(self._axes, self._held.__contains__)
+
+    def begin_pass(self, times: int) -> None:
+        """A forward and backward pass begins that happens ``times`` times in a step, or the update."""
+        if self._operations is not None:
+            self._operations.begin_pass(times)
+
+    def operations(self) -> Passes:
+        """What the device does in the step that was recorded."""
+        return () if self._operations is None else self._operations.result()
 
     def stop(self) -> StepMemory:
         """What was recorded since :meth:`start`."""
@@ -191,6 +205,9 @@ class MemoryTracker(TorchDispatchMode):
             self._see(tensor, operation)
         if operation in COLLECTIVES:
             self._label_collective(COLLECTIVES[operation][0], (*args, *kwargs.values()), tensors_in((args, result)))
+        if self._recording and self._operations is not None:
+            place = self.position.block, self.phase, star(self.position.module)
+            self._operations.add(func, args, kwargs, result, place)
         return result
 
     def _see(self, tensor: torch.Tensor, operation: str) -> None:
@@ -206,6 +223,8 @@ class MemoryTracker(TorchDispatchMode):
         self._resized(held, storage.nbytes())
 
     def _freed(self, key: int) -> None:
+        if self._operations is not None:
+            self._operations.forget(key)
         self._resized(self._held.pop(key), 0)
 
     def _resized(self, held: _Held, size: int) -> None:
@@ -315,14 +334,3 @@ def _unwrapped(name: str) -> str:
 def star(module: str) -> str:
     """A module's name with * in place of its first index."""
     return _INDEX.sub(".*", module, count=1)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, as this rank holds them."""
-    if isinstance(value, torch.Tensor):
-        return [local_tensor(value)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []

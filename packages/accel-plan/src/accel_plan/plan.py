@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,19 @@ import torch
 from accel.parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
 from accel_state.errors import ConfigurationError
+from accel_state.hardware import HardwareProfile
 from accel_state.options import Resolution
 
 from ._torch_compat import has_meta_collectives
+from .memory import StepMemory
 from .models import build_model, model_config
+from .operations import Passes
 from .peak import PeakMemory, peak_of
 from .pipelines import PipelinePlan, pipeline_settings, trace_pipeline
 from .planners import plan_by
 from .record import Axes, Traffic, coordinates_of
+from .schedules import TIMED_SCHEDULES
+from .timing import FP8, Speeds, StepTime, bubble_seconds, step_time
 from .trace import RankBatch, RankTrace, TraceTask, data_ranks, trace_blocks
 from .zero import HALF_PRECISION, stage_of, without_deepspeed, zero_memory_and_traffic
 
@@ -38,6 +43,7 @@ class PlanRequest:
     optimizer: str = "adamw"
     implementation: str | None = None  # of the optimizer; None: torch's default on the device
     memory_limit: int | None = None  # bytes of the device
+    hardware: HardwareProfile | None = None  # None: without the time of a step
     split_batches: bool = False
     all_blocks: bool = False
     trust_remote_code: bool = False
@@ -71,6 +77,11 @@ class RankPlan:
     unfollowed: str = ""  # what of the configuration is the reason
     implementation: str = ""  # of the optimizer in that step
     memory_limit: int | None = None  # bytes of the device
+    time: StepTime | None = None  # None without hardware, or if it is not modelled
+    untimed: str = ""  # what of the configuration is the reason
+    hardware: str = ""  # the name of its profile
+    operations: Passes = field(default=(), repr=False)  # what the time is made of
+    step: StepMemory | None = field(default=None, repr=False, compare=False)  # what the peak is one of
 
     @property
     def total(self) -> int:
@@ -79,7 +90,8 @@ class RankPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """All values, for JSON."""
-        content = asdict(self)
+        content = asdict(replace(self, operations=(), step=None))
+        del content["operations"], content["step"]
         content["memory"]["total"] = self.memory.total
         content["coordinates"] = {
             name: {"coordinate": coordinate, "size": size} for name, (coordinate, size) in self.coordinates.items()
@@ -103,17 +115,18 @@ def make_plan(request: PlanRequest) -> RankPlan:
             "Upgrade torch; 2.13 works."
         )
     settings = request.settings
-    _check_supported(settings)
+    _check_supported(settings, request.hardware)
     task = _trace_task(request)
     strategy, axes, optimizer = strategy_of(settings), task.axes, request.optimizer
     steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
-    pipeline_plan = None
+    pipeline_plan, ranks = None, ()
     if task.pipeline is not None:
         traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
         totals = traced.peaks() if task.follow else [memory.total for memory in memories]
         pipeline_plan = traced.plan(task.pipeline, len(batch.samples), totals)
         result, memory = traced.traces[traced.position], memories[traced.position]
+        ranks = tuple(item.operations for item in traced.traces)
         traffic = result.traffic
     elif settings["use_deepspeed"]:
         task = without_deepspeed(task, precision)
@@ -143,7 +156,48 @@ def make_plan(request: PlanRequest) -> RankPlan:
         unfollowed=_unfollowed(settings, task.pipeline),
         implementation=result.implementation,
         memory_limit=request.memory_limit,
+        operations=result.operations,
+        step=result.step,
+        time=_time_of(request, task, result.operations, ranks, batch, steps),
+        untimed=_untimed(settings, task.pipeline),
+        hardware=request.hardware.key if request.hardware is not None else "",
     )
+
+
+def _time_of(
+    request: PlanRequest,
+    task: TraceTask,
+    operations: Passes,
+    ranks: tuple[Passes, ...],  # of a pipeline
+    batch: RankBatch,
+    steps: int,
+) -> StepTime | None:
+    settings, hardware = request.settings, request.hardware
+    if hardware is None or not operations:
+        return None
+    precision = settings["mixed_precision"] or "no"
+    compiled = str(settings["dynamo_backend"] or "no").lower() != "no"
+    speeds = Speeds(hardware, compiled, fp8=precision == FP8)
+    bubble = 0.0
+    if task.pipeline is not None:
+        position = ranks.index(operations)
+        count = task.pipeline.check_batch(len(batch.samples), len(ranks))
+        stages = task.pipeline.stages_per_rank or 1
+        bubble = bubble_seconds(ranks, position, task.pipeline.schedule, count, stages, speeds)
+    dtype = {"no": "fp32", FP8: "bf16"}.get(precision, precision)
+    tokens = batch.global_size * steps * task.seq_length
+    return step_time(operations, speeds, tokens, task.world_size, dtype, bubble)
+
+
+def _untimed(settings: Resolution, pipeline: PipelineParallelConfig | None) -> str:
+    """Why the time of a step is not modelled; empty if it is."""
+    if settings["use_deepspeed"]:
+        return f"of {strategy_of(settings)}"  # computed from the trace of a replica
+    if _offloaded_parts(settings):
+        return "with offloaded parts"  # transfers to and from the host are not traced
+    if pipeline is not None and pipeline.schedule not in TIMED_SCHEDULES:
+        return f"in the schedule {pipeline.schedule}"
+    return ""
 
 
 def _plan_megatron(request: PlanRequest) -> RankPlan:
@@ -164,6 +218,8 @@ def _plan_megatron(request: PlanRequest) -> RankPlan:
         optimizer=request.optimizer,
         memory_limit=request.memory_limit,
         unfollowed=f"of {planned['strategy']}",
+        untimed=f"of {planned['strategy']}",
+        hardware=request.hardware.key if request.hardware is not None else "",
         **planned,
     )
 
@@ -191,7 +247,7 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         rank=request.rank,
         world_size=processes,
         local_world_size=processes // settings["num_machines"],
-        variables=settings.environment(),
+        variables=_traced_variables(settings),
         axes=axes,
         batch_size=request.batch_size,
         seq_length=seq_length,
@@ -201,6 +257,7 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         optimizer=request.optimizer,
         implementation=request.implementation or ("for_loop" if settings["cpu"] else None),
         follow=not _unfollowed(settings, pipeline),
+        timed=request.hardware is not None and not _untimed(settings, pipeline),
     )
 
 
@@ -228,7 +285,13 @@ def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:
     return tuple(part for part, name in devices.items() if settings[name] not in (None, "none"))
 
 
-def _check_supported(settings: Resolution) -> None:
+def _traced_variables(settings: Resolution) -> dict[str, str]:
+    """The launcher's variables; a step in 8 bits is traced in bf16, which has the same messages."""
+    variables = settings.environment()
+    return {**variables, "ACCELERATE_MIXED_PRECISION": "bf16"} if settings["mixed_precision"] == FP8 else variables
+
+
+def _check_supported(settings: Resolution, hardware: HardwareProfile | None) -> None:
     if settings["tpu"]:
         raise ConfigurationError(
             f"{settings.where('tpu')}: accel plan does not support TPUs. It supports DDP, FSDP, meshes, DeepSpeed and "
@@ -239,10 +302,11 @@ def _check_supported(settings: Resolution) -> None:
             "settings were given for deepspeed, mesh, but the two do not combine: one strategy trains a model. Pass "
             "the settings of one of them."
         )
-    if settings["mixed_precision"] == "fp8":
+    if settings["mixed_precision"] == FP8 and hardware is None:
         raise ConfigurationError(
             f"{settings.where('mixed_precision')}: fp8 layers cannot be traced without values. Plan with "
-            "--mixed_precision bf16, which has the same parameters, gradients and optimizer state."
+            "--mixed_precision bf16, which has the same parameters, gradients and optimizer state, or add --hardware: "
+            "the time is that of products in 8 bits, and the rest of the report that of bf16."
         )
 
 

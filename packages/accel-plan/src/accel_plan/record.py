@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A storage that is read before it was seen existed before the block; results may be views of it.
-        for tensor in _tensors_in(args):
+        for tensor in tensors_in(args):
             key = storage_id(tensor)
             if key not in self._created and key not in self._existing:
                 self._existing[key] = StorageWeakRef(tensor.untyped_storage())
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         operator = func.name()
         if operator in COLLECTIVES:
             self._record(*COLLECTIVES[operator], args, kwargs, result)
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             key = storage_id(tensor)
             if key not in self._created and key not in self._existing:
                 self._created[key] = StorageWeakRef(tensor.untyped_storage())
@@ -131,8 +131,8 @@ class Recorder(TorchDispatchMode):
             self._axis_names[key] = axis_of(ranks, self.axes)
         count = len(ranks)
         if kind == SEND:
-            kind, count = self._labels.pop(storage_id(_tensors_in(args[0])[0]), self.default_kind), 2
-        payload = sum(tensor.nbytes for tensor in _tensors_in(result if index < 0 else args[index]))
+            kind, count = self._labels.pop(storage_id(tensors_in(args[0])[0]), self.default_kind), 2
+        payload = sum(tensor.nbytes for tensor in tensors_in(result if index < 0 else args[index]))
         sent = sent_bytes(kind, payload, count)
         self._traffic.append(Traffic(kind, self._axis_names[key], count, 1, payload, sent))
 
@@ -179,7 +179,7 @@ def module_storages(model: nn.Module) -> dict[int, int]:
         parameters = list(module.parameters(recurse=False))
         # FSDP 1 keeps gathered parameters as attributes of its flat parameters.
         attributes = [value for parameter in parameters for value in vars(parameter).values()]
-        for tensor in _tensors_in([*parameters, *attributes, *module.buffers(recurse=False), *vars(module).values()]):
+        for tensor in tensors_in([*parameters, *attributes, *module.buffers(recurse=False), *vars(module).values()]):
             sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
     return sizes
 
@@ -190,9 +190,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in local}.values())
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, as this rank holds them."""
     if isinstance(value, torch.Tensor):
         return [local_tensor(value)]
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
     return []

@@ -10,6 +10,7 @@ from .peak import PeakMemory
 from .pipelines import StagePlan
 from .plan import RankPlan
 from .record import POINT_TO_POINT, Traffic
+from .timing import FITTED_ON
 
 _SHOWN_SAMPLES = 8
 
@@ -22,7 +23,7 @@ def as_text(plan: RankPlan, changes: Changes | None = None) -> str:
         changes: for a plan that does not fit in the memory of the device.
     """
     memory = [*_memory(plan), *(_changes(changes) if changes is not None else [])]
-    parts = [_head(plan), memory, _pipeline(plan), _traffic(plan), _data(plan)]
+    parts = [_head(plan), memory, _time(plan), _pipeline(plan), _traffic(plan), _data(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -127,6 +128,23 @@ def _verdict(plan: RankPlan) -> list[str]:
     if rest < 0:
         verdict = f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"
     return ["", verdict]
+
+
+def _time(plan: RankPlan) -> list[str]:
+    time = plan.time
+    if time is None:
+        return [f"time: that of a step {plan.untimed} is not modelled."] if plan.untimed and plan.hardware else []
+    lines = [f"time of a step on {time.hardware}, {'compiled' if time.compiled else 'eager'} (seconds):"]
+    for name, seconds in time.parts.items():
+        lines.append(f"  {name:<44}{seconds:>12.6f}{seconds / time.seconds:>8.1%}")
+    lines.append(f"  {'total':<44}{time.seconds:>12.6f}")
+    lines.append(f"  {time.tokens:,.0f} tokens a second and device, {time.utilization:.1%} model FLOPs utilization")
+    lines.append(f"  {time.bottleneck}")
+    if not time.compared:
+        lines.append(
+            f"  Shares of the peak were fitted on {FITTED_ON}, and are not compared with runs on {time.hardware}."
+        )
+    return lines
 
 
 def _changes(changes: Changes) -> list[str]:

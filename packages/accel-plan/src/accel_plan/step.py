@@ -92,6 +92,7 @@ def follow_steps(
 
 def _update(accelerator: Any, model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
     """Clip the gradients and step, as a training loop does."""
+    tracker.begin_pass(1)
     tracker.enter(CLIPPING)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -25,6 +25,7 @@ from accel_state.errors import ConfigurationError
 from ._torch_compat import fsdp1_unit_bytes, fsdp2_units, fsdp2_unsharded_bytes
 from .memory import BACKWARD, FORWARD, WHOLE_MODEL, MemoryTracker, StepMemory
 from .models import build_model
+from .operations import Passes, more_operations
 from .peak import more_blocks
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
 from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
@@ -60,6 +61,7 @@ class RankTrace:
     stages: StageMemory | None = None  # with a pipeline
     step: StepMemory | None = None  # None if the memory of a step was not followed
     implementation: str = ""  # of the optimizer in that step
+    operations: Passes = ()  # of that step
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class TraceTask:
     optimizer: str = "adamw"
     implementation: str | None = None  # of the optimizer; None: the default on accelerators
     follow: bool = True  # the memory of a step
+    timed: bool = False  # the operations of a step
 
 
 def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace, RankBatch]:
@@ -117,7 +120,9 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         values = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         stack.enter_context(without_memory())
-        tracker = stack.enter_context(MemoryTracker(task.axes).watching()) if task.follow else None
+        tracker = (
+            stack.enter_context(MemoryTracker(task.axes, task.timed).watching()) if task.follow or task.timed else None
+        )
         _allocate(model)
         if tracker is not None:
             tracker.categorize((*model.parameters(), *model.buffers()), WHOLE_MODEL)
@@ -171,7 +176,9 @@ def _trace_step(
 ) -> RankTrace:
     weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
     traced = _Passes(accelerator, model, monitor, tracker, task, samples)
-    step, implementation = None, ""
+    step: StepMemory | None = None
+    operations: Passes = ()
+    implementation = ""
     try:
         if tracker is None:
             traced.run(True)
@@ -182,6 +189,7 @@ def _trace_step(
             implementation = implementation_for(task.implementation, model.parameters())
             optimizer = build_optimizer(task.optimizer, implementation, model.parameters())
             step = follow_steps(accelerator, model, optimizer, tracker, traced.run, dry=task.pipeline is not None)
+            operations = tracker.operations()
     except ConfigurationError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
@@ -193,7 +201,7 @@ def _trace_step(
     stages = monitor.result() if task.pipeline is not None else None
     traffic = add_traffic(traced.traffic)
     sizes = (weights, traced.gradients, traced.activations, largest_unit)
-    return RankTrace(0, 0, *sizes, traffic, stages, step, implementation)
+    return RankTrace(0, 0, *sizes, traffic, stages, step if task.follow else None, implementation, operations)
 
 
 @dataclass
@@ -217,6 +225,8 @@ class _Passes:
         for times, synchronises in [(min(accumulating, 1), False), (accumulating - 1, False), (1, True)]:
             if times > 0:
                 recorder = Recorder(self.task.axes) if first else None
+                if self.tracker is not None:
+                    self.tracker.begin_pass(times)
                 self._run_one(synchronises, recorder)
                 if recorder is not None:
                     self.traffic.append((times, recorder.traffic))
@@ -340,6 +350,9 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int =
         step = more_blocks(smaller.step, larger.step, blocks, steps)
         if step is None:
             return None
+    operations = more_operations(smaller.operations, larger.operations, blocks, steps)
+    if operations is None:
+        return None
 
     def extend(first: int, second: int) -> int:
         return second + steps * (second - first)
@@ -352,8 +365,7 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int =
         gathered = extend(smaller.stages.gathered, stages.gathered)
         stages = replace(stages, activations=tuple(extend(*pair) for pair in pairs), gathered=gathered)
     traffic = add_traffic([(1 + steps, larger.traffic), (-steps, smaller.traffic)])
-    chosen = larger.implementation
-    return replace(larger, **numbers, traffic=traffic, stages=stages, step=step, implementation=chosen)
+    return replace(larger, **numbers, traffic=traffic, stages=stages, step=step, operations=operations)
 
 
 def data_ranks(axes: Axes) -> int:

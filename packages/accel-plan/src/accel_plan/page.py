@@ -1,0 +1,139 @@
+"""``accel plan --html``: a page with the memory and the work of a step over time, and the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+from itertools import accumulate
+
+from accel_state.charts.page import Cell, Curve, chart, charts, document, table
+from accel_state.hardware import HardwareProfile
+
+from .memory import CATEGORIES, StepMemory
+from .plan import RankPlan
+from .report import as_text
+from .timing import Span, Speeds, simulate
+
+_POINTS = 1500
+"""Number of instants that a chart shows: of those in between, the one with most memory."""
+
+
+def as_html(plan: RankPlan, hardware: HardwareProfile | None) -> str:
+    """The page of a plan.
+
+    Args:
+        plan: what to show.
+        hardware: of its time, if it has one.
+    """
+    figures = []
+    if plan.step is not None:
+        figures.append(_memory_chart(plan, plan.step))
+    if plan.time is not None and hardware is not None:
+        speeds = Speeds(hardware, plan.time.compiled, plan.mixed_precision == "fp8")
+        figures.append(_time_chart(simulate(plan.operations, speeds, timeline=True).spans))
+    title = f"{plan.model} on {plan.processes:,} processes"
+    parts = [f"<h1>{escape(title)}</h1>", charts(figures) if figures else "", "<h2>Mesh</h2>", _mesh(plan, hardware)]
+    if plan.time is not None:
+        parts += ["<h2>Time</h2>", _seconds(plan)]
+    report = f"<details><summary>The report as text</summary><pre>{escape(as_text(plan))}</pre></details>"
+    return document(f"accel plan: {title}", *parts, report)
+
+
+def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
+    """Bytes by category after each allocation, with the peak in the title."""
+    changes = {name: [0] * len(step.events) for name in CATEGORIES}
+    start = dict.fromkeys(CATEGORIES, 0)
+    for group, count in step.start.items():
+        start[group.category] += group.bytes * count
+    for index, event in enumerate(step.events):
+        changes[event.group.category][index] = event.group.bytes * event.count
+    series = {name: list(accumulate(changes[name], initial=start[name])) for name in CATEGORIES}
+    total = [sum(values) for values in zip(*series.values(), strict=True)]
+    shown = _highest(total)
+    curves = [Curve("all", [(index, total[index] / 2**30) for index in shown], 0)]
+    used = [name for name in CATEGORIES if any(series[name])]
+    curves += [
+        Curve(name, [(index, series[name][index] / 2**30) for index in shown], color)
+        for color, name in enumerate(used, 1)
+    ]
+    peak = max(total)
+    when = total.index(peak)
+    curves.append(Curve("peak", [(when, peak / 2**30)] * 2, 3))
+    phase = "" if plan.peak is None else f" in the {plan.peak.moment.phase}, at {plan.peak.moment.operation}"
+    return chart(f"Memory (GiB): {peak / 2**30:.2f} at the peak{phase}", curves, "allocations")
+
+
+def _highest(total: list[int]) -> list[int]:
+    """The index of the largest value in each of at most ``_POINTS`` parts."""
+    width = max(math.ceil(len(total) / _POINTS), 1)
+    parts = (range(first, min(first + width, len(total))) for first in range(0, len(total), width))
+    return [max(part, key=total.__getitem__) for part in parts]
+
+
+def _time_chart(spans: Iterable[Span]) -> str:
+    """A line for the computation and one for each lane of messages, interrupted while it is idle."""
+    lanes: dict[str, list[Span]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    curves = []
+    for number, (lane, found) in enumerate(sorted(lanes.items())):
+        points: list[tuple[float, float]] = []
+        for span in found:
+            points += [(1e3 * span.start, number), (1e3 * span.end, number), (1e3 * span.end, math.nan)]
+        curves.append(Curve(lane, _joined(points), number))
+    return chart("Busy (one line for each lane)", curves, "ms")
+
+
+def _joined(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without interruptions shorter than a two-thousandth of the whole."""
+    shortest, joined = points[-1][0] / 2000, points[:2]
+    for index in range(3, len(points), 3):
+        begin, end = points[index : index + 2]
+        if begin[0] - joined[-1][0] > shortest:
+            joined += [(joined[-1][0], math.nan), begin, end]
+        else:
+            joined[-1] = end
+    return joined
+
+
+def _mesh(plan: RankPlan, hardware: HardwareProfile | None) -> str:
+    columns = {
+        "axis": "axis",
+        "size": "ranks",
+        "coordinate": f"rank {plan.rank}",
+        "distance": "distance",
+        "link": "link",
+    }
+    if hardware is None:
+        del columns["link"]
+    rows, distance = [], 1
+    for name, (coordinate, size) in reversed(list(plan.coordinates.items())):
+        group = range(0, size * distance, distance)
+        node = 1 if hardware is None else hardware.devices_per_node
+        inside = group[-1] // node == 0
+        rows.append(
+            {
+                "axis": Cell(name, name),
+                "size": Cell(f"{size:,}", size),
+                "coordinate": Cell(f"{coordinate:,}", coordinate),
+                "distance": Cell(f"{distance:,}", distance),
+                "link": Cell("in a node" if inside else "between nodes", "in a node" if inside else "between nodes"),
+            }
+        )
+        distance *= size
+    return table(columns, rows)
+
+
+def _seconds(plan: RankPlan) -> str:
+    assert plan.time is not None
+    columns = {"part": "part", "seconds": "seconds", "share": "share"}
+    rows = [
+        {
+            "part": Cell(name, name),
+            "seconds": Cell(f"{seconds:.4f}", seconds),
+            "share": Cell(f"{seconds / plan.time.seconds:.1%}", seconds),
+        }
+        for name, seconds in plan.time.parts.items()
+    ]
+    return f"<p>{escape(plan.time.bottleneck)}</p>{table(columns, rows)}"

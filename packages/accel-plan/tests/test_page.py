@@ -1,0 +1,52 @@
+"""The page of `accel plan --html`: what its charts and tables show is what the plan says."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+
+import pytest
+from plan_models import write_llama
+
+from accel_launch.config.read import load_settings
+from accel_plan.command import COMMAND
+from accel_plan.page import as_html
+from accel_plan.plan import PlanRequest, make_plan
+from accel_state.errors import ConfigurationError
+from accel_state.hardware import profile
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+
+def test_the_page_shows_the_plan(tmp_path) -> None:
+    options = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    settings = load_settings({**options, "num_processes": "16", "mixed_precision": "bf16"}, environ={})
+    hardware = profile("h100-sxm")
+    plan = make_plan(PlanRequest(settings, write_llama(tmp_path / "<m>"), rank=9, seq_length=32, hardware=hardware))
+    page = as_html(plan, hardware)
+    assert "<m>" not in page and "http://" not in page.split("<script>")[0]
+    memory, time = (json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page))
+    curves = {curve["label"]: curve for curve in memory["curves"]}
+    assert plan.peak is not None and plan.time is not None
+    assert max(curves["all"]["y"]) == curves["peak"]["y"][0] == pytest.approx(plan.peak.total / 2**30)
+    when = curves["all"]["x"].index(curves["peak"]["x"][0])
+    parts = {name: curve["y"][when] for name, curve in curves.items() if name not in ("all", "peak")}
+    assert sum(parts.values()) == pytest.approx(plan.peak.total / 2**30)
+    lanes = {curve["label"]: curve for curve in time["curves"]}
+    assert set(lanes) == {"compute", "gather dp_shard", "reduce dp_shard"}
+    assert max(max(curve["x"]) for curve in lanes.values()) <= 1e3 * plan.time.seconds * (1 + 1e-6)
+    # Rank 9 of one axis over two nodes of eight.
+    assert re.search(r'data-number="16">16</td>.*data-number="9">9</td>.*between nodes', page)
+    assert plan.time.bottleneck in page
+
+
+def test_a_page_that_cannot_be_written(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    words = [str(file), "--model", write_llama(tmp_path / "m", num_hidden_layers=1), "--seq_length", "8"]
+    with pytest.raises(ConfigurationError, match="--html .*: No such file or directory"):
+        COMMAND.run([*words, "--html", str(tmp_path / "missing/page.html")])

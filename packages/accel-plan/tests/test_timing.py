@@ -1,0 +1,262 @@
+"""The time of a step: rooflines, messages, what overlaps, the bubble of pipelines, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from plan_models import write_llama
+
+from accel_launch.config.read import load_settings
+from accel_plan.command import COMMAND
+from accel_plan.memory import BACKWARD, FORWARD, STEP
+from accel_plan.operations import OTHER, PRODUCT, Message, Operation, more_operations
+from accel_plan.plan import PlanRequest, RankPlan, make_plan
+from accel_plan.report import as_text
+from accel_plan.schedules import schedule_seconds
+from accel_plan.timing import BUBBLE, EXPOSED, HOST, OPTIMIZER, SHARES, Speeds, simulate, step_time
+from accel_state.errors import ConfigurationError
+from accel_state.hardware import HardwareProfile, profile
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="the models are those of transformers"
+)
+pytestmark = pytest.mark.timeout(600)
+
+# A device on which a FLOP takes 1 ns, a byte of its memory 1 us, one of a link 1 ms, and one of the network 10 ms.
+DEVICE = HardwareProfile(
+    key="slow",
+    names=(),
+    memory_bytes=1000,
+    memory_bandwidth=1e6,
+    flops={"bf16": 1e9, "fp32": 1e8, "fp8": 2e9},
+    link_bandwidth=1e3,
+    link_latency=1.0,
+    network_bandwidth=1e2,
+    network_latency=10.0,
+    message_seconds=0.5,
+    operation_seconds=1e-9,
+    devices_per_node=4,
+    sources={},
+    measured=True,
+)
+FAST_LINKS = replace(DEVICE, link_latency=1e-9, message_seconds=1e-9)
+
+
+def product(flops: int, block: int | None = 0, phase: str = FORWARD, **changed: Any) -> Operation:
+    return replace(Operation(block, phase, PRODUCT, "mm", "layers.*", "bfloat16", flops, 0, 0, False), **changed)
+
+
+def other(size: int, fused: int, is_fused: bool = False, phase: str = FORWARD) -> Operation:
+    return Operation(0, phase, OTHER, "mul", "layers.*", "bfloat16", 0, size, fused, is_fused)
+
+
+def sent(kind: str, payload: int, ranks: range = range(2), phase: str = FORWARD, **changed: Any) -> Operation:
+    settings = {"lane": f"{'gather' if kind == 'all-gather' else 'reduce'} dp_shard", **changed}
+    message = Message(kind, "dp_shard", tuple(ranks), payload, **settings)
+    return Operation(0, phase, OTHER, kind, "", "", 0, 0, 0, False, (), message.lane, message)
+
+
+def test_an_operation_takes_the_longer_one_of_computing_and_moving() -> None:
+    speeds = Speeds(DEVICE)
+    assert speeds.seconds(product(2_000_000_000, bytes=1_000_000)) == pytest.approx(2)
+    assert speeds.seconds(product(2_000_000_000, bytes=3_000_000)) == pytest.approx(3)
+    assert speeds.seconds(product(2_000_000_000, dtype="float32")) == pytest.approx(20)
+    assert speeds.seconds(other(4_000_000, 1_000_000)) == pytest.approx(4)
+    assert Speeds(DEVICE, compiled=True).seconds(other(4_000_000, 1_000_000)) == pytest.approx(1)
+    # Eight bits: half of the time, and the operands are read twice and written.
+    assert Speeds(DEVICE, fp8=True).seconds(product(2_000_000_000, bytes=1_000_000)) == pytest.approx(1 + 1.5)
+    assert Speeds(DEVICE, fp8=True).seconds(product(2_000_000_000, module="lm_head")) == pytest.approx(2)
+    # Of the numbers of a data sheet, a share is reached.
+    sheet = Speeds(replace(DEVICE, measured=False))
+    assert sheet.seconds(product(2_000_000_000)) == pytest.approx(2 / SHARES["products"])
+    with pytest.raises(ConfigurationError, match="fp8 matrix products. There are: bf16"):
+        Speeds(profile("a100-80gb"), fp8=True).seconds(product(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        # In a node: three steps of 1 s, and three quarters of 8,000 bytes at 1,000 a second.
+        ("all-gather", range(4), 0.5 + 3 + 6),
+        ("reduce-scatter", range(4), 0.5 + 3 + 6),
+        ("all-reduce", range(4), 0.5 + 6 + 12),
+        ("broadcast", range(4), 0.5 + 1 + 8),
+        # Two nodes of four: six steps inside and one between them; four ports of 100 bytes a second.
+        ("all-gather", range(8), 0.5 + 6 + 10 + 7000 / 400),
+        # One rank of each of four nodes: every step is one of the network, through one port.
+        ("all-gather", range(0, 16, 4), 0.5 + 30 + 6000 / 100),
+        ("activations", range(0, 8, 4), 0.5 + 10 + 8000 / 100),
+    ],
+)
+def test_messages_take_the_steps_of_a_ring_and_their_bytes(kind, ranks, seconds) -> None:
+    message = Message(kind, "axis", tuple(ranks), 8000, "lane")
+    assert Speeds(DEVICE).message_seconds(message) == pytest.approx(seconds)
+
+
+def test_ranks_of_several_nodes_need_a_network() -> None:
+    message = Message("all-gather", "dp_shard", tuple(range(16)), 8000, "lane")
+    with pytest.raises(ConfigurationError, match="l40s: its profile has no network_bandwidth"):
+        Speeds(profile("l40s")).message_seconds(message)
+
+
+def test_messages_overlap_with_computation_until_they_are_waited_for() -> None:
+    """The gradients of 4,000 bytes take 2 s, next to 3 s of computation; those of 10,000 bytes take 2 s longer."""
+    speeds = Speeds(FAST_LINKS)
+    for payload, exposed in ((4000, 0.0), (10_000, 2.0)):
+        waits = (("reduce dp_shard", 1),)
+        step = [product(10**9), sent("reduce-scatter", payload), product(3 * 10**9), replace(other(0, 0), waits=waits)]
+        found = simulate(((1, tuple(step)),), speeds)
+        assert found.clock == pytest.approx(4 + exposed)
+        assert found.parts[f"{EXPOSED}, dp_shard"] == pytest.approx(exposed)
+        # What nothing waits for ends before the step does, too.
+        assert simulate(((1, tuple(step[:2])),), speeds).clock == pytest.approx(1 + payload / 2000)
+        # Without overlap, all of it is exposed.
+        blocking = simulate(((1, tuple(step)),), Speeds(replace(FAST_LINKS, overlaps=False)))
+        assert blocking.clock == pytest.approx(4 + payload / 2000)
+
+
+def test_parameters_of_the_next_block_are_gathered_during_a_block() -> None:
+    """Three blocks of 3 s, whose parameters take 2 s each: only the first gather is exposed."""
+    waits = (("gather dp_shard", 1),)
+    block = [sent("all-gather", 4000, early=True), product(3 * 10**9, waits=waits)]
+    found = simulate(((1, tuple(block * 3)),), Speeds(FAST_LINKS))
+    assert found.clock == pytest.approx(2 + 9)
+    # Larger than the computation: a gather begins when the one before it was used, not earlier.
+    block[0] = sent("all-gather", 10_000, early=True)
+    assert simulate(((1, tuple(block * 3)),), Speeds(FAST_LINKS)).clock == pytest.approx(3 * 5 + 3)
+
+
+def test_reduced_gradients_are_reduced_between_replicas_next() -> None:
+    first = sent("reduce-scatter", 4000)
+    second = sent("all-reduce", 1000, lane="reduce dp_replicate", after="reduce dp_shard")
+    assert simulate(((1, (first, second)),), Speeds(FAST_LINKS)).clock == pytest.approx(2 + 1)
+
+
+def test_the_device_waits_for_the_host() -> None:
+    """Ten operations of 0.1 s that the host prepares in 1 s each; compiled, three of them are one."""
+    speeds = Speeds(replace(DEVICE, operation_seconds=1.0))
+    items = tuple(other(100_000, 100_000, is_fused=index % 3 > 0) for index in range(9))
+    found = simulate(((1, items),), speeds)
+    assert found.clock == pytest.approx(9 + 0.1) and found.parts[HOST] == pytest.approx(9 + 0.1 - 0.9)
+    assert simulate(((1, items),), replace(speeds, compiled=True)).clock == pytest.approx(3 + 3 * 0.1)
+    assert simulate(((1, items),), Speeds(replace(speeds.hardware, overlaps=False))).clock == pytest.approx(9 + 0.9)
+
+
+def test_the_parts_of_a_step_sum_up_to_it() -> None:
+    items = (product(6 * 10**9), product(10**9, phase=BACKWARD), other(10**6, 10**6, phase=STEP))
+    found = step_time(((2, items),), Speeds(DEVICE), tokens=320, ranks=2, dtype="bf16", bubble=4.0)
+    assert found.seconds == pytest.approx(2 * 8 + 4) and sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.parts[OPTIMIZER] == pytest.approx(2) and found.parts[BUBBLE] == 4
+    assert found.tokens == pytest.approx(320 / 20 / 2)
+    assert found.utilization == pytest.approx(3 * 2 * 6 / 20)
+    assert found.bottleneck.startswith("Matrix products take 70% of the step")
+
+
+def test_blocks_are_repeated() -> None:
+    def step(blocks: int) -> Any:
+        model = [product(10**9, block) for block in range(blocks)]
+        backward = [product(2 * 10**9, block, BACKWARD) for block in reversed(range(blocks))]
+        updates = [other(10**6, 10**6, phase=STEP) for _ in range(blocks)]
+        return ((1, tuple(model + backward)), (1, tuple(updates)))
+
+    found = more_operations(step(2), step(3), 3, 4)
+    assert found is not None
+    few, many = (simulate(passes, Speeds(DEVICE)) for passes in (found, step(7)))
+    assert few.clock == pytest.approx(many.clock) == pytest.approx(7 * 3 + 7)
+    assert few.parts == pytest.approx(dict(many.parts))
+    different = ((1, (product(5), *step(3)[0][1])), step(3)[1])
+    assert more_operations(step(2), different, 3, 4) is None
+
+
+@pytest.mark.parametrize(("micro_batches", "stages"), [(4, 1), (8, 1), (8, 2), (16, 4)])
+def test_the_bubble_of_equal_stages(micro_batches, stages) -> None:
+    """(p - 1) / v passes of a micro batch; Narayanan et al., arXiv:2104.04473, section 2.2."""
+    size, forward, backward = 4, 1.0, 2.0
+    schedules = ("interleaved1f1b",) if stages > 1 else ("1f1b", "gpipe")
+    for schedule in schedules:
+        found = schedule_seconds(schedule, [forward] * size, [backward] * size, micro_batches, stages, 0.0)
+        assert found == pytest.approx((micro_batches + (size - 1) / stages) * (forward + backward))
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    found = schedule_seconds("1f1b", [1, 3, 1], [1, 3, 1], 10, 1, 0.0)
+    assert found == pytest.approx(1 + 10 * 6 + 1)
+    # Messages delay the first micro batch on its way there and back.
+    assert schedule_seconds("gpipe", [1, 1], [1, 1], 1, 1, 0.25) == pytest.approx(4.5)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+FSDP2 = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+def planned(model: str, options: dict[str, str], **asked: Any) -> RankPlan:
+    settings = load_settings({"num_processes": "2", **options}, environ={"HF_HOME": "nowhere"})
+    request = {"batch_size": 2, "seq_length": 32, "hardware": profile("h100-sxm"), **asked}
+    return make_plan(PlanRequest(settings, model, **request))
+
+
+@needs_transformers
+def test_the_flops_of_a_plan_are_those_of_the_model(tmp_path) -> None:
+    """Six for each weight of a matrix and token, and attention; recomputation does not count."""
+    model = write_llama(tmp_path)
+    plan = planned(model, {**FSDP2, "fsdp_activation_checkpointing": "true", "mixed_precision": "bf16"})
+    tokens, hidden, inner, keys, words, layers = 2 * 32, 64, 176, 32, 320, 3
+    weights = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner) + hidden * words
+    # Two products of each head, queries, half of the keys, and dimension.
+    attention = 3 * layers * 2 * 2 * tokens * 32 // 2 * hidden
+    assert plan.time is not None
+    flops = plan.time.utilization * plan.time.seconds * 989e12
+    assert flops == pytest.approx(6 * weights * tokens + attention)
+    assert plan.time.tokens == pytest.approx(tokens / plan.time.seconds)
+    text = as_text(plan)
+    assert "time of a step on h100-sxm, eager (seconds):" in text and plan.time.bottleneck in text
+    assert "Shares of the peak were fitted on h100-96gb, and are not compared with runs on h100-sxm." in text
+
+
+@pytest.mark.slow  # traces a model of five blocks, and a pipeline
+@needs_transformers
+def test_the_time_of_few_blocks_is_that_of_all(tmp_path) -> None:
+    model = write_llama(tmp_path, num_hidden_layers=6)
+    mesh = {"use_parallelism_config": "true", "parallelism_config_pp_size": "2", "num_processes": "4"}
+    for options, asked in (
+        ({**FSDP2, "fsdp_activation_checkpointing": "true", "gradient_accumulation_steps": "3"}, {}),
+        ({**mesh, "parallelism_config_tp_size": "2"}, {"num_microbatches": 2}),
+    ):
+        quick, whole = (planned(model, options, all_blocks=every, **asked).time for every in (False, True))
+        assert quick is not None and whole is not None
+        assert quick.seconds == pytest.approx(whole.seconds, rel=1e-3)
+        assert quick.parts == pytest.approx(dict(whole.parts), rel=1e-2, abs=1e-5)
+        assert (BUBBLE in quick.parts) == bool(asked)
+
+
+@needs_transformers
+def test_what_is_not_modelled_is_said_and_the_rest_given(tmp_path, capsys) -> None:
+    file = tmp_path / "zero.yaml"
+    file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n")
+    words = [str(file), "--model", write_llama(tmp_path / "m"), "--seq_length", "16", "--hardware", "h100-sxm"]
+    assert COMMAND.run(words) == 0
+    output = capsys.readouterr().out
+    assert "time: that of a step of zero2 is not modelled." in output and "optimizer state" in output
+
+
+def test_hardware_that_is_not_known(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    words = [str(file), "--model", "llama-3-8b", "--hardware"]
+    with pytest.raises(ConfigurationError, match="'h100' is not a known device. There are: a100-80gb, b200"):
+        COMMAND.run([*words, "h100"])
+    broken = tmp_path / "broken.json"
+    for content in ({}, {"names": [], "flops": {}}, {**_fields(DEVICE), "memory_bandwidth": -1}):
+        broken.write_text(json.dumps(content))
+        with pytest.raises(ConfigurationError, match=r"broken\.json"):
+            COMMAND.run([*words, str(broken)])
+
+
+def _fields(device: HardwareProfile) -> dict[str, Any]:
+    return {name: value for name, value in vars(device).items() if name != "key"}
