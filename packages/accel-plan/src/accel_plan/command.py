@@ -173,7 +173,9 @@ def _parser() -> ConfigParser:
         help="torch's implementation of the optimizer (default: foreach, or for_loop on the CPU)",
     )
     _add_argument(parser, "memory", metavar="SIZE", help="memory of the device, such as 80GiB, to compare with")
-    text = "device for the time of a step and the memory to compare with: {}, or a file of `accel doctor --measure`"
+    text = (
+        "device for the time of a step and the memory to compare with: {}, or a file with the fields of such a profile"
+    )
     _add_argument(parser, "hardware", metavar="NAME", help=text.format(", ".join(profiles())))
     _add_argument(
         parser, "html", metavar="FILE", help="write a page with the memory and the time of a step, and the mesh"

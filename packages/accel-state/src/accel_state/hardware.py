@@ -87,14 +87,14 @@ def profile(key: str) -> HardwareProfile:
     known = profiles()
     if key not in known:
         raise ConfigurationError(
-            f"{key!r} is not a known device. There are: {', '.join(sorted(known))}; the path of a profile that "
-            "`accel doctor --measure FILE` writes can be given as well."
+            f"{key!r} is not a known device. There are: {', '.join(sorted(known))}; the path of a JSON file "
+            "with the fields of a profile can be given as well."
         )
     return known[key]
 
 
 def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
-    """A profile in a file, as ``accel doctor --measure`` writes it: one object with the fields of a profile.
+    """A profile in a JSON file: one object with the fields of a profile, except ``key``.
 
     Raises:
         ConfigurationError: the file cannot be read, or a field is missing, unknown or not a positive number.
@@ -114,7 +114,7 @@ def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
             continue
         numbers = list(value.values()) if isinstance(value, dict) else [value]
         if not numbers or not all(map(_is_positive, numbers)):
-            raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive. Measure it again.")
+            raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive.")
     return found
 
 
