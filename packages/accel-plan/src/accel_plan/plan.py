@@ -119,7 +119,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
     task = _trace_task(request)
     strategy, axes, optimizer = strategy_of(settings), task.axes, request.optimizer
     steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
-    pipeline_plan, ranks = None, ()
+    pipeline_plan: PipelinePlan | None = None
+    ranks: tuple[Passes, ...] = ()  # of a pipeline
     if task.pipeline is not None:
         traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]

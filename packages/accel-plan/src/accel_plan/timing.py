@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -134,9 +134,9 @@ class Simulation:
     def __init__(self, speeds: Speeds, timeline: bool = False) -> None:
         self.speeds = speeds
         self.clock = 0.0
-        self.parts: Counter[str] = Counter()
-        self.messages: Counter[str] = Counter()
-        self.phases: Counter[str] = Counter()
+        self.parts: defaultdict[str, float] = defaultdict(float)
+        self.messages: defaultdict[str, float] = defaultdict(float)
+        self.phases: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
         self._timeline = timeline
         self._lanes: dict[str, _Lane] = {}
