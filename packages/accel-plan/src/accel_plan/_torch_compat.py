@@ -56,6 +56,11 @@ def desugars_itself(kind: type) -> bool:
     return handler not in (None, torch.Tensor.__torch_dispatch__) and not issubclass(kind, FakeTensor)
 
 
+def schema_of(operator: Any) -> Any:
+    """The arguments and results of an operator, with which of them share memory; torch.library has no public reader."""
+    return operator._schema
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage; ``data_ptr()`` is 0 for tensors without memory."""
     return tensor.untyped_storage()._cdata

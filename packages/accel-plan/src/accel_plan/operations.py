@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from ._torch_compat import process_group_of, storage_id
+from ._torch_compat import process_group_of, schema_of, storage_id
 from .record import COLLECTIVES, POINT_TO_POINT, SEND, Axes, axis_of, tensors_in
 
 # Operations that make or change views, or memory without values.
@@ -242,7 +242,7 @@ def _is_reduction(lane: str) -> bool:
 
 def _is_view(func: Any) -> bool:
     """Whether the result shares the memory of an argument that is not written."""
-    schema = func._schema
+    schema = schema_of(func)
     aliases = [item.alias_info for item in schema.returns]
     return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
 
@@ -254,7 +254,7 @@ def _size(tensor: torch.Tensor) -> int:
 def _moved(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
     """Bytes that are read and written."""
     if not made:  # operations on lists of tensors, in place
-        arguments = zip(func._schema.arguments, args, strict=False)
+        arguments = zip(schema_of(func).arguments, args, strict=False)
         made = tensors_in(
             [value for item, value in arguments if item.alias_info is not None and item.alias_info.is_write]
         )
@@ -279,7 +279,7 @@ def _attention_flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any]
 
     Source: Dao, FlashAttention-2, arXiv:2307.08691, section 4.1.
     """
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = named["query"], named["key"], named["value"]
     batch, heads, length, width = query.shape
