@@ -145,7 +145,8 @@ class OperationRecorder:
         flops = _flops(func, short, args, kwargs, result) if kind != OTHER else 0
         moved = _moved(func, args, given, made)
         dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in given if tensor.is_floating_point()), "")
-        side, waits = "", ()
+        side = ""
+        waits: tuple[tuple[str, int], ...] = ()
         # What is made of a reduced gradient before clipping runs with the messages.
         if lanes and phase in _BACKWARD and all(_is_reduction(lane) for lane, _ in lanes):
             side, number = max(lanes, key=lambda item: item[1])

@@ -77,7 +77,7 @@ class Speeds:
 
     def seconds(self, item: Operation) -> float:
         """Of an operation: the longer one of computing and moving its bytes."""
-        moved = item.fused_bytes if self.compiled else item.bytes
+        moved: float = item.fused_bytes if self.compiled else item.bytes
         bandwidth = self.hardware.memory_bandwidth * self.share("memory")
         if item.kind == PRODUCT and self.fp8 and "*" in item.module and item.dtype in ("bfloat16", "float16"):
             # Both operands are read, once more for their maximum unless a fused kernel found it, and written in 8 bits.

@@ -358,7 +358,7 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int =
         return second + steps * (second - first)
 
     names = ("values", "trained", "weights", "gradients", "activations")
-    numbers = {name: extend(getattr(smaller, name), getattr(larger, name)) for name in names}
+    numbers: dict[str, Any] = {name: extend(getattr(smaller, name), getattr(larger, name)) for name in names}
     stages = larger.stages
     if smaller.stages is not None and stages is not None:
         pairs = zip(smaller.stages.activations, stages.activations, strict=True)
