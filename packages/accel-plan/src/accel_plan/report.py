@@ -23,7 +23,7 @@ def as_text(plan: RankPlan, changes: Changes | None = None) -> str:
         changes: for a plan that does not fit in the memory of the device.
     """
     memory = [*_memory(plan), *(_changes(changes) if changes is not None else [])]
-    parts = [_head(plan), memory, _step_time(plan), _pipeline(plan), _traffic(plan), _data(plan)]
+    parts = [_head(plan), memory, _report_of_time(plan), _pipeline(plan), _traffic(plan), _data(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -130,7 +130,7 @@ def _verdict(plan: RankPlan) -> list[str]:
     return ["", verdict]
 
 
-def _step_time(plan: RankPlan) -> list[str]:
+def _report_of_time(plan: RankPlan) -> list[str]:
     time = plan.time
     if time is None:
         return [f"time: that of a step {plan.untimed} is not modelled."] if plan.untimed and plan.hardware else []
