@@ -125,7 +125,7 @@ PRIVATE_NAMES_SHARED = {
 }
 # Private names of the standard library, of torch and of others that some distribution also defines.
 PRIVATE_NAMES_OF_OTHERS = set(
-    "_apply _config _exit _fields _handle _local_tensor _make _parameters _size _step_count _token _version".split()
+    "_apply _config _exit _fields _handle _local_tensor _make _parameters _step_count _token _version".split()
 )
 
 MODULES = [(project, file) for project in projects() for file in sources(project)]
