@@ -45,7 +45,7 @@ def _tokens(samples: int) -> torch.Tensor:
 
 def _plain(batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
     losses = []
     for (tokens,) in DataLoader(TensorDataset(_tokens(STEPS * batch)), batch_size=batch):
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -76,7 +76,7 @@ def _train(kind: str) -> dict[str, Any]:
     model = _model()
     data = TensorDataset(_tokens(STEPS * BATCH * (1 if kind in SHARED else RANKS)))
     model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(data, batch_size=BATCH)
+        model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6), DataLoader(data, batch_size=BATCH)
     )
     losses = []
     for (tokens,) in loader:
@@ -109,8 +109,8 @@ def test_trains_as_one_process(kind: str) -> None:
     assert means == pytest.approx(losses, rel=1e-5)
     assert set(ranks[0]["weights"]) >= {name for name in weights if "rotary" not in name}
     for name, value in ranks[0]["weights"].items():
-        # AdamW divides by the size of a gradient: where it is nearly zero, its rounding is a part of a step of 0.01.
-        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-4)
+        # The optimizer's eps is large: AdamW would make steps of the rounding of gradients that are nearly zero.
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
 
 
 def _generate(limits: dict[str, int]) -> tuple[list[list[int]], list[int]]:
