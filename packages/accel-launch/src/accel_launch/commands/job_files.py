@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 from accel_state.secrets import HIDDEN, hide
+
+from ..parser import CommandLine, parse
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """A name of an environment variable."""
@@ -26,6 +30,39 @@ def end_of_own(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             break
         index += 1 if sign or parser._option_string_actions[flag].nargs == 0 else 2
     return min(index, len(argv))
+
+
+def parse_job(
+    argv: Sequence[str], parser: argparse.ArgumentParser, chosen: Collection[str], reason: str
+) -> tuple[argparse.Namespace, list[str], CommandLine]:
+    """The options of a command, the words after them, and these as a command line of ``accel launch``.
+
+    Args:
+        argv: the words after the name of the command.
+        parser: of its options.
+        chosen: options of ``accel launch`` that the scheduler decides.
+        reason: what is said of them, after their name.
+
+    Raises:
+        ConfigurationError: an error in the command line, or one of those options is in it.
+    """
+    end = end_of_own(argv, parser)
+    arguments = parser.parse_args(argv[:end])
+    words = list(argv[end + 1 :] if argv[end : end + 1] == ["--"] else argv[end:])
+    command_line = parse(words)
+    for name in chosen:
+        if name in command_line.options:
+            raise ConfigurationError(f"--{name} {reason}")
+    return arguments, words, command_line
+
+
+def deliver(text: str, output: Path | None, mode: int, next_step: str) -> None:
+    """Print a file, or write it and say on the standard error what to run next, with the file's path at the end."""
+    if output is None:
+        print(text, end="")
+        return
+    write_new(output, text, mode)
+    print(f"wrote {output}. {next_step} {shlex.quote(str(output))}", file=sys.stderr)
 
 
 def write_new(path: Path, text: str, mode: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from ..accelerators.registry import ACCELERATORS
 from ..cloud.kubernetes_manifest import KINDS, PodJob, objects
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
-from ..parser import CommandLine, ConfigParser, parse
-from .job_files import LABEL, VARIABLE, count_of, end_of_own, name_of, one_line, plain_variable, write_new
+from ..parser import CommandLine, ConfigParser
+from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -48,27 +46,11 @@ def run(argv: list[str]) -> int:
             _parser().print_help()
             return 0
         raise ConfigurationError(f"{argv[0]!r} is not a command of accel k8s. Allowed: manifest.")
-    parser = _parser()
-    end = end_of_own(argv[1:], parser) + 1
-    arguments = parser.parse_args(argv[1:end])
-    words = argv[end + 1 :] if argv[end : end + 1] == ["--"] else argv[end:]
-    command_line = parse(words)
-    for name in _NOT_HERE:
-        if name in command_line.options:
-            raise ConfigurationError(
-                f"--{name} comes from the cluster in a pod. Leave it out; --nodes counts the pods."
-            )
+    reason = "comes from the cluster in a pod. Leave it out; --nodes counts the pods."
+    arguments, _, command_line = parse_job(argv[1:], _parser(), _NOT_HERE, reason)
     settings = load_settings(command_line.options)
-    made = objects(_job(arguments, settings, command_line), arguments.kind)
-    text = as_yaml(made)
-    if arguments.output is None:
-        print(text, end="")
-        return 0
-    write_new(arguments.output, text, 0o666)
-    print(
-        f"wrote {arguments.output}. Start it with: kubectl apply -f {shlex.quote(str(arguments.output))}",
-        file=sys.stderr,
-    )
+    text = as_yaml(objects(_job(arguments, settings, command_line), arguments.kind))
+    deliver(text, arguments.output, 0o666, "Start it with: kubectl apply -f")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
-from ..parser import CommandLine, ConfigParser, parse
-from .job_files import LABEL, VARIABLE, count_of, end_of_own, name_of, one_line, plain_variable, write_new
+from ..parser import CommandLine, ConfigParser
+from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -38,28 +37,16 @@ def run(argv: list[str]) -> int:
     """
     from ..cloud.yaml_text import as_yaml
 
-    parser = _parser()
-    end = end_of_own(argv, parser)
-    arguments = parser.parse_args(argv[:end])
-    words = argv[end + 1 :] if argv[end : end + 1] == ["--"] else argv[end:]
-    command_line = parse(words)
-    for name in CHOSEN_BY_CLUSTER:
-        if name in command_line.options:
-            raise ConfigurationError(f"--{name} comes from SkyPilot in a task. Leave it out; --nodes counts the nodes.")
+    reason = "comes from SkyPilot in a task. Leave it out; --nodes counts the nodes."
+    arguments, _, command_line = parse_job(argv, _parser(), CHOSEN_BY_CLUSTER, reason)
     settings = load_settings(command_line.options)
     if settings["compute_environment"] != "LOCAL_MACHINE":
         raise ConfigurationError(
             f"{settings.where('compute_environment')}: the processes would start elsewhere than on the nodes of the "
             "task. Leave it out."
         )
-    task = _task(arguments, settings, command_line)
-    text = as_yaml([task])
-    if arguments.output is None:
-        print(text, end="")
-        return 0
-    write_new(arguments.output, text, 0o666)
-    where = shlex.quote(str(arguments.output))
-    print(f"wrote {arguments.output}. Start it with: sky jobs launch {where}", file=sys.stderr)
+    text = as_yaml([_task(arguments, settings, command_line)])
+    deliver(text, arguments.output, 0o666, "Start it with: sky jobs launch")
     return 0
 
 

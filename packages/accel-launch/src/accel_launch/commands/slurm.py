@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_state.command import Command
-from accel_state.errors import ConfigurationError
 from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
-from ..parser import ConfigParser, parse
-from .job_files import count_of, end_of_own, one_line, write_new
+from ..parser import ConfigParser
+from .job_files import count_of, deliver, one_line, parse_job
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -38,21 +36,11 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigurationError: an error in the command line, or the file exists.
     """
-    parser = _parser()
-    end = end_of_own(argv, parser)
-    arguments = parser.parse_args(argv[:end])
-    words = argv[end + 1 :] if argv[end : end + 1] == ["--"] else argv[end:]
-    command_line = parse(words)
-    for name in _NOT_HERE:
-        if name in command_line.options:
-            raise ConfigurationError(f"--{name} comes from SLURM in a job. Leave it out; --nodes counts the machines.")
+    reason = "comes from SLURM in a job. Leave it out; --nodes counts the machines."
+    arguments, words, command_line = parse_job(argv, _parser(), _NOT_HERE, reason)
     load_settings(command_line.options)
     text = "\n".join(_lines(arguments, words, Path(command_line.script).stem)) + "\n"
-    if arguments.output is None:
-        print(text, end="")
-        return 0
-    write_new(arguments.output, text, 0o777)
-    print(f"wrote {arguments.output}. Submit it with: sbatch {shlex.quote(str(arguments.output))}", file=sys.stderr)
+    deliver(text, arguments.output, 0o777, "Submit it with: sbatch")
     return 0
 
 

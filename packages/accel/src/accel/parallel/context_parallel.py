@@ -202,7 +202,7 @@ class ContextParallel:
             self.shard.order = order.flatten()
             if documents is not None:
                 # The buffer may be something else than positions: only a call says whether there are documents.
-                self.shard.undivided = Documents(torch.zeros_like(positions).new_zeros(1, length))
+                self.shard.undivided = Documents(positions.new_zeros(1, length))
             ring.shard = self.shard
             try:
                 yield

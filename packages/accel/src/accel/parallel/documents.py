@@ -112,7 +112,7 @@ class Documents:
     def _mask(self, kind: str, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         if kind in self._masks:
             return self._masks[kind]
-        ids, queries, keys = self.ids.to(queries.device), queries, keys.to(queries.device)
+        ids = self.ids.to(queries.device)
         if kind == "sdpa":
             mask = (ids[:, queries].unsqueeze(-1) == ids[:, keys].unsqueeze(-2)) & (keys <= queries.unsqueeze(-1))
             self._masks[kind] = mask.unsqueeze(1)
