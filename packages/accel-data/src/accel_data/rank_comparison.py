@@ -53,9 +53,8 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
     if _is_one_of_pair(num_processes):
         try:
             own = contents(dataset)
-        except (
-            Exception
-        ) as error:  # of an object of the user's that cannot be read yet, such as a tensor without values
+        except Exception as error:
+            # Of an object of the user's that cannot be read yet, such as a tensor without values.
             logger.info("The data set %s is not compared between ranks: %r", name, error)
             return
         if isinstance(sampler, SeedableRandomSampler):
