@@ -339,6 +339,7 @@ def metrics_and_positions(folder: str, monitor: bool, workers: int) -> list:
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # workers start for a minute
 def test_metrics_and_positions_are_those_of_an_unmeasured_loader(tmp_path: Path, workers: int) -> None:
     plain = run_world(metrics_and_positions, 2, str(tmp_path), False, workers)
