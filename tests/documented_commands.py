@@ -42,7 +42,7 @@ ELSEWHERE = {
     "accel config update": "packages/accel-launch/tests/test_config_command.py",
     "accel doctor": "packages/accel-launch/tests/test_doctor.py::test_this_machine_works",
     "accel doctor --cpu --num_processes 2": "packages/accel-launch/tests/test_doctor.py::test_this_machine_works",
-    "accel doctor --num_machines 2 *": "tests/test_launch_hosts.py::test_the_doctor_passes_on_both_hosts",
+    "accel doctor --cpu --num_machines 2 *": "tests/test_launch_hosts.py::test_the_doctor_passes_on_both_hosts",
     "mpirun *": "tests/test_launch_mpi.py::test_mpirun_starts_accel_launch",
     "accel launch * --mpirun_hostfile *": "tests/test_launch_mpi.py::test_accel_launch_starts_mpirun",
     "srun *": "tests/test_launch_slurm.py::test_a_signal_ends_the_ranks_of_all_nodes",

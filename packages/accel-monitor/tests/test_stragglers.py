@@ -187,8 +187,9 @@ def test_a_rank_with_slow_data_is_named_in_a_real_run(tmp_path: Path, capfd: pyt
     pytest.importorskip("accel")
     run_world(train, 2, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "rank-00000.jsonl").read_text().splitlines()]
-    (found,) = [line for line in lines if line["kind"] == "straggler"]
-    assert (found["rank"], found["part"]) == (1, "data") and found["seconds"] > 0.015 and found["last"] < 100
+    # A busy machine makes a rank slow as well, and is then named: before the 20th sample, or for a few milliseconds.
+    (found,) = [line for line in lines if line["kind"] == "straggler" and line["part"] == "data"]
+    assert found["rank"] == 1 and found["seconds"] > 0.015 and found["last"] < 100
     assert "rank 1" in capfd.readouterr().err
     (run,) = read_runs(tmp_path)
     ledger = make_ledger(run)

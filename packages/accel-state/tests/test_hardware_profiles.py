@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from accel_state import ConfigurationError
@@ -10,7 +12,10 @@ from accel_state.hardware import profile, profile_of, profiles
 
 def test_every_profile_is_complete_and_says_where_its_numbers_are_from() -> None:
     for key, found in profiles().items():
-        assert profile(key) is found and len(found.source) > 20 and found.names
+        assert profile(key) is found and found.names
+        # One source for each number, in words.
+        numbers = {field.name for field in fields(found)} - {"key", "names", "sources", "measured", "overlaps"}
+        assert set(found.sources) == numbers and all(len(source) > 20 for source in found.sources.values())
         assert found.memory_bytes > 2**35 and found.flops["bf16"] > 1e14
         # Narrower numbers are never slower.
         order = [found.flops[name] for name in ("fp8", "bf16", "tf32", "fp32") if name in found.flops]
