@@ -2,6 +2,7 @@
 
     python tests/device/remove_waits.py                  all places
     python tests/device/remove_waits.py staging          those whose path contains a word
+    python tests/device/remove_waits.py --table FILE     keep the rows in a file, and leave out those that are in it
 
 It changes a copy of the sources, which the tests import instead of those of this checkout. Exit status 1: no test
 noticed one.
@@ -9,6 +10,7 @@ noticed one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 # A statement that only orders work, and what stays in its place.
 STATEMENT = re.compile(
     r"^(\s*)[\w.\[\]]+(?:\([^()]*\))?\.(?:synchronize|record_stream|wait_event|wait_stream|record)\(.*\)$|"
-    r"^(\s*)(?:operation|work|self\._work)\.wait\(\)$"
+    r"^(\s*)(?:operation|request|work|self\._work)\.wait\(\)$"
 )
 # A call whose result is waited for at once.
 WAITED = re.compile(r"^(\s*call\(\))\.wait\(\)$")
@@ -33,44 +35,66 @@ BLOCKING = re.compile(r"\.cpu\(\)|\.to\(\"cpu\"(, copy=True)?\)")
 LATE = r'.to("cpu", non_blocking=True\1)'
 # Part of a place and its line -> why no test on this device can notice it.
 EXCUSED = {
-    "accel_launch/doctor/": "measures time",
+    "accel_launch/doctor/ranks.py: torch.accelerator.synchronize()": "measures time",
     "accel_megatron/": "Megatron-core is written for one vendor's GPUs",
-    "accel/self_test/": "is a test itself",
-    "accel_state/devices/": "the implementation of Device.synchronize",
+    "accel_state/devices/tpu.py": "a TPU's",
     "accel_checkpoint/staging.py: without_storage": "only for tensors without memory of their own, as XLA's are",
     "accel_fp8/delayed_scaling.py": "a method of the same name that averages scales; packages/accel-fp8/tests notice",
     "accel/precision/fp8.py": "calls that method",
 }
+UNNOTICED = "NOTHING"
 COPIES, STREAMING = "tests/device/test_host_copies.py", "tests/device/test_streaming.py"
-SAVES = [
-    f"tests/device/test_accel.py::{name}"
-    for name in ("test_a_state_saved_in_the_background_is_copied_to_the_host", "test_load_state")
-]
-# The first entry whose name is part of a place's.
+ACCEL, WORLDS = "tests/device/test_accel.py", "tests/device/test_worlds.py::test_trains_as_one_process"
+BACKGROUND = "packages/accel/tests/test_checkpoint_background.py"
+API = "packages/accel-checkpoint/tests/test_api.py"
+OFFLOADED = ["packages/accel-bigmodel/tests/test_accelerators.py", STREAMING]
+PIPELINED = ["packages/accel-bigmodel/tests/test_inference.py::test_a_custom_model"]
+
+
+def _copied(name: str) -> list[str]:
+    return [f"{COPIES}::test_the_copy_is_complete[{name}]"]
+
+
+# Part of a place and its line -> the tests that should notice it; the first entry counts.
 TESTS = {
-    "accel_bigmodel/offload/store.py": [COPIES],
-    "accel_bigmodel/offload/": [STREAMING, "packages/accel-bigmodel/tests/test_accelerators.py"],
-    "accel_bigmodel/pipeline/": ["packages/accel-bigmodel/tests/test_inference.py"],
-    "accel_bigmodel/": [COPIES],
-    "accel_track/": [STREAMING],
-    "accel_monitor/": [STREAMING],
-    "accel_quant/": ["packages/accel-quant/tests/test_loading.py"],
-    "accel_state/": [COPIES],
-    "accel_checkpoint/validation.py": [COPIES],
-    "accel_checkpoint/api.py": ["packages/accel-checkpoint/tests/test_api.py"],
-    "accel_checkpoint/": SAVES,
-    "accel/checkpointer/": ["packages/accel/tests/test_checkpoint_background.py"],
-    "accel/fault_tolerance/transport.py": [COPIES],
-    "accel/fault_tolerance/": ["packages/accel/tests/test_fault_tolerance.py"],
-    "accel/parallel/expert_balance.py": ["packages/accel/tests/test_expert_states.py"],
-    "accel/parallel/late_checks.py": ["tests/device/test_syncs.py"],
-    # Among others with tied weights. Without the wait, messages meet in another order, and the test reaches its limit.
-    "accel/parallel/": ["packages/accel/tests/test_mesh_pipeline.py::test_two_stages_train_as_one_process_does"],
-    "accel/strategies/mesh.py": ["tests/device/test_worlds.py::test_trains_as_one_process[tp]"],
-    "accel/strategies/mesh_pp.py": [
-        "packages/accel/tests/test_mesh_pipeline.py::test_two_stages_train_as_one_process_does"
+    "accel/checkpointer/": [f"{BACKGROUND}::test_one_is_under_way_at_a_time"],
+    "accel/fault_tolerance/transport.py": _copied("state_for_another_replica"),
+    "accel/fault_tolerance/": [
+        "packages/accel/tests/test_fault_tolerance.py::test_gradients_have_the_same_bits_on_any_number_of_replicas"
     ],
-    "accel/": [COPIES],
+    "accel/fsdp/": [f"{COPIES}::test_a_gathered_tensor_where_files_without_names_cannot_be_opened"],
+    "accel/functions/fsdp2.py": _copied("weights_of_a_model_in_host_memory"),
+    "accel/parallel/documents.py": [f"{COPIES}::test_documents_are_split_by_their_lengths"],
+    "accel/parallel/expert_balance.py": _copied("load_of_experts"),
+    "accel/parallel/late_checks.py": ["tests/device/test_syncs.py"],
+    "accel/parallel/pipeline.py": [f"{WORLDS}[pp]"],
+    "accel/self_test/": [f"{ACCEL}::test_the_device_is_checked_and_reported"],
+    "accel/strategies/first_calls.py": [f"{COPIES}::test_the_digest_of_a_batch_is_that_of_its_values"],
+    "accel/strategies/mesh.py": [f"{WORLDS}[tp]"],
+    "accel/strategies/mesh_pp.py": [f"{WORLDS}[pp]"],
+    "accel_bigmodel/dispatch.py": _copied("offloaded_weights"),
+    "accel_bigmodel/hooks/align.py": _copied("weights_of_a_hook"),
+    "accel_bigmodel/hooks/state_dicts.py: value = ": _copied("state_dict"),
+    "accel_bigmodel/hooks/state_dicts.py": _copied("offloaded_state_dict"),
+    "accel_bigmodel/offload/store.py": _copied("offloaded_file"),
+    "accel_bigmodel/offload/prefetch.py": OFFLOADED[:1],
+    "accel_bigmodel/offload/": OFFLOADED[::-1],
+    "accel_bigmodel/pipeline/": PIPELINED,
+    "accel_checkpoint/validation.py": _copied("state_before_a_load"),
+    "accel_checkpoint/api.py": [
+        f"{API}::test_a_save_in_the_background_has_the_values_of_its_call",
+        f"{API}::test_the_error_of_a_save_in_the_background_is_raised",
+    ],
+    "accel_checkpoint/staging.py": [
+        f"{ACCEL}::{name}" for name in ("test_a_state_saved_in_the_background_is_copied_to_the_host", "test_load_state")
+    ],
+    "accel_launch/doctor/": [f"{ACCEL}::test_commands_that_describe_the_machine[doctor]"],
+    "accel_monitor/": [f"{STREAMING}::test_losses_that_the_monitor_looks_at_are_those_of_their_step"],
+    "accel_quant/": ["packages/accel-quant/tests/test_loading.py"],
+    "accel_state/safetensors_writer.py": _copied("safetensors"),
+    "accel_state/collectives/": ["packages/accel-state/tests/test_collectives.py"],
+    "accel_state/devices/": [f"{ACCEL}::test_the_device_is_checked_and_reported"],
+    "accel_track/": [f"{STREAMING}::test_logged_values_are_those_of_their_step"],
 }
 
 
@@ -103,7 +127,19 @@ class Copy:
 
     def failing(self, tests: list[str]) -> str:
         """The first of some tests that fails; empty if all pass."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "device_plugin", "-p", "no:cacheprovider", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--all",
+            "-p",
+            "device_plugin",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ]
         done = subprocess.run(command, cwd=ROOT, env=self._variables, capture_output=True, text=True, check=False)
         noticed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
         return ", ".join(dict.fromkeys(noticed)) or (f"pytest ended with {done.returncode}" if done.returncode else "")
@@ -121,27 +157,52 @@ class Copy:
             copied.write_text(original, encoding="utf-8")
 
 
+def _tests_of(place: str) -> list[str]:
+    found = [tests for part, tests in TESTS.items() if part in place]
+    if not found:
+        sys.exit(f"TESTS names no test that should notice {place}.")
+    return found[0]
+
+
+def _row(copy: Copy, passing: set[str], path: Path, number: int, replacement: str) -> str:
+    """A place's row of the table."""
+    name, line = path.as_posix().split("/src/", 1)[1], path.read_text(encoding="utf-8").splitlines()[number].strip()
+    place = f"{name}: {line}"
+    excuse = next((why for part, why in EXCUSED.items() if part in place), None)
+    if excuse:
+        result = f"not run: {excuse}"
+    else:
+        tests = _tests_of(place)
+        if " ".join(tests) not in passing:
+            if failed := copy.failing(tests):
+                sys.exit(f"{tests} fail without a change: {failed}. Repair them first.")
+            passing.add(" ".join(tests))
+        result = copy.failing_without(path, number, replacement, tests) or UNNOTICED
+    return f"| {name}:{number + 1} | `{line}` | {result} |"
+
+
 def main() -> int:
-    words = sys.argv[1:]
-    unnoticed, passing = 0, set()
-    print("| place | line | noticed by |\n| --- | --- | --- |")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="parts of the places to change; all without one")
+    parser.add_argument(
+        "--table", type=Path, help="a file that keeps the rows; places that it has are not changed again"
+    )
+    arguments = parser.parse_args()
+    rows = arguments.table.read_text().splitlines() if arguments.table and arguments.table.exists() else []
+    passing: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         for path, number, replacement in places():
-            name = path.as_posix().split("/src/", 1)[1]
-            if words and not any(word in f"{name}:{number + 1}" for word in words):
+            place = f"{path.as_posix().split('/src/', 1)[1]}:{number + 1}"
+            is_chosen = not arguments.words or any(word in place for word in arguments.words)
+            if not is_chosen or any(row.startswith(f"| {place} |") for row in rows):
                 continue
-            line = path.read_text(encoding="utf-8").splitlines()[number].strip()
-            excuse = next((why for part, why in EXCUSED.items() if part in f"{name}: {line}"), None)
-            tests = next((files for part, files in TESTS.items() if part in name), ["tests/device"])
-            if not excuse and " ".join(tests) not in passing:
-                if failed := copy.failing(tests):
-                    sys.exit(f"{tests} fail without a change: {failed}. Repair them first.")
-                passing.add(" ".join(tests))
-            result = f"not run: {excuse}" if excuse else copy.failing_without(path, number, replacement, tests)
-            unnoticed += not result
-            print(f"| {name}:{number + 1} | `{line}` | {result or 'NOTHING'} |", flush=True)
-    return 1 if unnoticed else 0
+            rows.append(_row(copy, passing, path, number, replacement))
+            print(rows[-1], flush=True)
+            if arguments.table:
+                arguments.table.write_text("\n".join(rows) + "\n")
+    print("\n| place | line | noticed by |\n| --- | --- | --- |", *sorted(rows), sep="\n")
+    return 1 if any(UNNOTICED in row for row in rows) else 0
 
 
 if __name__ == "__main__":

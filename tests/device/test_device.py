@@ -83,6 +83,24 @@ def test_memory_that_is_given_back_is_not_that_of_its_neighbours() -> None:
     assert [block.unique().tolist() for block in kept] == [[number] for number in range(1, 64, 2)]
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_giving_memory_back_waits_for_recorded_streams_only(recorded: bool) -> None:
+    main, side = torch.simgpu.current_stream(FIRST), torch.Stream(FIRST)
+    x, y = torch.full((1024,), 5.0, device=FIRST), torch.ones(1024, device=FIRST)
+    side.wait_stream(main)
+    with torch.simgpu.stream(side):
+        on_side = torch.empty(1024, pin_memory=True).copy_(x, non_blocking=True)
+    on_main = torch.empty(1024, pin_memory=True).copy_(y, non_blocking=True)
+    if recorded:
+        x.record_stream(side)
+    del x, y
+    torch.simgpu.empty_cache()
+    assert torch.simgpu.queued_copies() == (1 if recorded else 2)
+    assert (on_side.unique().tolist() == [5.0]) == recorded
+    torch.simgpu.synchronize()
+    assert (on_side.unique().tolist(), on_main.unique().tolist()) == ([5.0], [1.0])
+
+
 def test_views_that_conjugate_or_negate_are_copied() -> None:
     x = torch.tensor([1 + 2j, 3 - 1j], device=FIRST)
     for view, expected in ((x.conj(), [1 - 2j, 3 + 1j]), (x.conj().imag, [-2, 1])):

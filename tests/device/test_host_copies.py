@@ -17,6 +17,8 @@ from torch import nn
 from accel import Accelerator
 from accel.fault_tolerance.transport import StateTransport
 from accel.fsdp.checkpoint import files
+from accel.parallel.documents import Documents
+from accel.parallel.expert_balance import ExpertBalancer, LoadCounter
 from accel.strategies.first_calls import _digest
 from accel.utils import fsdp2_load_full_state_dict
 from accel_bigmodel import cpu_offload
@@ -25,6 +27,7 @@ from accel_bigmodel.hooks.base import add_hook_to_module
 from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
 from accel_bigmodel.offload.store import offload_weight
 from accel_checkpoint.validation import _host_copy
+from accel_state.collectives.single import Collectives
 from accel_state.context import isolated
 from accel_state.safetensors_writer import write_safetensors
 
@@ -94,6 +97,13 @@ def _state_for_another_replica(_: Path) -> Any:
         receiver.shutdown()
 
 
+def _load_of_experts(_: Path) -> torch.Tensor:
+    counter = LoadCounter(512)
+    counter.add(_values().long(), int(VALUES.sum()))
+    (tokens,) = ExpertBalancer({"layer": counter}, {}, 0.0, Collectives(), DEVICE).load().tokens.values()
+    return tokens
+
+
 def _weights_of_a_model_in_host_memory(_: Path) -> torch.Tensor:
     model = nn.Linear(512, 1, bias=False)
     with isolated():
@@ -113,6 +123,7 @@ def _weights_of_a_model_in_host_memory(_: Path) -> torch.Tensor:
         _state_before_a_load,
         _file_of_a_gathered_tensor,
         _state_for_another_replica,
+        _load_of_experts,
         _weights_of_a_model_in_host_memory,
     ],
     ids=lambda function: function.__name__.strip("_"),
@@ -130,3 +141,9 @@ def test_a_gathered_tensor_where_files_without_names_cannot_be_opened(monkeypatc
 
 def test_the_digest_of_a_batch_is_that_of_its_values() -> None:
     assert _digest([_values()]) == _digest([torch.arange(512.0)]) != _digest([torch.zeros(512)])
+
+
+def test_documents_are_split_by_their_lengths() -> None:
+    positions = torch.cat([torch.arange(300), torch.arange(20), torch.arange(192)])[None]
+    expected = Documents.of_positions(positions).split_evenly(2)
+    assert torch.equal(Documents.of_positions(positions.to(DEVICE)).split_evenly(2), expected)

@@ -1,4 +1,4 @@
-"""Two processes on two devices compute what one process of plain PyTorch computes on the CPU."""
+"""Processes on as many devices compute what one process of plain PyTorch computes on the CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from accel_state import PartialState
 from accel_state.testing import run_world
 
 STEPS, BATCH, RANKS = 4, 4, 2
-SHARED = ("tp", "cp")  # each batch is computed by both ranks
+WORLDS = {"fsdp2+tp": 4}  # other numbers of ranks
+COPIES = {
+    "ddp": 2,
+    "fsdp2": 2,
+    "fsdp2+tp": 2,
+}  # groups of ranks with batches of their own; in the others, all have the same
 LAYERS = 12  # of the model that is too large
 
 # Next to other suites, on two cores, operators that fall back to the CPU take several times as long.
 pytestmark = pytest.mark.timeout(400)
 
 
-def _model(layers: int = 2) -> nn.Module:
+def _model(layers: int = 2, is_tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     set_seed(0)
@@ -35,6 +40,7 @@ def _model(layers: int = 2) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
+        tie_word_embeddings=is_tied,
     )
     return LlamaForCausalLM(config)
 
@@ -43,8 +49,8 @@ def _tokens(samples: int) -> torch.Tensor:
     return torch.randint(0, 32, (samples, 8), generator=torch.Generator().manual_seed(1))
 
 
-def _plain(batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = _model()
+def _plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, batch = _model(is_tied=kind == "pp"), BATCH * COPIES.get(kind, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
     losses = []
     for (tokens,) in DataLoader(TensorDataset(_tokens(STEPS * batch)), batch_size=batch):
@@ -58,23 +64,29 @@ def _plain(batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def _settings(kind: str) -> dict[str, Any]:
-    if kind == "fsdp2":
-        return {
-            "fsdp_plugin": FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                state_dict_type="FULL_STATE_DICT",
-            )
-        }
-    axes = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
-    return {"parallelism_config": ParallelismConfig(**axes[kind])} if kind in axes else {}
+    settings: dict[str, Any] = {}
+    if kind.startswith("fsdp2"):
+        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            state_dict_type="FULL_STATE_DICT",
+        )
+    axes = {
+        "tp": {"tp_size": 2},
+        "cp": {"cp_size": 2},
+        "pp": {"pp_size": 2},
+        "fsdp2+tp": {"dp_shard_size": 2, "tp_size": 2},
+    }
+    if kind in axes:
+        settings["parallelism_config"] = ParallelismConfig(**axes[kind])
+    return settings
 
 
 def _train(kind: str) -> dict[str, Any]:
     accelerator = Accelerator(**_settings(kind))
-    model = _model()
-    data = TensorDataset(_tokens(STEPS * BATCH * (1 if kind in SHARED else RANKS)))
+    model = _model(is_tied=kind == "pp")
+    data = TensorDataset(_tokens(STEPS * BATCH * COPIES.get(kind, 1)))
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6), DataLoader(data, batch_size=BATCH)
     )
@@ -97,15 +109,16 @@ def _train(kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "cp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "cp", "pp", "fsdp2+tp"])
 def test_trains_as_one_process(kind: str) -> None:
-    losses, weights = _plain(BATCH if kind in SHARED else BATCH * RANKS)
-    ranks = run_world(_train, RANKS, kind, state=False, timeout=300)
-    assert [rank["device"] for rank in ranks] == ["simgpu:0", "simgpu:1"]
+    losses, weights = _plain(kind)
+    world = WORLDS.get(kind, RANKS)
+    ranks = run_world(_train, world, kind, state=False, timeout=300)
+    assert [rank["device"] for rank in ranks] == [f"simgpu:{index}" for index in range(world)]
     for rank in ranks:
         assert rank["races"] == []
     # With cp each rank has the loss of its part of the sequences.
-    means = [sum(of_ranks) / RANKS for of_ranks in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    means = [sum(of_ranks) / world for of_ranks in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert means == pytest.approx(losses, rel=1e-5)
     assert set(ranks[0]["weights"]) >= {name for name in weights if "rotary" not in name}
     for name, value in ranks[0]["weights"].items():

@@ -20,7 +20,7 @@ struct Block {
   int writer = -1;
   Access write{};
 };
-struct Kept { char* address; Clock needed; };
+struct Kept { char* address; Clock needed, done; };  // done: what is known when `needed` is done
 struct Suspect { int stream; Clock accesses; std::string op; };
 struct Arena {
   char *address, *shadow;
@@ -148,14 +148,17 @@ inline void release(void* pointer) {
   check(b.writer, b.write);
   for (auto& [other, access] : b.reads) check(other, access);
   if (!suspect.accesses.empty()) a.suspects[p] = suspect;
-  Clock needed;
-  for (int other : b.recorded)
-    if (other != b.stream && at(host_clock(), other) < work(other).tick) needed[other] = work(other).tick;
+  Clock needed, done;
+  for (int other : b.recorded) {
+    if (other == b.stream || at(host_clock(), other) >= work(other).tick) continue;
+    needed[other] = work(other).tick;
+    join(done, work(other).clock);
+  }
   if (needed.empty()) into_cache(a, p);
   else {
     ++counters[BLOCKS_KEPT];
     a.held += b.bytes;
-    a.kept.push_back({p, needed});
+    a.kept.push_back({p, needed, done});
   }
 }
 inline void collect(Arena& a) {  // blocks whose recorded streams are known to be done
@@ -167,6 +170,16 @@ inline void collect(Arena& a) {  // blocks whose recorded streams are known to b
     else still.push_back(item);
   }
   a.kept.swap(still);
+}
+// As torch.cuda.empty_cache: the host waits for the streams in record_stream of freed blocks, and for nothing else. (The driver happens
+// to wait for the device when a whole segment is given back; nothing promises that, and a segment with another block in it stays.)
+inline void give_back(Arena& a) {
+  for (auto& item : a.kept) {
+    for (auto& [other, tick] : item.needed) execute(other, tick);
+    join(host_clock(), item.done);
+  }
+  collect(a);
+  trim(a);
 }
 // An allocation on a stream may be given any block that was freed on it: report those that are still in use, and overwrite them.
 inline void check_suspects(Arena& a, int k) {
@@ -244,11 +257,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return used; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
     Lock lock(mutex());
-    for (Index i = 0; i < device_count(); ++i) {
-      host_waits_for_device(i);
-      collect(arena(i));
-      trim(arena(i));
-    }
+    for (Index i = 0; i < device_count(); ++i) give_back(arena(i));
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Lock lock(mutex());
