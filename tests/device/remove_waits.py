@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -98,18 +99,49 @@ TESTS = {
 }
 
 
-def places() -> list[tuple[Path, int, str]]:
-    """Every place: file, line number from 0, and what the line becomes."""
+@dataclass
+class Place:
+    """A line that orders work, and what it becomes."""
+
+    path: Path
+    number: int  # from 0
+    replacement: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.as_posix().split('/src/', 1)[1]}:{self.number + 1}"
+
+    @property
+    def line(self) -> str:
+        return self.path.read_text(encoding="utf-8").splitlines()[self.number].strip()
+
+    @property
+    def excuse(self) -> str | None:
+        return next((why for part, why in EXCUSED.items() if self._is(part)), None)
+
+    @property
+    def tests(self) -> list[str]:
+        found = [tests for part, tests in TESTS.items() if self._is(part)]
+        if not found:
+            sys.exit(f"TESTS names no test that should notice {self.name}.")
+        return found[0]
+
+    def _is(self, part: str) -> bool:
+        return part in f"{self.name.partition(':')[0]}: {self.line}"
+
+
+def places() -> list[Place]:
+    """Every place in the packages."""
     found = []
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
             statement, waited = STATEMENT.match(line) or THREAD.match(line), WAITED.match(line)
             if statement:
-                found.append((path, number, f"{line[: len(line) - len(line.lstrip())]}pass"))
+                found.append(Place(path, number, f"{line[: len(line) - len(line.lstrip())]}pass"))
             elif waited:
-                found.append((path, number, waited[1]))
+                found.append(Place(path, number, waited[1]))
             elif BLOCKING.search(line):
-                found.append((path, number, BLOCKING.sub(LATE, line)))
+                found.append(Place(path, number, BLOCKING.sub(LATE, line)))
     return found
 
 
@@ -144,41 +176,17 @@ class Copy:
         noticed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
         return ", ".join(dict.fromkeys(noticed)) or (f"pytest ended with {done.returncode}" if done.returncode else "")
 
-    def failing_without(self, path: Path, number: int, replacement: str, tests: list[str]) -> str:
-        """The first of some tests that fails with a line replaced; empty if all pass."""
-        copied = self._folder / path.relative_to(ROOT)
+    def failing_without(self, place: Place) -> str:
+        """The first of a place's tests that fails with its line replaced; empty if all pass."""
+        copied = self._folder / place.path.relative_to(ROOT)
         original = copied.read_text(encoding="utf-8")
         lines = original.splitlines(keepends=True)
-        lines[number] = replacement + "\n"
+        lines[place.number] = place.replacement + "\n"
         copied.write_text("".join(lines), encoding="utf-8")
         try:
-            return self.failing(tests)
+            return self.failing(place.tests)
         finally:
             copied.write_text(original, encoding="utf-8")
-
-
-def _tests_of(place: str) -> list[str]:
-    found = [tests for part, tests in TESTS.items() if part in place]
-    if not found:
-        sys.exit(f"TESTS names no test that should notice {place}.")
-    return found[0]
-
-
-def _row(copy: Copy, passing: set[str], path: Path, number: int, replacement: str) -> str:
-    """A place's row of the table."""
-    name, line = path.as_posix().split("/src/", 1)[1], path.read_text(encoding="utf-8").splitlines()[number].strip()
-    place = f"{name}: {line}"
-    excuse = next((why for part, why in EXCUSED.items() if part in place), None)
-    if excuse:
-        result = f"not run: {excuse}"
-    else:
-        tests = _tests_of(place)
-        if " ".join(tests) not in passing:
-            if failed := copy.failing(tests):
-                sys.exit(f"{tests} fail without a change: {failed}. Repair them first.")
-            passing.add(" ".join(tests))
-        result = copy.failing_without(path, number, replacement, tests) or UNNOTICED
-    return f"| {name}:{number + 1} | `{line}` | {result} |"
 
 
 def main() -> int:
@@ -189,15 +197,20 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     rows = arguments.table.read_text().splitlines() if arguments.table and arguments.table.exists() else []
-    passing: set[str] = set()
+    chosen = [
+        place
+        for place in places()
+        if (not arguments.words or any(word in place.name for word in arguments.words))
+        and not any(row.startswith(f"| {place.name} |") for row in rows)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        for path, number, replacement in places():
-            place = f"{path.as_posix().split('/src/', 1)[1]}:{number + 1}"
-            is_chosen = not arguments.words or any(word in place for word in arguments.words)
-            if not is_chosen or any(row.startswith(f"| {place} |") for row in rows):
-                continue
-            rows.append(_row(copy, passing, path, number, replacement))
+        tests = sorted({test for place in chosen if not place.excuse for test in place.tests})
+        if tests and (failed := copy.failing(tests)):
+            sys.exit(f"{failed} fails without a change. Repair it first.")
+        for place in chosen:
+            result = f"not run: {place.excuse}" if place.excuse else copy.failing_without(place) or UNNOTICED
+            rows.append(f"| {place.name} | `{place.line}` | {result} |")
             print(rows[-1], flush=True)
             if arguments.table:
                 arguments.table.write_text("\n".join(rows) + "\n")
