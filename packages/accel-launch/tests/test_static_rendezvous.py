@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,10 +19,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from accel_launch.elastic.agent import Agent, ElasticJob
+from accel_launch.elastic.output import LogDirectories
 from accel_launch.elastic.static_rendezvous import StaticRendezvous
 from accel_launch.elastic.tcp_store import serve
 from accel_launch.network.peers import Peers
 from accel_launch.network.records import KILLED, Cause, State
+from accel_launch.supervisor import Child, SignalWatch
+from accel_state.options import RendezvousOptions
 
 
 class Machines:
@@ -133,6 +138,33 @@ def test_a_machine_that_has_ended_closes_the_rendezvous(machines, wait_until, st
     wait_until(lambda: two.handlers[0].board.machines()[1].state is state, "machine rank 0 has been told")
     with pytest.raises(RendezvousClosedError, match=f"{message}.*rank 3 was ended"):
         two.handlers[0].meet()
+
+
+def test_a_machine_is_heard_of_while_its_ranks_are_started(machines, wait_until, monkeypatch, tmp_path) -> None:
+    """Many ranks on a busy machine take longer to start than a silent machine is waited for."""
+    two = machines(2)
+    job = ElasticJob(sys.executable, ["-c", ""], 2, 2, RendezvousOptions(monitor_interval=0.05))
+    agent = Agent(
+        job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False), False, lambda *_: None
+    )
+    start, told = Child.start, []
+
+    def slowly(*args, **options) -> Child:
+        told.append(f"address {len(told)}")
+        two.handlers[0].board.post(address=told[-1])
+        other = two.handlers[1].board
+        wait_until(lambda: other.machines()[0].address == told[-1], "the other machine hears of this one", 30)
+        return start(*args, **options)
+
+    monkeypatch.setattr(Child, "start", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(two.handlers[1].meet)
+        agent._meet()
+        other.result(60)
+        Peers(two.handlers[1].board, 0, 2).post(State.SUCCEEDED)
+    agent._start()
+    assert len(told) == 2 and [rank.process.wait(60) for rank in agent.ranks] == [0, 0]
+    agent._stop()
 
 
 @pytest.mark.parametrize("forks", [False, True])

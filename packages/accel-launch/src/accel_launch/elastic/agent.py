@@ -267,8 +267,7 @@ class Agent:
         self.ranks, self._tees, self._codes = [], [], {}
         outputs = self._job.output.by_rank(count)
         try:
-            held = contextlib.nullcontext() if self._board is None else self._board.held()
-            with held, self._watch.starting(forks=self._job.forks):
+            with self._watch.starting(forks=self._job.forks):
                 for local, streams in enumerate(outputs):
                     self._watch.check()
                     self._start_rank(local, streams)
@@ -287,8 +286,10 @@ class Agent:
             context: Any = multiprocessing.get_context(job.start_method)
             arguments = (job.entrypoint, tuple(job.args), variables, os.getpid())
             process = context.Process(target=call_rank, args=arguments, name=f"rank {variables['RANK']}")
+            # Only a fork copies the board's lock, and only for so long may the other machines hear nothing.
+            held = self._board.held() if job.forks and self._board is not None else contextlib.nullcontext()
             # Spawned ranks read the environment before they call the function.
-            with patch_environment(**variables):
+            with held, patch_environment(**variables):
                 process.start()
             self.ranks.append(Child(process, leads_group=False))
             return
