@@ -248,6 +248,8 @@ class Cable:
         self.port = self._listener.getsockname()[1]
         self.plugged = threading.Event()
         self.plugged.set()
+        self._near: set[socket.socket] = set()
+        self._stalled: set[socket.socket] = set()
         self._ended = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -259,6 +261,7 @@ class Cable:
                 return
             self.plugged.wait()
             far = socket.create_connection(("127.0.0.1", self._target))
+            self._near.add(near)
             for source, target in ((near, far), (far, near)):
                 threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
 
@@ -266,10 +269,15 @@ class Cable:
         try:
             while data := source.recv(4096):
                 self.plugged.wait()
-                target.sendall(data)
+                if source not in self._stalled:
+                    target.sendall(data)
             target.shutdown(socket.SHUT_RDWR)
         except OSError:
             source.close()
+
+    def stall(self) -> None:
+        """From now on nothing arrives at the port by the present connections; the other direction works."""
+        self._stalled |= self._near
 
     def close(self) -> None:
         self._ended = True

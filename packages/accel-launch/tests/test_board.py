@@ -61,6 +61,23 @@ def test_a_cut_is_noticed_on_both_sides_and_so_is_its_end(boards, cable, wait_un
     assert "machine rank 1" in told and "machine rank 0" in told and told.count("is back after") >= 2, told
 
 
+def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until, monkeypatch) -> None:
+    """With lost packets TCP retries later and later, and the launcher that does not arrive hears the other one well."""
+    monkeypatch.setattr(member, "_RENEW_SECONDS", 2.0)
+    hub = join("127.0.0.1", 0, 0, 2)
+    line = cable(hub.port)
+    other = join("127.0.0.1", line.port, 1, 2)
+    try:
+        wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
+        for number in (7, 8):  # twice: what was counted for the first connection does not hold for the second one
+            line.stall()
+            other.post(port=number)
+            wait_until(lambda number=number: hub.machines()[1].port == number, "the record arrives all the same")
+    finally:
+        other.close(0)
+        hub.close(0)
+
+
 def test_a_machine_that_ends_in_order_is_not_lost(boards, wait_until) -> None:
     hub = boards(0, 0)
     other = boards(hub.port, 1)

@@ -108,13 +108,15 @@ def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
         former.meet()
 
 
-def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines) -> None:
+def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines, wait_until) -> None:
     """Of two launchers with the same rank, one gets an error."""
     three = machines(3, max_restarts=0)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(three.handlers[rank].meet) for rank in (0, 1)]
-        while not (three.handlers[1].round == 0 or waiting[1].done()):
-            time.sleep(0.01)
+        # Machine rank 0 knows the first one, which the second one then replaces; not the reverse.
+        wait_until(
+            lambda: (board := three.handlers[0].board) is not None and 1 in board.machines(), "the first is here"
+        )
         former, three.handlers[1] = three.handlers[1], three.make(1)
         waiting.append(pool.submit(three.handlers[1].meet))
         with pytest.raises(RendezvousStateError, match="--machine_rank 1"):

@@ -14,7 +14,8 @@ from .board import HANDSHAKE_SECONDS, QUIET_SECONDS, Board, Lines, Refusal, Say,
 from .fields import checked, read_object
 from .records import Machine, line
 
-# A connection on which nothing arrives for so long is replaced: after a lost packet TCP waits longer and longer.
+# A connection on which nothing arrives for so long, here or there, is replaced: after a lost packet TCP waits longer
+# and longer, in one direction or in both.
 _RENEW_SECONDS = 4.0
 _RETRY_SECONDS = 0.3
 # What listens there for so long without being the launcher of this run is something else.
@@ -39,7 +40,7 @@ class Member(Board):
         self._is_sent = False
         self._known: dict[str, Any] = {}  # the record of this machine, as machine rank 0 has sent it back
         self._attempt: threading.Thread | None = None
-        self._heard = self._pause = self._misled = 0.0
+        self._heard = self._unheard = self._connected = self._pause = self._misled = 0.0
         self.problem = "no attempt yet"
         """Why machine rank 0 is not connected, for messages."""
         self.met = False
@@ -96,7 +97,7 @@ class Member(Board):
         self.own_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
         self._lines = Lines(connection)
         self._selector.register(connection, selectors.EVENT_READ, self._lines)
-        self._is_sent, self._heard, self._misled = False, 0.0, 0.0
+        self._is_sent, self._heard, self._unheard, self._connected, self._misled = False, 0.0, 0.0, 0.0, 0.0
 
     def _disconnect(self) -> None:
         if self._lines is not None:
@@ -150,12 +151,16 @@ class Member(Board):
         for rank, seconds in silences(message.get("silent", {})).items():
             if rank != self._rank:
                 self._silent[rank] = seconds
+            else:
+                # What machine rank 0 counted before this connection is no fault of it.
+                self._unheard = min(seconds, self._connected)
         self._silent[0] = 0.0
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _count(self, seconds: float) -> None:
         self._heard += seconds
+        self._connected += seconds
         self._pause -= seconds
         if self._misled:
             self._misled += seconds
@@ -163,7 +168,7 @@ class Member(Board):
             self._silent[0] = self._silent.get(0, 0.0) + seconds
 
     def _flush(self, beat: bool) -> None:
-        if self._lines is not None and self._heard > _RENEW_SECONDS:
+        if self._lines is not None and max(self._heard, self._unheard) > _RENEW_SECONDS:
             self._disconnect()
         if self._lines is None:
             if self._attempt is None and self._pause <= 0:
