@@ -45,6 +45,7 @@ class Seen:
     first: list[str] = field(default_factory=list)  # seconds to the first sentence of each host
     end: list[str] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
+    digest: str = ""  # of the weights that the run ended with
     sentence: str = ""
     problems: list[str] = field(default_factory=list)
     text: str = ""
@@ -132,8 +133,9 @@ def _judge(seen: Seen, run: Run, digest: str, patience: float) -> None:
         wrong = [wanted is not None and wanted != code for wanted, code in zip(row.codes, seen.codes, strict=True)]
         if any(wrong):
             seen.problems.append(f"exit codes {seen.codes} instead of {row.codes}")
-    if row.same_weights and run.digest() != digest:
-        seen.problems.append(f"ends with {run.digest() or 'no weights'}")
+    seen.digest = run.digest()
+    if row.same_weights and seen.digest != digest:
+        seen.problems.append(f"ends with {seen.digest or 'no weights'}")
     sentences = [text for one in run.launchers for _, text in one.sentences(run.fault_at)]
     if row.quiet and any(map(_is_alarm, sentences)):
         seen.problems.append("has something to say")
@@ -226,7 +228,8 @@ def show(seen: Seen) -> None:
     """Print a line of the table."""
     row, mark = seen.row, "FAIL" if seen.problems else "ok"
     first, end = "/".join(seen.first), "/".join(seen.end)
-    print(f"{mark:<4} | {row.name} | {row.what} | {first} | {end} | {seen.codes} | {seen.sentence[:150]}", flush=True)
+    cells = (mark.ljust(4), row.name, row.what, first, end, seen.codes, seen.digest[:12], seen.sentence[:150])
+    print(*cells, sep=" | ", flush=True)
     for problem in seen.problems:
         print(f"       {problem}", flush=True)
     if seen.problems:
@@ -279,7 +282,7 @@ def main() -> int:
             for row in rows:
                 print(torchrun(hosts, row, args.torchrun), flush=True)
             return failed
-        print("     | row | fault | first sentence (s) | end or restart (s) | exit codes | sentence")
+        print("     | row | fault | first sentence (s) | end or restart (s) | exit codes | weights | sentence")
         for row in rows:
             seen = check(hosts, row, digest, args.patience, servers)
             show(seen)
