@@ -46,6 +46,10 @@ _SECONDS_TO_END = 30.0
 _NEEDS_NEWER_TORCH = re.compile(r"[^\n]*needs (?:a newer torch than|torch 2\.\d+ or newer)[^\n]*")
 # Property tests of the fast tier run this many examples; --all runs as many as the test asks for.
 _FAST_EXAMPLES = 25
+# Factor of the limits of time of tests, and of the worlds that they start: CI's machines can be slow.
+_PATIENCE = float(os.environ.get("ACCEL_TEST_PATIENCE", "1"))
+# Seconds since 1970 after which no test begins; scripts/test --minutes sets it.
+_UNTIL = float(os.environ.get("ACCEL_TEST_UNTIL", "inf"))
 # What a worker computes once for the tests of a file.
 _SHARED = re.compile(r"""scope=["'](module|class|session)|^@(functools\.)?(lru_)?cache\b""", re.MULTILINE)
 
@@ -66,6 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
             "order_seed", random.SystemRandom().randrange(10**6)
         )
     heed_signals()
+    if _PATIENCE != 1:
+        from accel_state import testing
+
+        collect = testing._collect
+        testing._collect = lambda ranks, timeout: collect(ranks, timeout * _PATIENCE)
     if config.getoption("--hypothesis-seed", None) is not None:
         settings.load_profile("search")
     # Tests run in an empty directory (below); the failures that hypothesis remembers must outlive it.
@@ -134,6 +143,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             *(files[item.path], position[item.nodeid]),
         )
     )
+    if _PATIENCE != 1:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_limit_of(item) * _PATIENCE), append=False)
+
+
+def _limit_of(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    limit = float(item.config.getini("timeout"))
+    return limit if marker is None else float(marker.kwargs.get("timeout", (*marker.args, limit)[0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > _UNTIL:
+        pytest.skip("not run: the time for tests was over (scripts/test --minutes)")
 
 
 @pytest.hookimpl(wrapper=True)
