@@ -41,6 +41,8 @@ BATCH, LENGTH = 2, 1024
 FSDP1 = {"use_fsdp": "true", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FSDP2 = {**FSDP1, "fsdp_version": "2"}
 CHECKPOINTING = {"fsdp_activation_checkpointing": "true"}
+SELECTIVE = {**CHECKPOINTING, "fsdp_activation_checkpointing_mode": "selective"}
+SECOND = {**CHECKPOINTING, "fsdp_activation_checkpointing_every": "2"}
 BF16 = {"mixed_precision": "bf16"}
 LARGE = {"vocab_size": 64000}
 
@@ -62,6 +64,8 @@ CASES: dict[str, tuple[int, dict[str, str], dict[str, Any], str, str]] = {
     "fsdp1, checkpointing, bf16": (2, {**FSDP1, **CHECKPOINTING, **BF16}, LARGE, "adam", "foreach"),
     "fsdp2": (2, FSDP2, {}, "adamw", "foreach"),
     "fsdp2, checkpointing": (2, {**FSDP2, **CHECKPOINTING}, {}, "adamw", "foreach"),
+    "fsdp2, selective checkpointing": (2, {**FSDP2, **SELECTIVE}, {}, "adamw", "foreach"),
+    "fsdp2, checkpointing of every second block": (2, {**FSDP2, **SECOND}, {}, "adamw", "for_loop"),
     "fsdp2, checkpointing, bf16, 64,000 words": (2, {**FSDP2, **CHECKPOINTING, **BF16}, LARGE, "adamw", "foreach"),
     "fsdp2, 3 micro batches": (2, {**FSDP2, "gradient_accumulation_steps": "3"}, {}, "adamw", "for_loop"),
     "fsdp2, 4 ranks": (4, {**FSDP2, **BF16}, {}, "sgd_momentum", "for_loop"),

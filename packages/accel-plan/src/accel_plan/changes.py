@@ -78,6 +78,11 @@ def _candidates(plan: RankPlan, request: PlanRequest) -> Iterator[tuple[str, Cal
                 yield f"--batch_size {size} and gradient_accumulation_steps: {steps}", _split(size, steps)
             divisor *= 2
     if plan.strategy not in ("ddp", "no_shard"):
+        checkpointing = {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_mode": "selective"}
+        yield (
+            "fsdp_activation_checkpointing: true with fsdp_activation_checkpointing_mode: selective",
+            _setting(**checkpointing),
+        )
         yield "fsdp_activation_checkpointing: true", _setting(fsdp_activation_checkpointing=True)
     if set(plan.coordinates) == {"dp_shard"}:
         processes = 2 * plan.processes

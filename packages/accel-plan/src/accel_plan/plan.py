@@ -121,8 +121,10 @@ def make_plan(request: PlanRequest) -> RankPlan:
     steps, precision = int(settings["gradient_accumulation_steps"] or 1), settings["mixed_precision"] or "no"
     pipeline_plan: PipelinePlan | None = None
     ranks: tuple[Passes, ...] = ()  # of a pipeline
+    # Blocks of which only some are checkpointed are not alike.
+    all_blocks = request.all_blocks or settings["fsdp_activation_checkpointing_every"] > 1
     if task.pipeline is not None:
-        traced, batch = trace_pipeline(task, task.pipeline, request.all_blocks)
+        traced, batch = trace_pipeline(task, task.pipeline, all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
         totals = traced.peaks() if task.follow else [memory.total for memory in memories]
         pipeline_plan = traced.plan(task.pipeline, len(batch.samples), totals)
@@ -131,10 +133,10 @@ def make_plan(request: PlanRequest) -> RankPlan:
         traffic = result.traffic
     elif settings["use_deepspeed"]:
         task = without_deepspeed(task, precision)
-        result, batch = trace_blocks(task, request.all_blocks)
+        result, batch = trace_blocks(task, all_blocks)
         memory, traffic = zero_memory_and_traffic(task, result, strategy, optimizer, steps)
     else:
-        result, batch = trace_blocks(task, request.all_blocks)
+        result, batch = trace_blocks(task, all_blocks)
         memory, traffic = _memory_of(result, strategy, axes, optimizer, precision), result.traffic
     return RankPlan(
         model=request.model,

@@ -12,6 +12,7 @@ SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCH_POLICIES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 SHARD_FORMATS = ("dcp", "safetensors")
+CHECKPOINTING_MODES = ("full", "selective")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _VERSION_1: dict[str, tuple[Any, ...]] = {"fsdp_version": (1,)}
 
@@ -134,6 +135,22 @@ class FsdpOptions(OptionGroup):
         False,
         help="Recompute activations in the backward pass instead of storing them.",
         question="Should activations be recomputed in the backward pass (less memory, more time)?",
+    )
+    activation_checkpointing_mode: str = _fsdp(
+        "full",
+        choices=CHECKPOINTING_MODES,
+        help="What activation checkpointing recomputes: all of a unit (full), or all except for matrix products, "
+        "convolutions and attention (selective).",
+        question="Should everything be recomputed (full), or all except for matrix products and attention (selective)?",
+        asked_when={"fsdp_activation_checkpointing": (True,)},
+    )
+    activation_checkpointing_every: int = _fsdp(
+        1,
+        minimum=1,
+        metavar="N",
+        help="Checkpoint one of every N units (Transformer blocks), beginning with the first.",
+        question="Of how many units should one be checkpointed (1 for all)?",
+        asked_when={"fsdp_activation_checkpointing": (True,)},
     )
     activation_checkpointing_offload: bool = _fsdp(
         False,

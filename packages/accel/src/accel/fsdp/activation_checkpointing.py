@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import checkpoint_wrappers, checkpointed_module
 
+if TYPE_CHECKING:
+    from .plugin import FullyShardedDataParallelPlugin
 
-def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], offload: bool) -> None:
-    """Wrap each unit in a checkpoint, in place; units that have one already stay as they are."""
+# Operators whose results the mode "selective" keeps: they take nearly all of the time of a block, and a part of its
+# memory. Prefixes, because attention has an operator for each kernel.
+_KEPT = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+    *("aten::_scaled_grouped_mm", "aten::convolution", "aten::_scaled_dot_product_", "flex_attention"),
+)
+
+
+def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], settings: FullyShardedDataParallelPlugin) -> None:
+    """Wrap units in a checkpoint, in place, as the settings say; units that have one already stay as they are."""
     if not units:
         raise ConfigurationError(
             "activation_checkpointing wraps the units of auto_wrap_policy, and there are none. Set auto_wrap_policy to "
             "transformer_based_wrap or size_based_wrap."
         )
     apply, checkpoint_wrapper, offload_wrapper = checkpoint_wrappers()
-    chosen = {id(unit) for unit in units} - set(checkpoints_in(model))
+    chosen = {id(unit) for unit in units[:: settings.activation_checkpointing_every]} - set(checkpoints_in(model))
+    selective = settings.activation_checkpointing_mode == "selective"
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
 
     def wrap(module: nn.Module) -> nn.Module:
-        wrapped = checkpoint_wrapper(module)
-        return offload_wrapper(wrapped) if offload else wrapped
+        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        wrapped = checkpoint_wrapper(module, **contexts)
+        return offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped
 
     apply(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Take the keys and values of generation away from a block that is trained: recomputation would add them twice."""
+    if not (module.training and torch.is_grad_enabled()):
+        return None
+    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
+    if not caches:
+        return None
+    layer = next((part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
+    for cache in caches:
+        length = cache.get_seq_length(layer)
+        if length:
+            raise ConfigurationError(
+                f"activation_checkpointing=True: {type(module).__name__} is trained with {length} positions in its "
+                "cache of keys and values (prefix tuning does that), and computing it again would add to them. Set "
+                "activation_checkpointing=False."
+            )
+
+    def other(value: Any) -> Any:
+        return None if any(value is cache for cache in caches) else value
+
+    return tuple(map(other, args)), {name: other(value) for name, value in kwargs.items()}
+
+
+def _keep(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # An overload of an operator, or a higher-order operator such as flex_attention.
+    name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
+    return CheckpointPolicy.MUST_SAVE if name.startswith(_KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoints_in(model: nn.Module) -> dict[int, nn.Module]:

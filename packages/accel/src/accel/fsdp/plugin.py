@@ -89,6 +89,9 @@ class FullyShardedDataParallelPlugin:
         sync_module_states: start every rank with the weights of rank 0 (default True).
         forward_prefetch: version 1: gather the next parameters in the forward pass too.
         activation_checkpointing: recompute the activations of each unit in the backward pass.
+        activation_checkpointing_mode: recompute all of a unit ("full", default), or all except for matrix products,
+            convolutions and attention, whose results are kept ("selective").
+        activation_checkpointing_every: checkpoint one of so many units, beginning with the first (default 1: all).
         activation_checkpointing_offload: keep the inputs saved for that in CPU memory.
         cpu_ram_efficient_loading: only rank 0 loads the weights; implies ``sync_module_states``.
         transformer_cls_names_to_wrap: class names for "transformer_based_wrap"; by default the model's
@@ -121,6 +124,8 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
     sharded_state_format: str = None  # type: ignore[assignment]
+    activation_checkpointing_mode: str = None  # type: ignore[assignment]
+    activation_checkpointing_every: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -134,6 +139,7 @@ class FullyShardedDataParallelPlugin:
         self._set_wrapping(launched)
         self._set_prefetch(launched)
         self._set_switches(launched)
+        self._set_checkpointing(launched)
         shard_format = self.sharded_state_format or launched.sharded_state_format
         allowed = map(str.upper, options.SHARD_FORMATS)
         self.sharded_state_format = _one_of("sharded_state_format", shard_format, allowed).lower()
@@ -239,13 +245,30 @@ class FullyShardedDataParallelPlugin:
         for name in names:
             value = getattr(self, name)
             setattr(self, name, getattr(launched, name) if value is None else bool(value))
-        if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ConfigurationError(
-                "activation_checkpointing_offload=True needs activation_checkpointing=True. Set both, or neither."
-            )
         if self.cpu_ram_efficient_loading:
             # The other ranks have not loaded any weights.
             self.sync_module_states = True
+
+    def _set_checkpointing(self, launched: FsdpOptions) -> None:
+        mode = self.activation_checkpointing_mode or launched.activation_checkpointing_mode
+        allowed = map(str.upper, options.CHECKPOINTING_MODES)
+        self.activation_checkpointing_mode = _one_of("activation_checkpointing_mode", mode, allowed).lower()
+        if self.activation_checkpointing_every is None:
+            self.activation_checkpointing_every = launched.activation_checkpointing_every
+        every = self.activation_checkpointing_every
+        check_number("activation_checkpointing_every", every, at_least=1, whole=True)
+        if not self.activation_checkpointing:
+            used = {"activation_checkpointing_offload": False, "activation_checkpointing_mode": "full"}
+            for name, unused in {**used, "activation_checkpointing_every": 1}.items():
+                if getattr(self, name) != unused:
+                    raise ConfigurationError(
+                        f"{name}={getattr(self, name)!r} needs activation_checkpointing=True. Set both, or neither."
+                    )
+        elif self.activation_checkpointing_offload and self.activation_checkpointing_mode == "selective":
+            raise ConfigurationError(
+                "activation_checkpointing_offload=True moves the inputs of checkpointed units to the CPU, and not the "
+                "results that activation_checkpointing_mode='selective' keeps. Leave one of them out."
+            )
 
     def _warn_about_version_1(self, launched: FsdpOptions, given: set[str]) -> None:
         """Warn about settings of version 1 without an effect, unless the script overrides those of the launcher."""

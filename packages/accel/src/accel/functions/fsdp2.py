@@ -52,7 +52,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """
     settings = _require_version_2(accelerator, "fsdp2_apply_ac").settings
     units = find_units(model, settings.policy_for(model), settings.ignored_in(model))
-    checkpoint_units(model, units, settings.activation_checkpointing_offload)
+    checkpoint_units(model, units, settings)
     return model
 
 

@@ -90,7 +90,7 @@ class FSDP1Strategy(ShardedStrategy):
                 **self._initial_weights(model),
             )
         if settings.activation_checkpointing:
-            checkpoint_units(wrapped, units, settings.activation_checkpointing_offload)
+            checkpoint_units(wrapped, units, settings)
         self._remember(originals, wrapped)
         self.ties[wrapped] = ties
         return wrapped

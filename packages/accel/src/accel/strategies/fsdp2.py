@@ -93,7 +93,7 @@ class FSDP2Strategy(ShardedStrategy):
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
         # A checkpoint is inside its unit, so that the unit is gathered once for recomputation and the backward pass.
         if settings.activation_checkpointing:
-            checkpoint_units(model, blocks, settings.activation_checkpointing_offload)
+            checkpoint_units(model, blocks, settings)
         checkpoints = checkpoints_in(model)
         outer = [checkpoints.get(id(unit), unit) for unit in units]
         untouched = {parameter for module in ignored for parameter in module.parameters()}

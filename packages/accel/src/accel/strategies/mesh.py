@@ -124,6 +124,12 @@ class MeshStrategy(FSDP2Strategy):
                 f"ep_size={self.parallelism.ep_size} does not support cpu_offload. Turn it off (--fsdp_offload_params "
                 "false), or use a larger dp_shard_size."
             )
+        if self.settings.activation_checkpointing_mode == "selective":
+            # FSDP gathers the experts inside of the block, not as often in the recomputation, which torch refuses.
+            raise ConfigurationError(
+                f"ep_size={self.parallelism.ep_size} does not support activation_checkpointing_mode='selective'. Use "
+                "'full', with activation_checkpointing_every=2 or more to recompute less."
+            )
 
     def reduce_in_order(self) -> ShardReduction:
         if self.experts is not None:

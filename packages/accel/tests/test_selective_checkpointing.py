@@ -1,0 +1,196 @@
+"""Checkpointing of some units, and of what is between their matrix products: equal, and what is computed again."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from expert_runs import accelerator_for
+from mesh_matrix import Case, deviation, mesh_steps, plain_step
+from mesh_runs import assert_same, batches, build, loss_of, plain, train
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel import Accelerator
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state.env import patch_environment
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+    pytest.mark.timeout(600),
+]
+
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
+FULL = {"activation_checkpointing": True}
+SELECTIVE = {**FULL, "activation_checkpointing_mode": "selective"}
+SECOND = {**FULL, "activation_checkpointing_every": 2}
+TWO = [
+    Case("dp_shard 2", "gpt2", fsdp=SECOND, window=2),
+    Case("dp_shard 2", "llama", fsdp=SELECTIVE, window=2),
+    Case("tp 2", "llama", fsdp=SELECTIVE, length=7),
+    Case("cp 2", "llama", fsdp=SELECTIVE),
+    Case("pp 2", "deep llama", fsdp={**SELECTIVE, **SECOND}),
+]
+MORE = [
+    Case("dp_shard 2", "gemma2", fsdp=SELECTIVE),
+    Case("tp 2", "llama", fsdp=SELECTIVE, mesh={"tp_sequence_parallel": False}),
+    Case("tp 2", "gpt2", fsdp={**SELECTIVE, **SECOND}, length=7),
+    Case("sp 2", "gpt2", fsdp=SELECTIVE),
+    Case("sp 2", "llama", fsdp=SECOND),
+    Case("pp 2", "llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
+]
+FOUR = [
+    Case("dp_shard 2 x tp 2", "llama", fsdp=SELECTIVE, window=2),
+    Case("dp_shard 2 x tp 2", "tied llama", fsdp={**SELECTIVE, **SECOND}),
+    Case("dp_shard 2 x cp 2", "gpt2", fsdp=SELECTIVE),
+    Case("pp 2 x dp_shard 2", "llama", fsdp=SELECTIVE),
+    Case("pp 2 x tp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
+]
+
+
+def assert_equal(world: int, cases: list[Case]) -> None:
+    for case, found in zip(cases, run_world(mesh_steps, world, cases, timeout=500)[0], strict=True):
+        assert deviation(found, plain_step(case)) < 1e-5, case
+
+
+def test_two_ranks_train_as_one_process() -> None:
+    assert_equal(2, TWO)
+
+
+@pytest.mark.slow  # more models and axes than above
+@pytest.mark.parametrize(("world", "cases"), [(2, MORE), (4, FOUR)], ids=["two ranks", "four ranks"])
+def test_every_mesh_trains_as_one_process(world: int, cases: list[Case]) -> None:
+    assert_equal(world, cases)
+
+
+MODES = [SELECTIVE, SECOND]
+
+
+def accelerator_with(settings: dict[str, Any], version: int = 2, window: int = 1) -> Accelerator:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **BLOCKS, **settings)
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
+
+
+def trained(version: int) -> list[dict[str, Any]]:
+    return [train(accelerator_with(mode, version, window=2), "own", 4, 2) for mode in MODES]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_both_versions_train_as_one_process(version: int) -> None:
+    expected = plain("own", 4, 2)
+    for mode, found in zip(MODES, run_world(trained, 2, version, timeout=250)[0], strict=True):
+        assert_same(found, expected, mode)
+
+
+def operations() -> dict[str, tuple[int, int]]:
+    """Floating-point operations of a forward and a backward pass."""
+    found = {}
+    for name, settings in {"none": {}, "full": FULL, "second": SECOND, "selective": SELECTIVE}.items():
+        accelerator = accelerator_with(settings)
+        model = accelerator.prepare(build("llama"))
+        with FlopCounterMode(display=False) as forward:
+            loss = loss_of(model, batches(1))
+        with FlopCounterMode(display=False) as backward:
+            accelerator.backward(loss)
+        found[name] = forward.get_total_flops(), backward.get_total_flops()
+        accelerator.free_memory()
+    return found
+
+
+def test_products_and_attention_are_computed_once_and_half_of_the_blocks_again() -> None:
+    found = run_world(operations, 2, timeout=250)[0]
+    forward, without = found["none"]
+    again = {name: backward - without for name, (_, backward) in found.items()}
+    assert all(value == forward for value, _ in found.values())
+    # The head, outside of the blocks, is not computed again.
+    assert again["selective"] == 0 and 0.5 * forward < again["full"] < forward
+    assert again["second"] == again["full"] / 2
+
+
+def with_a_cache() -> list[dict[str, Any]]:
+    """Transformers returns keys and values for generation by default; computed again, they would be there twice."""
+    runs = []
+    for settings in (FULL, SELECTIVE):
+        accelerator = accelerator_with(settings)
+        model = build("llama")
+        model.set_attn_implementation("eager")
+        model = accelerator.prepare(model)
+        output = model(batches(1)[:, :-1])
+        accelerator.backward(output.logits.square().mean())
+        gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        cached = output.past_key_values.get_seq_length()
+        model.eval()
+        # Generation has its cache.
+        runs.append({"gradients": gradients, "trained": cached, "eval": _cached(model)})
+        accelerator.free_memory()
+    return runs
+
+
+def _cached(model: nn.Module) -> int:
+    length: int = model(batches(1)[:, :-1]).past_key_values.get_seq_length()
+    return length
+
+
+def test_keys_and_values_of_generation_are_not_collected() -> None:
+    from torch.testing import assert_close
+
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    model(batches(1)[:, :-1]).logits.square().mean().backward()
+    for run in run_world(with_a_cache, 2, timeout=250)[0]:
+        assert (run["trained"], run["eval"]) == (0, batches(1).shape[1] - 1)
+        assert_close(run["gradients"], [parameter.grad for parameter in model.parameters()], rtol=0, atol=1e-6)
+
+
+def prefix() -> str:
+    from transformers import DynamicCache
+
+    accelerator = accelerator_with(FULL)
+    model = build("llama")
+    tokens = batches(1)
+    past = model(tokens[:, :2]).past_key_values
+    model = accelerator.prepare(model)
+    assert isinstance(past, DynamicCache) and past.get_seq_length() == 2
+    with pytest.raises(ConfigurationError) as raised:
+        model(tokens[:, 2:], past_key_values=past)
+    accelerator.free_memory()
+    return str(raised.value)
+
+
+def test_a_prefix_of_keys_and_values_is_refused() -> None:
+    assert "trained with 2 positions in its cache" in run_world(prefix, 2, timeout=250)[0]
+
+
+def test_settings_are_checked_and_come_from_the_launcher() -> None:
+    for settings, words in [
+        ({"activation_checkpointing_mode": "selective"}, "needs activation_checkpointing=True"),
+        ({"activation_checkpointing_every": 2}, "needs activation_checkpointing=True"),
+        ({**FULL, "activation_checkpointing_every": 0}, "activation_checkpointing_every=0"),
+        ({**FULL, "activation_checkpointing_every": 1.5}, "activation_checkpointing_every=1.5"),
+        ({**FULL, "activation_checkpointing_mode": "some"}, "'some'"),
+        ({**SELECTIVE, "activation_checkpointing_offload": True}, "Leave one of them out"),
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            FullyShardedDataParallelPlugin(**settings)
+    launched = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_EVERY": "3"}
+    with patch_environment(**launched, FSDP_ACTIVATION_CHECKPOINTING_MODE="selective"):
+        plugin = FullyShardedDataParallelPlugin()
+        assert (plugin.activation_checkpointing_mode, plugin.activation_checkpointing_every) == ("selective", 3)
+        with patch_environment(FSDP_ACTIVATION_CHECKPOINTING_EVERY="1"):
+            assert (
+                FullyShardedDataParallelPlugin(activation_checkpointing_mode="full").activation_checkpointing_every == 1
+            )
+
+
+def experts_refused() -> str:
+    sizes = {"dp_shard_size": 2, "ep_size": 2}
+    with pytest.raises(ConfigurationError) as raised:
+        accelerator_for(sizes, {"fsdp_version": 2, **BLOCKS, **SELECTIVE})
+    return str(raised.value)
+
+
+def test_experts_are_refused() -> None:
+    assert "activation_checkpointing_mode='selective'" in run_world(experts_refused, 2, timeout=250)[0]
