@@ -37,7 +37,11 @@ def test_the_page_shows_the_plan(tmp_path) -> None:
     parts = {name: curve["y"][when] for name, curve in curves.items() if name not in ("all", "peak")}
     assert sum(parts.values()) == pytest.approx(plan.peak.total / 2**30)
     lanes = {curve["label"]: curve for curve in time["curves"]}
-    assert set(lanes) == {"compute", "gather dp_shard", "reduce dp_shard"}
+    assert time["lanes"] == sorted(lanes) == ["compute", "gather dp_shard", "reduce dp_shard"]
+    # One value for each x: an interruption would hide the end of what is before it.
+    assert all(len(set(curve["x"])) == len(curve["x"]) for curve in lanes.values())
+    gathers = [y is None for y in lanes["gather dp_shard"]["y"]].count(True) + 1
+    assert 1 < gathers <= 2 * (3 + 1), "at most one for each block and the rest, forward and backward"
     assert max(max(curve["x"]) for curve in lanes.values()) <= 1e3 * plan.time.seconds * (1 + 1e-6)
     # Rank 9 of one axis over two nodes of eight.
     assert re.search(r'data-number="16">16</td>.*data-number="9">9</td>.*between nodes', page)

@@ -59,7 +59,7 @@ def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
     ]
     peak = max(total)
     when = total.index(peak)
-    curves.append(Curve("peak", [(when, peak / 2**30)] * 2, 3))
+    curves.append(Curve("peak", [(when, peak / 2**30)], 1, marked=True))
     phase = "" if plan.peak is None else f" in the {plan.peak.moment.phase}, at {plan.peak.moment.operation}"
     return chart(f"Memory (GiB): {peak / 2**30:.2f} at the peak{phase}", curves, "allocations")
 
@@ -80,18 +80,18 @@ def _time_chart(spans: Iterable[Span]) -> str:
     for number, (lane, found) in enumerate(sorted(lanes.items())):
         points: list[tuple[float, float]] = []
         for span in found:
-            points += [(1e3 * span.start, number), (1e3 * span.end, number), (1e3 * span.end, math.nan)]
-        curves.append(Curve(lane, _joined(points), number))
-    return chart("Busy (one line for each lane)", curves, "ms")
+            points += [(1e3 * span.start, number), (1e3 * span.end, number)]
+        curves.append(Curve(lane, _joined(points), number, width=14))
+    return chart("When computation and communication are busy", curves, "ms", sorted(lanes))
 
 
 def _joined(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without interruptions shorter than a two-thousandth of the whole."""
+    """Pairs of begin and end as a line, without interruptions shorter than a two-thousandth of the whole."""
     shortest, joined = points[-1][0] / 2000, points[:2]
-    for index in range(3, len(points), 3):
-        begin, end = points[index : index + 2]
+    for begin, end in zip(points[2::2], points[3::2], strict=True):
         if begin[0] - joined[-1][0] > shortest:
-            joined += [(joined[-1][0], math.nan), begin, end]
+            # A chart has one value for each x: the interruption has its own.
+            joined += [(math.nextafter(joined[-1][0], math.inf), math.nan), begin, end]
         else:
             joined[-1] = end
     return joined

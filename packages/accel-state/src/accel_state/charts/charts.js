@@ -29,17 +29,34 @@
     values: (plot, splits) => splits.map(value => (value == null ? "" : shown(value))),
     ...more,
   });
+  // In a lane, what is shorter than a pixel is shown as one.
+  const bars = curve => plot => {
+    const path = new Path2D();
+    const at = index => plot.valToPos(curve.x[index], "x", true);
+    for (let index = 0; index + 1 < curve.x.length; index++) {
+      if (curve.y[index] == null || curve.y[index + 1] == null) continue;
+      const height = plot.valToPos(curve.y[index], "y", true);
+      path.moveTo(at(index), height);
+      path.lineTo(Math.max(at(index + 1), at(index) + 1), height);
+    }
+    return { stroke: path };
+  };
   const draw = figure => {
     const content = JSON.parse(figure.querySelector("script").textContent);
     const target = figure.querySelector(".plot");
+    const wide = (plot, values) => 14 + 7 * Math.max(3, ...(values || []).map(text => text.length));
+    // Lanes are rows with names, at the heights 0, 1, 2 and so on.
+    const lanes = content.lanes.length
+      ? {
+          range: () => [-0.6, content.lanes.length - 0.4],
+          axis: axis({ size: wide, splits: () => content.lanes.map((lane, row) => row), values: () => content.lanes }),
+        }
+      : { range: padded, axis: axis({ size: wide }) };
     const options = {
       width: target.clientWidth,
       height: HEIGHT,
-      scales: { x: { time: false, range: (plot, low, high) => widened(low, high) }, y: { range: padded } },
-      axes: [
-        axis({ size: 30, space: 70 }),
-        axis({ size: (plot, values) => 14 + 7 * Math.max(3, ...(values || []).map(text => text.length)) }),
-      ],
+      scales: { x: { time: false, range: (plot, low, high) => widened(low, high) }, y: { range: lanes.range } },
+      axes: [axis({ size: 30, space: 70 }), lanes.axis],
       legend: { markers: { width: 0, fill: (plot, index) => `var(--curve-${content.curves[index - 1].color})` } },
       cursor: { sync: { key: "page", scales: ["x", null] }, points: { size: 7 } },
       series: [
@@ -47,12 +64,17 @@
         ...content.curves.map(curve => ({
           label: curve.label,
           stroke: () => css(`--curve-${curve.color}`),
-          width: 1.6,
+          width: curve.width,
+          ...(content.lanes.length ? { paths: bars(curve) } : {}),
+          points: curve.marked ? { show: true, size: 11, width: 3 } : {},
           value: (plot, value) => shown(value),
         })),
       ],
     };
-    const data = content.curves.length ? uPlot.join(content.curves.map(curve => [curve.x, curve.y])) : [[]];
+    // An interruption of one curve lasts until its next point, also where other curves have points in between.
+    const EXPAND_NULLS = 2;
+    const tables = content.curves.map(curve => [curve.x, curve.y]);
+    const data = tables.length ? uPlot.join(tables, tables.map(() => [0, EXPAND_NULLS])) : [[]];
     const plot = new uPlot(options, data, target);
     plots.push(plot);
     for (const key of document.querySelectorAll(".key[aria-pressed=false]")) show(plot, key.dataset.label, false);

@@ -31,11 +31,15 @@ class Curve:
         label: its name in the legend.
         points: (x, y) by increasing x; the line is interrupted where a y is not finite.
         color: the number of its colour.
+        width: of the line, in pixels.
+        marked: each point is drawn as a circle.
     """
 
     label: str
     points: Sequence[tuple[float, float]]
     color: int
+    width: float = 1.6
+    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,20 +76,24 @@ def document(title: str, *parts: str) -> str:
     )
 
 
-def chart(title: str, curves: Sequence[Curve], x: str = "step") -> str:
+def chart(title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[str] = ()) -> str:
     """A chart.
 
     Args:
         title: its title.
         curves: its curves.
         x: the name of what is on the horizontal axis.
+        lanes: names that the vertical axis shows at 0, 1, 2 and so on, instead of numbers.
     """
     content = {
         "x": x,
+        "lanes": list(lanes),
         "curves": [
             {
                 "label": curve.label,
                 "color": curve.color % COLORS,
+                "width": curve.width,
+                "marked": curve.marked,
                 "x": [_bounded(step) for step, _ in curve.points],
                 "y": [_bounded(value) if math.isfinite(value) else None for _, value in curve.points],
             }
@@ -112,12 +120,20 @@ def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Cell]]) -> str
         columns: the heading of each column, by its key.
         rows: the cells of each row, by the key of their column.
     """
-    headings = columns.values()
-    head = "".join(f'<th scope="col"><button type="button">{escape(heading)}</button></th>' for heading in headings)
+    head = "".join(
+        f'<th scope="col"{_kind(rows, column)}><button type="button">{escape(heading)}</button></th>'
+        for column, heading in columns.items()
+    )
     body = "".join(f"<tr>{''.join(_cell(row.get(column)) for column in columns)}</tr>" for row in rows)
     return (
         f'<div class="table"><table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _kind(rows: Sequence[Mapping[str, Cell]], column: str) -> str:
+    """Headings are where the cells of their column are: numbers on the right."""
+    values = [row[column].value for row in rows if column in row and row[column].value is not None]
+    return ' class="number"' if values and not any(isinstance(value, str) for value in values) else ""
 
 
 def _cell(cell: Cell | None) -> str:
