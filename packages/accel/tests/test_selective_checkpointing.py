@@ -40,7 +40,7 @@ MORE = [
     Case("tp 2", "gpt2", fsdp={**SELECTIVE, **SECOND}, length=7),
     Case("sp 2", "gpt2", fsdp=SELECTIVE),
     Case("sp 2", "llama", fsdp=SECOND),
-    Case("pp 2", "llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
+    Case("pp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
 ]
 FOUR = [
     Case("dp_shard 2 x tp 2", "llama", fsdp=SELECTIVE, window=2),
