@@ -136,6 +136,16 @@ class Host:
         """The process of the launcher: unshare and bash have become it."""
         return psutil.Process(self.process.pid)
 
+    def processes(self) -> str:
+        """Its processes with the state and seconds of CPU of each: these tell one that hangs from one that starves."""
+        texts = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [self.launcher(), *self.launcher().children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+                    name, times = " ".join(process.cmdline())[-40:], process.cpu_times()
+                    texts.append(f"{process.status()}, {times.user + times.system:.1f} s of CPU (...{name})")
+        return "; ".join(texts)
+
     def kill(self) -> None:
         """End it with everything that it started, as a machine that loses its power would."""
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -100,7 +100,7 @@ def check(
         deadline = time.monotonic() + LONGEST * patience
         for host, launcher in enumerate(run.launchers):
             if not launcher.wait(max(0.0, deadline - time.monotonic())):
-                seen.problems.append(f"host{host} hangs")
+                seen.problems.append(f"host{host} hangs: {launcher.processes()}")
         _judge(seen, run, digest, patience)
         seen.text = "\n".join(f"-- host{host}\n{one.text()}" for host, one in enumerate(run.launchers))
     return seen
