@@ -2,7 +2,7 @@
 
     _slow_cable.py NAMESPACE0 NAMESPACE1 ADDRESS0 ADDRESS1 DELAY_MS LOSS_PERCENT SEED
 
-Prints "up" when the devices slow0 and slow1 exist; ends with SIGTERM.
+Prints "up" when the devices exist; ends with SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> None:
     """Pass packets on until a signal."""
     namespaces, addresses = sys.argv[1:3], sys.argv[3:5]
     delay, loss, draws = float(sys.argv[5]) / 1000, float(sys.argv[6]) / 100, random.Random(int(sys.argv[7]))
-    devices = [_device(f"slow{end}", namespaces[end], addresses[end]) for end in (0, 1)]
+    # Names of this process's own: the devices are made in one namespace, where another run may make its own.
+    devices = [_device(f"slow{os.getpid() % 10**6}v{end}", namespaces[end], addresses[end]) for end in (0, 1)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print("up", flush=True)
     waiting: list[collections.deque[tuple[float, bytes]]] = [collections.deque(), collections.deque()]

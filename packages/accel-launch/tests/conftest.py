@@ -279,6 +279,10 @@ class Cable:
         """From now on nothing arrives at the port by the present connections; the other direction works."""
         self._stalled |= self._near
 
+    def refuse(self) -> None:
+        """From now on no connection can be made; the present ones stay."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._ended = True
         self.plugged.set()

@@ -78,6 +78,24 @@ def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until
         hub.close(0)
 
 
+def test_a_connection_that_recovers_is_used_although_no_other_can_be_made(cable, wait_until, monkeypatch) -> None:
+    monkeypatch.setattr(member, "_RENEW_SECONDS", 1.0)
+    hub = join("127.0.0.1", 0, 0, 2)
+    line = cable(hub.port)
+    other = join("127.0.0.1", line.port, 1, 2)
+    try:
+        wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
+        line.refuse()
+        line.plugged.clear()
+        wait_until(lambda: "refused" in other.problem.lower(), "it has tried to connect again")
+        line.plugged.set()
+        other.post(port=7)
+        wait_until(lambda: hub.machines()[1].port == 7, "the record arrives all the same")
+    finally:
+        other.close(0)
+        hub.close(0)
+
+
 def test_a_machine_that_ends_in_order_is_not_lost(boards, wait_until) -> None:
     hub = boards(0, 0)
     other = boards(hub.port, 1)

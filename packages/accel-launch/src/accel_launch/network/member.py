@@ -168,12 +168,12 @@ class Member(Board):
             self._silent[0] = self._silent.get(0, 0.0) + seconds
 
     def _flush(self, beat: bool) -> None:
-        if self._lines is not None and max(self._heard, self._unheard) > _RENEW_SECONDS:
-            self._disconnect()
+        stalls = self._lines is None or max(self._heard, self._unheard) > _RENEW_SECONDS
+        if stalls and self._attempt is None and self._pause <= 0:
+            # The present connection is kept until another one is there: it may recover sooner.
+            self._attempt = threading.Thread(target=self._connect, name="accel-launch-connect", daemon=True)
+            self._attempt.start()
         if self._lines is None:
-            if self._attempt is None and self._pause <= 0:
-                self._attempt = threading.Thread(target=self._connect, name="accel-launch-connect", daemon=True)
-                self._attempt.start()
             return
         try:
             if not self._is_sent:
