@@ -279,6 +279,11 @@ class Cable:
         """From now on nothing arrives at the port by the present connections; the other direction works."""
         self._stalled |= self._near
 
+    def drop(self) -> None:
+        """End the present connections; others can be made."""
+        for near in self._near:
+            near.shutdown(socket.SHUT_RDWR)
+
     def refuse(self) -> None:
         """From now on no connection can be made; the present ones stay."""
         self._listener.shutdown(socket.SHUT_RDWR)

@@ -96,6 +96,26 @@ def test_a_connection_that_recovers_is_used_although_no_other_can_be_made(cable,
         hub.close(0)
 
 
+def test_a_launcher_that_connects_again_hears_how_the_run_ended(cable, wait_until) -> None:
+    """Before, machine rank 0 left with the last connection, and the other one gave it up after 30 s."""
+    hub = join("127.0.0.1", 0, 0, 2)
+    line = cable(hub.port)
+    other = join("127.0.0.1", line.port, 1, 2)
+    wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
+    line.plugged.clear()
+    line.drop()
+    hub.post(state=State.SUCCEEDED)
+    wait_until(lambda: not hub._peers, "the connection has ended on the side of machine rank 0")
+    leaving = threading.Thread(target=hub.close)
+    leaving.start()
+    line.plugged.set()
+    try:
+        wait_until(lambda: other.machines()[0].state is State.SUCCEEDED, "the other machine hears of the end", 30)
+    finally:
+        other.close(0)
+        leaving.join()
+
+
 def test_a_machine_that_ends_in_order_is_not_lost(boards, wait_until) -> None:
     hub = boards(0, 0)
     other = boards(hub.port, 1)

@@ -62,6 +62,8 @@ class Hub(Board):
         self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._versions = {me.rank: 1}
         self._peers: list[_Peer] = []
+        self._left = {me.id}
+        """Ids of launchers that have said that they leave."""
         self._strangers: set[str] = set()
         self._warned: set[str] = set()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -89,7 +91,9 @@ class Hub(Board):
         """Whether every launcher that can be reached has left: they are told, and then leave."""
         if self.refusal is not None and len(self._machines) < self._expected:
             return False  # the others come for the reason
-        return not any(self._silent.get(peer.rank, 0.0) < QUIET_SECONDS for peer in self._peers if peer.rank >= 0)
+        # A launcher without a connection has not left: it connects again.
+        here = (one.id for rank, one in self._machines.items() if self._silent.get(rank, 0.0) < QUIET_SECONDS)
+        return self._left.issuperset(here)
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -160,6 +164,8 @@ class Hub(Board):
 
     def _received(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         with self._changed:
+            if "left" in message:
+                self._left.add(peer.id)
             if "machine" in message:
                 self._take(peer, _at(Machine.read(message["machine"]), peer.address))
             if peer.rank >= 0 and self._machines[peer.rank].id == peer.id:

@@ -6,6 +6,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from accel_state import run_token
@@ -187,6 +188,9 @@ class Member(Board):
 
     def _end(self) -> None:
         with self._changed:
+            if self._lines is not None:
+                with suppress(OSError):  # the connection has ended by itself
+                    self._lines.send(line({"left": True}))
             self._disconnect()
 
 
