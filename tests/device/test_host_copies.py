@@ -27,6 +27,8 @@ from accel_bigmodel.hooks.base import add_hook_to_module
 from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
 from accel_bigmodel.offload.store import offload_weight
 from accel_checkpoint.validation import _host_copy
+from accel_quant import BnbQuantizationConfig
+from accel_quant.quantizers.bnb_8bit import Bnb8Bit
 from accel_state.collectives.single import Collectives
 from accel_state.context import isolated
 from accel_state.safetensors_writer import write_safetensors
@@ -147,3 +149,13 @@ def test_documents_are_split_by_their_lengths() -> None:
     positions = torch.cat([torch.arange(300), torch.arange(20), torch.arange(192)])[None]
     expected = Documents.of_positions(positions).split_evenly(2)
     assert torch.equal(Documents.of_positions(positions.to(DEVICE)).split_evenly(2), expected)
+
+
+def test_a_weight_is_quantized_on_the_cpu_when_it_has_arrived_there() -> None:
+    pytest.importorskip("bitsandbytes")
+    quantizer, layers = Bnb8Bit(BnbQuantizationConfig(load_in_8bit=True)), []
+    for weight in (torch.from_numpy(VALUES).view(2, -1), _values().view(2, -1)):
+        layers.append(quantizer.layer(nn.Linear(256, 2, bias=False)))
+        quantizer.quantize(layers[-1], weight, torch.device("cpu"))
+    on_cpu, from_device = (layer.weight for layer in layers)
+    assert torch.equal(from_device.data, on_cpu.data) and torch.equal(from_device.SCB, on_cpu.SCB)

@@ -50,7 +50,7 @@ def _tokens(samples: int) -> torch.Tensor:
 
 
 def _plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, batch = _model(is_tied=kind == "pp"), BATCH * COPIES.get(kind, 1)
+    model, batch = _model(is_tied="tied" in kind), BATCH * COPIES.get(kind, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
     losses = []
     for (tokens,) in DataLoader(TensorDataset(_tokens(STEPS * batch)), batch_size=batch):
@@ -76,6 +76,7 @@ def _settings(kind: str) -> dict[str, Any]:
         "tp": {"tp_size": 2},
         "cp": {"cp_size": 2},
         "pp": {"pp_size": 2},
+        "pp tied": {"pp_size": 2},
         "fsdp2+tp": {"dp_shard_size": 2, "tp_size": 2},
     }
     if kind in axes:
@@ -85,7 +86,7 @@ def _settings(kind: str) -> dict[str, Any]:
 
 def _train(kind: str) -> dict[str, Any]:
     accelerator = Accelerator(**_settings(kind))
-    model = _model(is_tied=kind == "pp")
+    model = _model(is_tied="tied" in kind)
     data = TensorDataset(_tokens(STEPS * BATCH * COPIES.get(kind, 1)))
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6), DataLoader(data, batch_size=BATCH)
@@ -109,7 +110,7 @@ def _train(kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "cp", "pp", "fsdp2+tp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "cp", "pp", "pp tied", "fsdp2+tp"])
 def test_trains_as_one_process(kind: str) -> None:
     losses, weights = _plain(kind)
     world = WORLDS.get(kind, RANKS)

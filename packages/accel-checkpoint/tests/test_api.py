@@ -199,7 +199,10 @@ def test_the_error_of_a_save_in_the_background_is_raised(tmp_path: Path) -> None
     saver.save({"value": Code()}, tmp_path / "one")
     with pytest.raises(CheckpointError, match="value"):
         saver.wait()
-    assert load(tmp_path / "one")["value"] == 1
+    saver.save({"value": Code()}, tmp_path / "one")
+    with pytest.raises(CheckpointError, match="value"):  # by the next save too, which is not started
+        saver.save({"value": 2}, tmp_path / "one")
+    assert not saver.in_flight and load(tmp_path / "one")["value"] == 1
 
 
 KILLED = """

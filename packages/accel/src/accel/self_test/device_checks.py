@@ -33,7 +33,6 @@ def check_identity(accelerator: Accelerator) -> None:
     expect_equal("the device of a tensor without an index", made.device.type, accelerator.device.type)
     if accelerator.device.index is not None:
         expect_equal("the index of a tensor without an index", made.device.index, accelerator.device.index)
-    device.synchronize()
 
 
 def check_memory(accelerator: Accelerator) -> None:
@@ -116,7 +115,7 @@ def check_offload(accelerator: Accelerator) -> None:
     inputs = torch.ones(2, 32, device=accelerator.device)
     with torch.no_grad():
         expected = model.to(accelerator.device)(inputs).tolist()
-        offloaded = cpu_offload(model.to("cpu"), accelerator.device)
+        offloaded = cpu_offload(model, accelerator.device)
         for _ in range(2):
             expect_equal("the output of the offloaded model", offloaded(inputs).tolist(), expected)
 
