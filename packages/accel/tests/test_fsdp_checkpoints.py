@@ -24,6 +24,7 @@ from accel_checkpoint.manifest import record_file
 from accel_checkpoint.names import CheckpointError
 from accel_checkpoint.sharded.metadata import read_metadata
 from accel_launch.cli import main
+from accel_state import AcceleratorState
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -86,6 +87,7 @@ class Run:
 
     def __init__(self, settings: dict[str, Any] | None, seed: int, groups: bool) -> None:
         plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
+        AcceleratorState._reset_state()  # without settings, an Accelerator shares the strategy of the one before
         self.accelerator = Accelerator(fsdp_plugin=plugin)
         torch.manual_seed(seed)
         model = Net()

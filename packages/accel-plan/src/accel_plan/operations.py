@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -305,8 +305,19 @@ def more_operations(smaller: Passes, larger: Passes, blocks: int, steps: int) ->
         items: list[Operation] = []
         for middle, run in groupby(many, lambda item: _is_repeated(item, blocks)):
             items += list(run) * (1 + steps if middle else 1)
-        result.append((times, (*items, *_more_updates(few, many, steps))))
+        result.append((times, (*_more_waits(few, items, steps), *_more_updates(few, many, steps))))
     return tuple(result)
+
+
+def _more_waits(smaller: Sequence[Operation], larger: Sequence[Operation], steps: int) -> Iterator[Operation]:
+    """Clipping and the optimizer wait for the messages of the added blocks too."""
+    counts = iter([item.waits for item in smaller if item.waits and item.phase not in _COMPILED])
+    for item in larger:
+        if item.waits and item.phase not in _COMPILED:
+            few = dict(next(counts, ()))
+            waits = tuple((lane, count + steps * (count - few.get(lane, count))) for lane, count in item.waits)
+            item = replace(item, waits=waits)
+        yield item
 
 
 def _is_repeated(item: Operation, blocks: int) -> bool:
