@@ -17,7 +17,7 @@ from workspace import ROOT
 FOREIGN = ROOT / "tests" / "foreign"
 sys.path.insert(0, str(FOREIGN))
 
-import components  # noqa: E402
+import single_components  # noqa: E402
 import starts  # noqa: E402
 import table  # noqa: E402
 
@@ -53,13 +53,13 @@ def requirements(name: str) -> set[str]:
 
 
 def test_every_component_runs_alone_and_has_a_row() -> None:
-    assert sorted({*components.COMPONENTS} - ELSEWHERE) == sorted(ROWS) == NAMES
+    assert sorted({*single_components.COMPONENTS} - ELSEWHERE) == sorted(ROWS) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_row_of_a_component_is_that_of_its_program(name: str) -> None:
-    component, row = components.COMPONENTS[name], ROWS[name]
-    expected = {components._plain_name(each) for each in component.foreign + component.slow}
+    component, row = single_components.COMPONENTS[name], ROWS[name]
+    expected = {single_components._plain_name(each) for each in component.foreign + component.slow}
     assert row.used == expected
     assert requirements(name) | {name} == {each for each in row.packages if each.startswith("accel")}
     if component.program is not None:
