@@ -452,9 +452,9 @@ accelerator = Accelerator(cpu=True, project_dir=folder, save_on_signal=True)
 set_seed(0, device_specific=True)
 model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
-samples = torch.randn(160, 3, generator=torch.Generator().manual_seed(0))  # the same on all ranks
-training = DataLoader(TensorDataset(samples), batch_size=4, shuffle=True)
-evaluation = DataLoader(TensorDataset(torch.randn(80, 3)), batch_size=2)
+samples = torch.randn(240, 3, generator=torch.Generator().manual_seed(0))  # the same on all ranks
+training = DataLoader(TensorDataset(samples[:160]), batch_size=4, shuffle=True)
+evaluation = DataLoader(TensorDataset(samples[160:]), batch_size=2)
 model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, training, evaluation)
 accelerator.print("resumed" if accelerator.resume() else "fresh")
 
