@@ -5,6 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -61,39 +64,39 @@ def test_a_cut_is_noticed_on_both_sides_and_so_is_its_end(boards, cable, wait_un
     assert "machine rank 1" in told and "machine rank 0" in told and told.count("is back after") >= 2, told
 
 
-def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until, monkeypatch) -> None:
-    """With lost packets TCP retries later and later, and the launcher that does not arrive hears the other one well."""
-    monkeypatch.setattr(member, "_RENEW_SECONDS", 2.0)
+@contextmanager
+def joined(cable: Any, wait_until: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Two launchers that have met over a cable."""
     hub = join("127.0.0.1", 0, 0, 2)
     line = cable(hub.port)
     other = join("127.0.0.1", line.port, 1, 2)
     try:
         wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
-        for number in (7, 8):  # twice: what was counted for the first connection does not hold for the second one
-            line.stall()
-            other.post(port=number)
-            wait_until(lambda number=number: hub.machines()[1].port == number, "the record arrives all the same")
+        yield hub, line, other
     finally:
         other.close(0)
         hub.close(0)
 
 
+def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until, monkeypatch) -> None:
+    """With lost packets TCP retries later and later, and the launcher that does not arrive hears the other one well."""
+    monkeypatch.setattr(member, "_RENEW_SECONDS", 2.0)
+    with joined(cable, wait_until) as (hub, line, other):
+        for number in (7, 8):  # twice: what was counted for the first connection does not hold for the second one
+            line.stall()
+            other.post(port=number)
+            wait_until(lambda number=number: hub.machines()[1].port == number, "the record arrives all the same")
+
+
 def test_a_connection_that_recovers_is_used_although_no_other_can_be_made(cable, wait_until, monkeypatch) -> None:
     monkeypatch.setattr(member, "_RENEW_SECONDS", 1.0)
-    hub = join("127.0.0.1", 0, 0, 2)
-    line = cable(hub.port)
-    other = join("127.0.0.1", line.port, 1, 2)
-    try:
-        wait_until(lambda: len(hub.machines()) == len(other.machines()) == 2, "both are here")
+    with joined(cable, wait_until) as (hub, line, other):
         line.refuse()
         line.plugged.clear()
         wait_until(lambda: "refused" in other.problem.lower(), "it has tried to connect again")
         line.plugged.set()
         other.post(port=7)
         wait_until(lambda: hub.machines()[1].port == 7, "the record arrives all the same")
-    finally:
-        other.close(0)
-        hub.close(0)
 
 
 def test_a_launcher_that_connects_again_hears_how_the_run_ended(cable, wait_until) -> None:
