@@ -1,4 +1,4 @@
-"""Removes each synchronisation, ``record_stream`` and wait in the packages in turn, and prints which tests notice.
+"""Removes each synchronisation, ``record_stream``, wait and blocking flag in turn, and prints which tests notice.
 
     python tests/device/remove_waits.py                  all places
     python tests/device/remove_waits.py staging          those whose path contains a word
@@ -21,20 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A statement that only orders work, and what stays in its place.
-STATEMENT = re.compile(
-    r"^(\s*)[\w.\[\]]+(?:\([^()]*\))?\.(?:synchronize|record_stream|wait_event|wait_stream|record)\(.*\)$|"
-    r"^(\s*)(?:operation|request|work|self\._work)\.wait\(\)$"
-)
-# A call whose result is waited for at once.
-WAITED = re.compile(r"^(\s*call\(\))\.wait\(\)$")
-# A wait for a thread that writes a state.
-THREAD = re.compile(r"^(\s*)(?:self|running|save)\.wait\(\)$")
-# A copy to the host without ``non_blocking`` is a synchronisation of its own. Copies that may be late already are
-# ordered by the places above, so that removing their flag is no error.
-BLOCKING = re.compile(r"\.cpu\(\)|\.to\(\"cpu\"(, copy=True)?\)")
-LATE = r'.to("cpu", non_blocking=True\1)'
-# Part of a place and its line -> why no test on this device can notice it.
+# What orders work, and what it becomes.
+CHANGES = {
+    # A statement that does nothing else.
+    r"^(\s*)[\w.\[\]]+(?:\([^()]*\))?\.(?:synchronize|record_stream|wait_event|wait_stream|record)\(.*\)$": r"\1pass",
+    r"^(\s*)(?:operation|request|work|self\._work)\.wait\(\)$": r"\1pass",
+    # A call whose result is waited for at once.
+    r"^(\s*call\(\))\.wait\(\)$": r"\1",
+    # A wait for a thread that writes a state, logs values or copies output.
+    r"^(\s*)(?:self|running|save|queue|thread|self\._thread)\.(?:wait|join)\(\)$": r"\1pass",
+    # A copy to the host without ``non_blocking`` is a synchronisation of its own.
+    r"\.cpu\(\)|\.to\(\"cpu\"(, copy=True)?\)": r'.to("cpu", non_blocking=True\1)',
+    r"(send_to_device\(.*), \"cpu\"\)": r'\1, "cpu", non_blocking=True)',
+    r"(\.to\(.*, non_blocking=)non_blocking\)": r"\1True)",
+    # Without these the host waits for each copy.
+    r"^((?!.*\bdef ).*), non_blocking=[\w.]+": r"\1",
+    r"^(\s*_?non_blocking=)[\w.]+,$": r"\1False,",
+    r"(^\s+|, )(?:self\._)?non_blocking(?=[,)])": r"\1False",
+}
+# Part of a place and its line, or of what it becomes -> why no test on this device can notice it.
 EXCUSED = {
     "accel_launch/doctor/ranks.py: torch.accelerator.synchronize()": "measures time",
     "accel_megatron/": "Megatron-core is written for one vendor's GPUs",
@@ -42,10 +47,14 @@ EXCUSED = {
     "accel_checkpoint/staging.py: without_storage": "only for tensors without memory of their own, as XLA's are",
     "accel_fp8/delayed_scaling.py": "a method of the same name that averages scales; packages/accel-fp8/tests notice",
     "accel/precision/fp8.py": "calls that method",
+    "accel_bigmodel/hooks/casting.py": "converts weights where they are, and torch waits for no conversion",
 }
 UNNOTICED = "NOTHING"
 COPIES, STREAMING = "tests/device/test_host_copies.py", "tests/device/test_streaming.py"
 ACCEL, WORLDS = "tests/device/test_accel.py", "tests/device/test_worlds.py::test_trains_as_one_process"
+SYNCS = "tests/device/test_syncs.py"
+CHECK = [f"{SYNCS}::test_the_check_of_a_device_does_not_wait_for_its_copies"]
+SENT = [f"{SYNCS}::test_tensors_are_sent_without_waiting_if_asked"]
 BACKGROUND = "packages/accel/tests/test_checkpoint_background.py"
 API = "packages/accel-checkpoint/tests/test_api.py"
 AHEAD = ["packages/accel-bigmodel/tests/test_accelerators.py::test_a_host_that_is_ahead_does_not_copy_the_whole_model"]
@@ -56,7 +65,7 @@ def _copied(name: str) -> list[str]:
     return [f"{COPIES}::test_the_copy_is_complete[{name}]"]
 
 
-# Part of a place and its line -> the tests that should notice it; the first entry counts.
+# Part of a place and its line, or of what it becomes -> the tests that should notice it; the first entry counts.
 TESTS = {
     "accel/checkpointer/": [f"{BACKGROUND}::test_one_is_under_way_at_a_time"],
     "accel/fault_tolerance/transport.py": _copied("state_for_another_replica"),
@@ -67,8 +76,9 @@ TESTS = {
     "accel/functions/fsdp2.py": _copied("weights_of_a_model_in_host_memory"),
     "accel/parallel/documents.py": [f"{COPIES}::test_documents_are_split_by_their_lengths"],
     "accel/parallel/expert_balance.py": _copied("load_of_experts"),
-    "accel/parallel/late_checks.py": ["tests/device/test_syncs.py"],
+    "accel/parallel/late_checks.py": [SYNCS],
     "accel/parallel/pipeline.py": [f"{WORLDS}[pp tied]"],
+    "accel/self_test/device_checks.py": CHECK,
     "accel/self_test/": [f"{ACCEL}::test_the_device_is_checked_and_reported"],
     "accel/strategies/first_calls.py": [f"{COPIES}::test_the_digest_of_a_batch_is_that_of_its_values"],
     "accel/strategies/mesh.py": [f"{WORLDS}[tp]"],
@@ -77,26 +87,38 @@ TESTS = {
     "accel_bigmodel/hooks/align.py": _copied("weights_of_a_hook"),
     "accel_bigmodel/hooks/state_dicts.py: value = ": _copied("state_dict"),
     "accel_bigmodel/hooks/state_dicts.py": _copied("offloaded_state_dict"),
+    "accel_bigmodel/offload/experts.py": [f"{SYNCS}::test_experts_in_host_memory_are_read_without_waiting"],
     "accel_bigmodel/offload/store.py": _copied("offloaded_file"),
     "accel_bigmodel/offload/prefetch.py": AHEAD,
     "accel_bigmodel/offload/staging.py: earlier.": AHEAD,
-    "accel_bigmodel/offload/staging.py": [STREAMING],
+    "accel_bigmodel/offload/staging.py": [STREAMING, f"{SYNCS}::test_an_offloaded_forward"],
+    "-> new: Any = source.detach().to(target, non_blocking=True)": _copied("weight_moved_to_the_host"),
+    "accel_bigmodel/tensors.py": SENT,
     "accel_bigmodel/pipeline/": PIPELINED,
     "accel_checkpoint/validation.py": _copied("state_before_a_load"),
     "accel_checkpoint/api.py": [
         f"{API}::test_a_save_in_the_background_has_the_values_of_its_call",
         f"{API}::test_the_error_of_a_save_in_the_background_is_raised",
     ],
+    "accel_checkpoint/manifest.py": [f"{BACKGROUND}::test_workers_raise_the_first_error_and_do_without_threads"],
+    "accel_checkpoint/writer.py": [f"{API}::test_a_save_in_the_background_has_the_values_of_its_call"],
     "accel_checkpoint/staging.py": [
         f"{ACCEL}::{name}" for name in ("test_a_state_saved_in_the_background_is_copied_to_the_host", "test_load_state")
+    ],
+    "accel_data/": [f"{SYNCS}::test_batches_are_copied_without_waiting_if_asked"],
+    "accel_launch/elastic/output.py": [
+        "packages/accel-launch/tests/test_elastic.py::test_the_last_line_of_output_is_not_lost"
     ],
     "accel_launch/doctor/": [f"{ACCEL}::test_commands_that_describe_the_machine[doctor]"],
     "accel_monitor/": [f"{STREAMING}::test_losses_that_the_monitor_looks_at_are_those_of_their_step"],
     "accel_quant/loading.py": ["packages/accel-quant/tests/test_loading.py"],
     "accel_quant/": [f"{COPIES}::test_a_weight_is_quantized_on_the_cpu_when_it_has_arrived_there"],
+    "-> return item.to(device, non_blocking=True)": [f"{COPIES}::test_the_copy_is_complete"],
+    "accel_state/operations/nested.py": SENT,
     "accel_state/safetensors_writer.py": _copied("safetensors"),
     "accel_state/collectives/": ["packages/accel-state/tests/test_collectives.py::test_collectives[2]"],
-    "accel_state/devices/": [f"{ACCEL}::test_the_device_is_checked_and_reported"],
+    "accel_state/devices/": CHECK,
+    "accel_track/tracking.py": ["packages/accel-track/tests/test_tracking.py"],
     "accel_track/": [f"{STREAMING}::test_logged_values_are_those_of_their_step"],
 }
 
@@ -118,6 +140,11 @@ class Place:
         return self.path.read_text(encoding="utf-8").splitlines()[self.number].strip()
 
     @property
+    def row(self) -> str:
+        """The beginning of its row in the table."""
+        return f"| {self.name} | `{self.line}` | `{self.replacement.strip()}` |"
+
+    @property
     def excuse(self) -> str | None:
         return next((why for part, why in EXCUSED.items() if self._is(part)), None)
 
@@ -129,7 +156,7 @@ class Place:
         return found[0]
 
     def _is(self, part: str) -> bool:
-        return part in f"{self.name.partition(':')[0]}: {self.line}"
+        return part in f"{self.name.partition(':')[0]}: {self.line} -> {self.replacement.strip()}"
 
 
 def places() -> list[Place]:
@@ -137,13 +164,10 @@ def places() -> list[Place]:
     found = []
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-            statement, waited = STATEMENT.match(line) or THREAD.match(line), WAITED.match(line)
-            if statement:
-                found.append(Place(path, number, f"{line[: len(line) - len(line.lstrip())]}pass"))
-            elif waited:
-                found.append(Place(path, number, waited[1]))
-            elif BLOCKING.search(line):
-                found.append(Place(path, number, BLOCKING.sub(LATE, line)))
+            for pattern, replacement in CHANGES.items():
+                changed = re.sub(pattern, replacement, line)
+                if changed != line:
+                    found.append(Place(path, number, changed))
     return found
 
 
@@ -203,7 +227,7 @@ def main() -> int:
         place
         for place in places()
         if (not arguments.words or any(word in place.name for word in arguments.words))
-        and not any(row.startswith(f"| {place.name} |") for row in rows)
+        and not any(row.startswith(place.row) for row in rows)
     ]
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
@@ -212,11 +236,11 @@ def main() -> int:
             sys.exit(f"{failed} fails without a change. Repair it first.")
         for place in chosen:
             result = f"not run: {place.excuse}" if place.excuse else copy.failing_without(place) or UNNOTICED
-            rows.append(f"| {place.name} | `{place.line}` | {result} |")
+            rows.append(f"{place.row} {result} |")
             print(rows[-1], flush=True)
             if arguments.table:
                 arguments.table.write_text("\n".join(rows) + "\n")
-    print("\n| place | line | noticed by |\n| --- | --- | --- |", *sorted(rows), sep="\n")
+    print("\n| place | line | becomes | noticed by |\n| --- | --- | --- | --- |", *sorted(rows), sep="\n")
     return 1 if any(UNNOTICED in row for row in rows) else 0
 
 

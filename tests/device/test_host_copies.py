@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load as parse
 from torch import nn
+from transformers import BatchFeature
 
 from accel import Accelerator
 from accel.fault_tolerance.transport import StateTransport
@@ -26,11 +27,13 @@ from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.base import add_hook_to_module
 from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
 from accel_bigmodel.offload.store import offload_weight
+from accel_bigmodel.tensors import set_module_tensor_to_device
 from accel_checkpoint.validation import _host_copy
 from accel_quant import BnbQuantizationConfig
 from accel_quant.quantizers.bnb_8bit import Bnb8Bit
 from accel_state.collectives.single import Collectives
 from accel_state.context import isolated
+from accel_state.operations import send_to_device
 from accel_state.safetensors_writer import write_safetensors
 
 DEVICE = torch.device("simgpu", 0)
@@ -67,6 +70,20 @@ def _weights_of_a_hook(_: Path) -> torch.Tensor:
     add_hook_to_module(layer, hook)
     assert isinstance(hook.weights_map, dict)
     return hook.weights_map["weight"]
+
+
+def _weight_moved_to_the_host(_: Path) -> torch.Tensor:
+    layer = _layer()
+    set_module_tensor_to_device(layer, "weight", "cpu")
+    return layer.weight
+
+
+def _batch_moved_to_the_host(_: Path) -> torch.Tensor:
+    return send_to_device({"x": _values()}, "cpu")["x"]
+
+
+def _batch_object_moved_to_the_host(_: Path) -> torch.Tensor:
+    return send_to_device(BatchFeature({"x": _values()}), "cpu")["x"]
 
 
 def _offloaded_file(folder: Path) -> torch.Tensor:
@@ -120,6 +137,9 @@ def _weights_of_a_model_in_host_memory(_: Path) -> torch.Tensor:
         _offloaded_state_dict,
         _offloaded_weights,
         _weights_of_a_hook,
+        _weight_moved_to_the_host,
+        _batch_moved_to_the_host,
+        _batch_object_moved_to_the_host,
         _offloaded_file,
         _safetensors,
         _state_before_a_load,

@@ -47,6 +47,29 @@ def test_streamed_weights_are_those_that_were_given(where: str, tmp_path: Path) 
     assert torch.simgpu.races() == []
 
 
+@pytest.mark.parametrize("place", [DEVICE, torch.device("simgpu", 1)], ids=str)
+def test_weights_that_are_offloaded_to_a_device_are_read_when_they_were_written(place: torch.device) -> None:
+    with torch.no_grad():
+        model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4)))
+        weights = {name: torch.zeros(40, 40, device=place) for name in model.state_dict()}
+        model, x = cpu_offload(model, DEVICE, state_dict=weights), torch.ones(2, 40, device=DEVICE)
+        for value in (1.0, 0.5, 2.0):
+            for weight in weights.values():
+                weight.copy_(torch.full((40, 40), value / 40).pin_memory(), non_blocking=True)
+            assert model(x).unique().tolist() == pytest.approx([value**4])
+    assert torch.simgpu.races() == []
+
+
+def test_memory_of_weights_on_the_device_is_kept_while_they_are_copied() -> None:
+    copies = staging.StagedCopies(DEVICE, 1 << 16)
+    for value in (1.0, 2.0, 3.0):
+        sent, arrival = copies.send({"weight": torch.full((64, 32), value, device=DEVICE)})
+        torch.zeros(64, 32, device=DEVICE)  # may not take the memory of the weight yet
+        copies.receive(sent, arrival)
+        assert sent["weight"].unique().tolist() == [value]
+    assert torch.simgpu.races() == []
+
+
 class Scaled(torch.Tensor):
     """A weight as quantization libraries make them: small numbers and a scale, each with memory of its own."""
 
@@ -91,8 +114,10 @@ def test_the_memory_inside_of_a_quantized_weight_is_kept_while_it_is_read(kind: 
     copies = staging.StagedCopies(DEVICE, 1 << 16)
     with torch.no_grad():
         for _ in range(3):
-            values, arrival = copies.send({"weight": _quantized(kind)})
+            given, before = _quantized(kind), torch.simgpu.counters()["blocking"]
+            values, arrival = copies.send({"weight": given})
             copies.receive(values, arrival)
+            assert torch.simgpu.counters()["blocking"] == before
             weight: Any = values["weight"]
             numbers = weight.numbers if kind == "inner" else weight.as_subclass(torch.Tensor)
             result = numbers * weight.scale

@@ -8,17 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers import BatchFeature
 
 from accel import Accelerator
 from accel.parallel.attention_checks import check_documents
 from accel.parallel.context_parallel import _shard_of_buffers
 from accel.parallel.late_checks import LateChecks
 from accel.parallel.sequence_inputs import SequenceCalls
+from accel.self_test.device_checks import check_copies
 from accel.utils import DataLoaderConfiguration, set_seed
 from accel_bigmodel import cpu_offload
+from accel_bigmodel.offload.experts import ExpertPool, ExpertWeights
+from accel_bigmodel.tensors import set_module_tensor_to_device
+from accel_data import prepare_data_loader
+from accel_data.replica_loader import share_among_replicas
 from accel_state.context import isolated
 from accel_state.errors import ConfigurationError
+from accel_state.operations import send_to_device
 
 DEVICE = torch.device("simgpu", 0)
 LENGTH = 8
@@ -68,14 +75,91 @@ def test_a_step_of_training(precision: str, expected: int, window: int) -> None:
     assert torch.stack(losses).isfinite().all()
 
 
-def test_an_offloaded_forward() -> None:
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(32.0))
+
+
+class OneReplica:
+    """The only member of a run with fault tolerance."""
+
+    num_shards, window, seed, is_training = 2, 1, 5, True
+
+    def open_step(self, _: Any) -> tuple[int, int]:
+        return 0, 1
+
+    def end_step(self, loader: Any) -> None:
+        loader.commit()
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stream": {},
+    "dispatched": {"dispatch_batches": True},
+    "elastic": {"elastic": True, "logical_shards": 2},
+    "elastic, dispatched": {"elastic": True, "logical_shards": 2, "dispatch_batches": True},
+    "replicas": {"use_seedable_sampler": True, "data_seed": 7},
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_batches_are_copied_without_waiting_if_asked(kind: str, non_blocking: bool) -> None:
+    data: Any = Stream() if kind == "stream" else torch.arange(32.0)
+    loader = DataLoader(data, batch_size=4, shuffle=kind == "replicas")
+    prepared = prepare_data_loader(
+        loader, device=DEVICE, put_on_device=True, non_blocking=non_blocking, **LOADERS[kind]
+    )
+    if kind == "replicas":
+        prepared = share_among_replicas(prepared, OneReplica())
+    before = _waits()
+    batches = list(prepared)
+    waits = _waits() - before
+    assert sorted(torch.cat(batches).tolist()) == list(range(32))
+    assert waits == (0 if non_blocking else len(batches))
+
+
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_tensors_are_sent_without_waiting_if_asked(non_blocking: bool) -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    for send in (
+        lambda: send_to_device(torch.ones(4), DEVICE, non_blocking=non_blocking),
+        lambda: send_to_device(BatchFeature({"x": torch.ones(4)}), DEVICE, non_blocking=non_blocking),
+        lambda: set_module_tensor_to_device(layer, "weight", DEVICE, torch.ones(1, 4), non_blocking=non_blocking),
+    ):
+        before = _waits()
+        send()
+        assert _waits() - before == (not non_blocking)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_an_offloaded_forward(is_pinned: bool) -> None:
     with torch.no_grad():
-        model = cpu_offload(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), DEVICE)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        weights = {name: value.pin_memory() if is_pinned else value for name, value in model.state_dict().items()}
+        model = cpu_offload(model, DEVICE, state_dict=weights)
         x = torch.ones(2, 8, device=DEVICE)
         model(x)
         before = _waits()
         model(x)
         assert _waits() == before
+
+
+def test_experts_in_host_memory_are_read_without_waiting() -> None:
+    weights = {"up": ExpertWeights({"up": torch.arange(32.0).view(8, 4).pin_memory()}, "up")}
+    pool = ExpertPool(weights, 2, DEVICE)
+    before = _waits()
+    pool.take([5, 3])
+    assert _waits() == before
+    assert pool.tensors["up"][pool.places[5]].tolist() == [20.0, 21.0, 22.0, 23.0]
+
+
+def test_the_check_of_a_device_does_not_wait_for_its_copies() -> None:
+    before = torch.simgpu.counters()
+    check_copies(Accelerator())
+    now = torch.simgpu.counters()
+    assert now["queued"] - before["queued"] == 8  # four to the device, and four back
+    assert now["blocking"] == before["blocking"]
 
 
 class Tokens(nn.Module):
