@@ -69,6 +69,9 @@ def _copied(name: str) -> list[str]:
 TESTS = {
     "accel/checkpointer/": [f"{BACKGROUND}::test_one_is_under_way_at_a_time"],
     "accel/fault_tolerance/transport.py": _copied("state_for_another_replica"),
+    "accel/fault_tolerance/run_state.py": [
+        f"{STREAMING}::test_a_state_for_another_replica_is_that_of_the_loops_stream"
+    ],
     "accel/fault_tolerance/": [
         "packages/accel/tests/test_fault_tolerance.py::test_gradients_have_the_same_bits_on_any_number_of_replicas"
     ],

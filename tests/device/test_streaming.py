@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from accel import Accelerator
+from accel.fault_tolerance.run_state import capture
 from accel_bigmodel import cpu_offload, disk_offload
 from accel_bigmodel.offload import staging
 from accel_monitor.bad_steps import BadSteps
@@ -140,6 +142,23 @@ def test_logged_values_are_those_of_their_step() -> None:
             value.fill_(-1)
     for step, values in enumerate(taken):  # as the thread does that delivers them
         assert values.values()["value"].unique().tolist() == [step]
+
+
+def test_a_state_for_another_replica_is_that_of_the_loops_stream() -> None:
+    """As torchft asks for it: in a thread."""
+    accelerator = Accelerator()
+    layer = accelerator.prepare(nn.Linear(64, 64))
+    layer.register_buffer("count", torch.zeros(64, device=DEVICE))
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.simgpu.current_stream())
+    with torch.simgpu.stream(side), torch.no_grad(), ThreadPoolExecutor(1) as torchft:
+        for value in (1.0, 2.0):
+            for tensor in (layer.weight, layer.bias, layer.count):
+                tensor.copy_(torch.full(tensor.shape, value).pin_memory(), non_blocking=True)
+            (state,) = torchft.submit(capture, accelerator).result()["models"]
+            sent = torchft.submit(lambda state=state: [tensor.cpu() for tensor in state.values()]).result()
+            assert [tensor.unique().tolist() for tensor in sent] == [[value]] * 3
+    assert torch.simgpu.races() == []
 
 
 def test_losses_that_the_monitor_looks_at_are_those_of_their_step() -> None:
