@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from accel_data import BatchSamplerShard, prepare_data_loader
 from accel_state.errors import ConfigurationError
@@ -79,6 +80,46 @@ def test_ranks_share_the_batches_of_nodes_and_keep_what_is_sharded() -> None:
     for one, other in zip(first[:2], second[:2], strict=True):
         assert sorted(flat(one + other)) == list(range(18)) and len(one) == len(other) == 3
     assert first[2] == second[2] == [[0, 1], [2, 3], [4, 5]]
+
+
+def over(*samplers: Any) -> Any:
+    """A loader of nodes over samplers, whose samples they take in turn."""
+    sources = {str(number): nodes.SamplerWrapper(each) for number, each in enumerate(samplers)}
+    weights = dict.fromkeys(sources, 1.0)
+    root = sources["0"]
+    if len(sources) > 1:
+        root = nodes.MultiNodeWeightedSampler(sources, weights, nodes.StopCriteria.ALL_DATASETS_EXHAUSTED)
+    batches = nodes.Batcher(nodes.Prefetcher(root, 1), 3, drop_last=False)
+    return nodes.Loader(nodes.Mapper(batches, torch.tensor))
+
+
+def split() -> list[list[int]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = range(24)
+    loaders = [
+        over(DistributedSampler(data, shuffle=False)),
+        over(BatchSampler(DistributedSampler(data), 1, False)),
+        over(DistributedSampler(data), DistributedSampler(data)),
+        nodes.Loader(nodes.IterableWrapper(DataLoader(data, 3, sampler=DistributedSampler(data)))),
+        over(data),
+    ]
+    assert next(iter(loaders[0])).tolist() == [rank, rank + size, rank + 2 * size]  # used before it is prepared
+    found = [torch.cat([each.reshape(-1) for each in prepare_data_loader(loader)]).tolist() for loader in loaders]
+    for wrong in (DistributedSampler(data, size, (rank + 1) % size), DistributedSampler(data, size + 1, rank)):
+        with pytest.raises(ConfigurationError, match=f"rank {wrong.rank} of {wrong.num_replicas}, and this process is"):
+            prepare_data_loader(over(wrong))
+    mixed = over(DistributedSampler(data), data)
+    with pytest.raises(ConfigurationError, match="part through DistributedSampler, and all of range"):
+        prepare_data_loader(mixed)
+    assert len(list(prepare_data_loader(mixed, already_sharded=True))) == 8 * (1 + size) // size
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nodes_over_a_distributed_sampler_are_not_sharded_again(ranks: int) -> None:
+    found = run_world(split, ranks)
+    for number, times in enumerate((1, 1, 2, 1, 1)):
+        assert sorted(flat(each[number] for each in found)) == sorted(list(range(24)) * times)
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], iter([1]), "text", Split(), 5])

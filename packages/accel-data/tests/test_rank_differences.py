@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -289,15 +290,24 @@ class Pipeline(IterableDataset[int]):
         return iter(range(3))
 
 
-def split_by_node(source: Any) -> Any:
+def split_by_node(source: Any, group: Any = None) -> Any:
     """The name of webdataset's stage."""
     return source
 
 
-def test_a_pipeline_that_is_split_by_node_is_not_sharded_again() -> None:
-    for stages, expected in (([split_by_node], [0, 1, 2]), ([], [0, 2])):
-        loader = prepare_data_loader(DataLoader(Pipeline(*stages), batch_size=1), None, 2, 0)
-        if stages:
-            assert loader.layout.synchronize_steps
-        else:
-            assert torch.cat(list(loader)).tolist() == expected
+@pytest.mark.parametrize(
+    ("stages", "split"),
+    [
+        ([split_by_node], True),
+        ([partial(split_by_node)], True),
+        ([partial(partial(split_by_node), group=None)], True),
+        ([partial(split_by_node, group="half of the ranks")], False),
+        ([partial(sorted)], False),
+        ([], False),
+    ],
+)
+def test_a_pipeline_that_is_split_by_node_is_not_sharded_again(stages: list[Any], split: bool) -> None:
+    loader = prepare_data_loader(DataLoader(Pipeline(*stages), batch_size=1), None, 2, 0)
+    assert loader.layout.synchronize_steps is split
+    if not split:
+        assert torch.cat(list(loader)).tolist() == [0, 2]

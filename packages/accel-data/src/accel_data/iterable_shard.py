@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -230,6 +231,15 @@ def is_already_split(dataset: Any) -> bool:
     if getattr(dataset, "already_sharded", False):
         return True
     stages = getattr(dataset, "pipeline", None)
-    if isinstance(stages, list) and any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages):
+    if isinstance(stages, list) and any(map(_is_split_by_node, stages)):
         return True
     return getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1
+
+
+def _is_split_by_node(stage: Any) -> bool:
+    """Whether a stage is webdataset's split_by_node, among all ranks."""
+    while isinstance(stage, partial):
+        if stage.args or stage.keywords.get("group") is not None:
+            return False
+        stage = stage.func
+    return getattr(stage, "__name__", None) == "split_by_node"

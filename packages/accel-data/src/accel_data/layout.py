@@ -12,6 +12,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from .lookahead import Step
+from .other_loaders import is_split_source
 
 # Mesh axes that shard the model or the sequence: ranks that differ along these only work on the same batch.
 _SHARED_BATCH_AXES = ("tp", "cp", "sp", "pp")
@@ -66,12 +67,7 @@ def distributed_sampler_layout(
     sampler: DistributedSampler[Any], batch_size: int | None, drop_last: bool, num_processes: int, process_index: int
 ) -> LoaderLayout:
     """Layout of a loader whose DistributedSampler already shards the samples; the samples it repeats are padding."""
-    if (sampler.num_replicas, sampler.rank) != (num_processes, process_index):
-        raise ConfigurationError(
-            f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process "
-            f"is rank {process_index} of {num_processes}. Remove the sampler (preparing the loader shards it), or "
-            f"build it with num_replicas={num_processes}, rank={process_index}."
-        )
+    _check_distributed_sampler(sampler, num_processes, process_index)
     length = len(sampler.dataset)  # type: ignore[arg-type]
     size = batch_size or 1
     incomplete = sampler.num_samples % size
@@ -84,3 +80,28 @@ def distributed_sampler_layout(
         padding_at_end=0 if drop_last and incomplete else padding,
         last_batch_size=incomplete or size,
     )
+
+
+def _check_distributed_sampler(sampler: DistributedSampler[Any], num_processes: int, process_index: int) -> None:
+    """Raise ConfigurationError if a DistributedSampler is for another rank, or another number of ranks."""
+    if (sampler.num_replicas, sampler.rank) != (num_processes, process_index):
+        raise ConfigurationError(
+            f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this process "
+            f"is rank {process_index} of {num_processes}. Remove the sampler (preparing the loader shards it), or "
+            f"build it with num_replicas={num_processes}, rank={process_index}."
+        )
+
+
+def check_node_sources(sources: list[Any], num_processes: int, process_index: int, declared: bool) -> None:
+    """Raise ConfigurationError if nodes of torchdata read another rank's part, or parts next to whole data."""
+    split = [source for source in sources if is_split_source(source)]
+    for sampler in split:
+        if isinstance(sampler, DistributedSampler):
+            _check_distributed_sampler(sampler, num_processes, process_index)
+    if split and len(split) < len(sources) and not declared:
+        whole = next(source for source in sources if not is_split_source(source))
+        raise ConfigurationError(
+            f"the loader's nodes read this rank's part through {type(split[0]).__name__}, and all of "
+            f"{type(whole).__name__} on every rank. Let them read all of each, so that preparing the loader shards it, "
+            "or a part of each (a DistributedSampler); already_sharded=True keeps the loader as it is."
+        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from .iterable_shard import is_already_split
+from .samplers import innermost_sampler
 
 
 class LoaderBatches(IterableDataset[Any]):
@@ -17,7 +18,9 @@ class LoaderBatches(IterableDataset[Any]):
         self.loader = loader
         stages = getattr(loader, "pipeline", ())
         inner = [stage.dataset for stage in stages if isinstance(stage, DataLoader)]
-        self.already_sharded = is_already_split(loader) or any(map(is_already_split, inner))
+        sources = node_sources(loader)
+        split_below = bool(sources) and all(map(is_split_source, sources))
+        self.already_sharded = split_below or is_already_split(loader) or any(map(is_already_split, inner))
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
@@ -48,6 +51,39 @@ def is_known_loader(obj: Any) -> bool:
     return (module.startswith("torchdata.nodes") and name == "Loader") or (
         module.startswith("webdataset") and name == "WebLoader"
     )
+
+
+def node_sources(loader: Any) -> list[Any]:
+    """The samplers and data that the nodes of torchdata read below a loader or a node; empty for other loaders."""
+    found: dict[int, Any] = {}
+    waiting, seen = [loader], {id(loader)}
+    while waiting:
+        node = waiting.pop()
+        if not _is_node(node):
+            continue
+        for name, value in vars(node).items():
+            if name in ("iterable", "sampler"):  # of IterableWrapper and SamplerWrapper
+                found[id(value)] = _source(value)
+            inner = value.values() if isinstance(value, Mapping) else (value,)
+            waiting += [each for each in inner if id(each) not in seen]
+            seen.update(map(id, inner))
+    return list(found.values())
+
+
+def _is_node(value: Any) -> bool:
+    return any(kind.__module__.startswith("torchdata.nodes") for kind in type(value).__mro__)
+
+
+def is_split_source(source: Any) -> bool:
+    """Whether a source of nodes is a rank's part already."""
+    return source.num_replicas > 1 if isinstance(source, DistributedSampler) else is_already_split(source)
+
+
+def _source(read: Any) -> Any:
+    """What determines the samples of what a node reads."""
+    if isinstance(read, DataLoader):
+        read = read.dataset if isinstance(read.dataset, IterableDataset) else read.batch_sampler or read.sampler
+    return innermost_sampler(read) if isinstance(read, Sampler) else read
 
 
 def as_torch_loader(loader: Any) -> DataLoader[Any]:

@@ -29,9 +29,9 @@ from .iterable_shard import (
     is_already_split,
     shard_at_source,
 )
-from .layout import LoaderLayout, data_ranks, distributed_sampler_layout
+from .layout import LoaderLayout, check_node_sources, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
-from .other_loaders import as_torch_loader, is_other_loader
+from .other_loaders import as_torch_loader, is_other_loader, node_sources
 from .rank_comparison import compare_between_ranks
 from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
@@ -104,13 +104,14 @@ def prepare_data_loader(
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
+    num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
+    check_rank(num_processes, process_index)
     if not hasattr(dataloader, "dataset"):
         if not is_other_loader(dataloader):
             check_type(dataloader, DataLoader, "prepare_data_loader", "Pass a DataLoader of torch.")
+        check_node_sources(node_sources(dataloader), num_processes, process_index, already_sharded)
         dataloader = as_torch_loader(dataloader)
     warn_about_custom_iter(dataloader)
-    num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
-    check_rank(num_processes, process_index)
     if elastic and data_seed is None:
         data_seed = PartialState().collectives.broadcast_object(torch.initial_seed())
     if use_seedable_sampler or elastic:
