@@ -47,6 +47,13 @@ class Shuffled(Sampler[int]):
         yield from torch.randperm(self.length).tolist()
 
 
+class PythonShuffled(Shuffled):
+    """Draws from Python's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(self.length), self.length))
+
+
 class Buckets(Shuffled):
     """Batches of such an order."""
 
@@ -76,6 +83,13 @@ def orders() -> dict[str, Any]:
             torch.manual_seed(rank)
             with pytest.raises(ConfigurationError, match="between ranks 0 and 1"):
                 next(iter(prepare_data_loader(loader)))
+    random.seed(rank)
+    for uncopied in (
+        DataLoader(range(22), batch_size=4, sampler=PythonShuffled(22)),
+        DataLoader(range(22), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)),
+    ):
+        with pytest.raises(ConfigurationError, match="between ranks 0 and 1"):
+            next(iter(prepare_data_loader(uncopied, rng_types=["torch"])))
     for name, loader in loaders(0).items():
         torch.manual_seed(rank)
         read = [
@@ -269,7 +283,14 @@ def other_orders() -> list[list[str]]:
         if turn == rank:
             prepare_data_loader(loader)
         PartialState().wait_for_everyone()
-    return [*found, records.messages[len(found[-1]) :]]
+    found.append(records.messages[len(found[-1]) :])
+    records.messages.clear()
+    for seed in (0, rank):
+        shuffled = DataLoader(range(22), shuffle=True, generator=torch.Generator().manual_seed(seed))
+        list(prepare_data_loader(shuffled, rng_types=[]))  # ranks do not wait for one another
+        PartialState().wait_for_everyone()
+        found.append(records.messages[:])
+    return found
 
 
 def test_orders_that_differ_although_torch_has_the_sampler_or_the_first_steps_agree() -> None:
@@ -278,6 +299,8 @@ def test_orders_that_differ_although_torch_has_the_sampler_or_the_first_steps_ag
     late, (seed,) = {*first[1], *second[1]}, second[2]  # one rank is later, or both are
     assert len(late) == 1 and all("differed later" in message and "rng_types" in message for message in late)
     assert "seed of the order" in seed
+    assert first[3] == second[3] == []
+    assert {"differs between ranks" in message for message in (*first[4], *second[4])} == {True}
 
 
 class Pipeline(IterableDataset[int]):

@@ -8,6 +8,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -111,22 +112,36 @@ class ShardedSampler:
 
     def use_rng_of(self, sampler: Any) -> None:
         """Track the randomness of ``sampler``, which replaced the wrapped sampler."""
+        communicates = self.rng.communicates
         self.rng = SamplerRng(sampler, self.rng.synchronize)
+        self.rng.communicates = communicates
+
+    @property
+    def _compares(self) -> bool:
+        return self.num_processes > 1 and self.rng.may_differ
 
     def _stream(self, sampler: Any, head_size: int, start: EpochStart) -> StreamSource:
         """The items of a sampler that is read sequentially, from ``start`` on."""
-        compares = self.num_processes > 1 and self.rng.may_differ
+        compares = self._compares
         stream = StreamSource(
             sampler,
             head_size,
             on_first=self._compare_order if compares else None,
-            on_end=partial(compare_later_order, num_processes=self.num_processes) if compares else None,
+            on_end=partial(compare_later_order, num_processes=self.num_processes)
+            if compares and self.rng.communicates
+            else None,
         )
         stream.skip(start.position)
         return stream
 
     def _compare_order(self, first: list[Any]) -> None:
-        """Raise an error on every rank if the first items of the epoch differ between the ranks."""
+        """Raise an error on every rank if the first items of the epoch differ between the ranks.
+
+        With ``rng_types=[]`` ranks do not wait for one another, so the first or the last of them warns.
+        """
+        if not self.rng.communicates:
+            compare_later_order(crc32(repr(first).encode()), self.num_processes, began_alike=False)
+            return
         collectives = PartialState().collectives
         if collectives.world_size != self.num_processes:
             return
@@ -298,6 +313,8 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         if source is None:
             batches, head = self._one_behind(self._slice_chunks(stream, progress), progress), stream.head
         else:
+            if self._compares:
+                self._compare_order(source.take(0, min(source.length, self.step_size)))
             batches = self._planned(source, self.plan(source.length, start.position), progress)
             head = source.take(0, min(source.length, self.complete_to))
         return batches if self.complete_to == 1 else self._complete_last(batches, head, progress)

@@ -56,6 +56,7 @@ class SamplerRng:
 
     def __init__(self, sampler: Any, synchronize: bool = True) -> None:
         self.synchronize = synchronize
+        self.communicates = True  # ranks copy some generator when an epoch begins, so they are in the same place
         self.owner = _find_generator_owner(sampler)
         self.is_deterministic = _is_deterministic(sampler)
         inner = sampler.sampler if is_plain_batch_sampler(sampler) else sampler
@@ -73,7 +74,8 @@ class SamplerRng:
         It may be drawn from generators that are not copied, also by a subclass of a sampler that has one, or from
         indices or weights that differ.
         """
-        return self.synchronize and not self.is_deterministic and not self._draws_from_generator_only
+        copied = self.synchronize and self._draws_from_generator_only
+        return not self.is_deterministic and not copied
 
     @property
     def _draws_from_generator_only(self) -> bool:

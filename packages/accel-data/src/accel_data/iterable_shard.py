@@ -9,21 +9,23 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import pin_memory
 from .shard_math import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
+from .stream_order import describe
 
 
 @dataclass(slots=True)
-class TailSample:
-    """A sample of the last step, after that was completed with padding."""
+class MarkedSample:
+    """A sample of the last step, after that was completed with padding; or of the first one, which ranks compare."""
 
     sample: Any
-    is_real: bool  # False for padding
-    tail: int  # samples in that step, over all ranks, that are not padding
+    is_real: bool = True  # False for padding
+    tail: int = -1  # samples in the last step, over all ranks, that are not padding
+    order: str | None = None  # describes the samples of the first step, of all ranks
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -43,7 +45,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Attributes:
         even_batches: complete the last run; otherwise the last ranks get fewer samples.
-        mark_tail: wrap the samples of a completed last run in :class:`TailSample`.
+        marks: wrap the samples of a completed last run, and of the first one, in :class:`MarkedSample`.
 
     Raises:
         ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or
@@ -51,7 +53,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     """
 
     even_batches: bool = True
-    mark_tail: bool = False
+    marks: bool = False
 
     def __init__(
         self,
@@ -116,9 +118,14 @@ class IterableDatasetShard(IterableDataset[Any]):
     def _own_samples(self, samples: Iterator[Any], head: list[Any] | None = None) -> Iterator[Any]:
         size, first = self.step_size, self.process_index * self.local_batch_size
         last = first + self.local_batch_size
+        worker = get_worker_info()
+        compares = self.marks and self.num_processes > 1 and (worker is None or worker.id == 0)
         while chunk := list(islice(samples, size)):
             head = chunk if head is None else head
-            if len(chunk) == size or not (self.drop_last or self.even_batches):
+            if compares and len(chunk) == size:
+                compares, order = False, describe(chunk)
+                yield from (MarkedSample(sample, order=order) for sample in chunk[first:last])
+            elif len(chunk) == size or not (self.drop_last or self.even_batches):
                 yield from chunk[first:last]
             elif not self.drop_last:
                 yield from self._completed(chunk, head, first, last)
@@ -128,9 +135,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         tail = len(chunk)
         padding = wrapped_ranges(max(0, first - tail), max(0, last - tail), len(head))
         for sample in chunk[first:last]:
-            yield TailSample(sample, True, tail) if self.mark_tail else sample
+            yield MarkedSample(sample, True, tail) if self.marks else sample
         for sample in chain.from_iterable(head[run.start : run.stop] for run in padding):
-            yield TailSample(sample, False, tail) if self.mark_tail else sample
+            yield MarkedSample(sample, False, tail) if self.marks else sample
 
 
 class StatefulIterableDatasetShard(IterableDatasetShard):
@@ -162,15 +169,16 @@ class StatefulIterableDatasetShard(IterableDatasetShard):
 
 @dataclass(slots=True)
 class CountedBatch:
-    """The batch of a last step that was completed with padding."""
+    """The batch of a last step that was completed with padding, or of the first step."""
 
     batch: Any  # result of the collate function
     real: int | None  # number of its samples that are not padding, which come first; None means all of them
     tail: int  # the same over all ranks; -1 if unknown
+    order: str | None = None  # describes the samples of the first step, of all ranks
 
     def pin_memory(self, device: str | None = None) -> CountedBatch:
         """Copy the batch to pinned memory."""
-        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)
+        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail, self.order)
 
 
 class CountingCollate:
@@ -181,15 +189,15 @@ class CountingCollate:
         self.batched = batched
 
     def __call__(self, samples: Any) -> Any:
-        # A step is marked as a whole, so either all samples of a batch are TailSamples or none is.
+        # A step is marked as a whole, so either all samples of a batch are MarkedSamples or none is.
         marked = samples[-1] if self.batched else samples
-        if type(marked) is not TailSample:
+        if type(marked) is not MarkedSample:
             return self.collate_fn(samples)
         if not self.batched:
             # The number of samples in an item is unknown here: all of them count, or none.
-            return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1)
-        real = sum(sample.is_real for sample in samples)
-        return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail)
+            return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1, marked.order)
+        real = None if marked.tail < 0 else sum(sample.is_real for sample in samples)
+        return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail, marked.order)
 
 
 def wants_epoch(dataset: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self.layout = LoaderLayout()
+        self.on_stream_order: Callable[[str], None] | None = None
         self.gradient_state = GradientState()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -84,6 +85,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._sharded = sharded_sampler(self.base_dataloader)
         if self._sharded is not None:
             self._sharded.rng.synchronize = "generator" in self.rng_types
+            self._sharded.rng.communicates = bool(self.rng_types)
             self.layout = LoaderLayout(self._sharded.num_processes, self._sharded.process_index)
 
     # Epochs
@@ -571,7 +573,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             yield from self._synchronized(open_ended_steps(batches, tracker), iteration.dropped)
         else:
             full = self.batch_size if self.layout.num_processes == 1 else None
-            yield from lookahead_steps(batches, tracker, full)
+            yield from lookahead_steps(batches, tracker, full, self.on_stream_order)
 
     def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
         """Read and drop batches: iterable data has no other way to skip them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .iterable_shard import (
 from .layout import LoaderLayout, check_node_sources, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
 from .other_loaders import as_torch_loader, is_other_loader, node_sources
-from .rank_comparison import compare_between_ranks
+from .rank_comparison import compare_between_ranks, compare_stream_order
 from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
@@ -359,13 +360,14 @@ class _LoaderBuilder:
             split_batches=self.split_batches and batched,
         )
         shard.even_batches = self.even_batches
-        shard.mark_tail = True
+        shard.marks = True
         # Each worker completes the end of its own stream, so padding may appear before the last step.
         uneven = not self.even_batches or dataloader.num_workers > 1 or not batched
         layout = LoaderLayout(self.num_processes, self.process_index, ragged=uneven)
         collate = CountingCollate(dataloader.collate_fn, batched=batched)
         batch_size = shard.local_batch_size if batched else None
         loader = self._build_shard(shard, layout, batch_size=batch_size, collate_fn=collate)
+        loader.on_stream_order = partial(compare_stream_order, type(dataset).__name__, self.num_processes)
         if isinstance(getattr(dataset, "generator", None), torch.Generator):
             loader.synchronized_generator = dataset.generator
         return loader

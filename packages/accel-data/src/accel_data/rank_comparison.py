@@ -16,6 +16,7 @@ from ._torch_compat import default_store
 from .contents import contents
 from .other_loaders import LoaderBatches
 from .samplers import SeedableRandomSampler
+from .stream_order import differing_path
 
 logger = get_logger(__name__)
 
@@ -64,21 +65,48 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
         _report_data(name, own, found)
 
 
-def compare_later_order(checksum: int, num_processes: int) -> None:
-    """Warn if the orders of an epoch, whose first samples were the same, differ between the first and the last rank.
+def compare_later_order(checksum: int, num_processes: int, began_alike: bool = True) -> None:
+    """Warn if the orders of an epoch differ between the first and the last rank, without waiting.
 
     Args:
-        checksum: of the order of an epoch that was read to its end.
+        checksum: of the order of an epoch that was read to its end, or of its first samples.
         num_processes: ranks among which the loader divides the samples.
+        began_alike: its first samples were the same on every rank.
     """
     if not _is_one_of_pair(num_processes):
         return
-    found = _exchange_between_first_and_last("order", str(checksum))
+    found = _exchange_between_first_and_last("order" if began_alike else "first", str(checksum))
     if found not in (None, str(checksum)):
         logger.warning(
-            "The order of the samples in this epoch began with the same ones on every rank, but differed later: some "
-            "samples were read twice and others not at all. The loader's sampler draws from a generator with another "
-            'seed on each rank. Copy the generator from rank 0 (rng_types=["torch"]; "numpy" and "python" likewise).',
+            "The order of the samples in this epoch %s: some samples are read twice and others not at all. The "
+            "loader's sampler draws from a generator with another seed on each rank. Copy the generator from rank 0 "
+            '(rng_types=["generator"] for that of the sampler, "torch", "numpy", "python" for the global ones).',
+            "began with the same ones on every rank, but differed later" if began_alike else "differs between ranks",
+            main_process_only=False,
+        )
+
+
+def compare_stream_order(name: str, num_processes: int, order: str) -> None:
+    """Warn if the first and the last rank read different samples of a stream of which each rank keeps its part.
+
+    Args:
+        name: of the data set.
+        num_processes: ranks among which the loader divides the samples.
+        order: describes the first samples of an epoch, see :func:`stream_order.describe`.
+    """
+    if not _is_one_of_pair(num_processes):
+        return
+    found = _exchange_between_first_and_last(f"stream/{name}", order)
+    path = None if found is None else differing_path(order, found)
+    if path is not None:
+        logger.warning_once(
+            "%s yields different samples%s on ranks %d and %d, each of which reads the whole stream and keeps its "
+            "part: some samples are read twice and others not at all. If the stream is shuffled, use the same seed on "
+            'every rank (rng_types=["torch"] copies the generator from rank 0; "numpy" and "python" likewise), or read '
+            "on one rank (dispatch_batches=True). If each rank reads a part of its own, set already_sharded=True (an "
+            "attribute of the data set or the loader, or in DataLoaderConfiguration). If random augmentation alone "
+            "makes them differ, nothing is lost; ranks can tell by a label or a key next to each sample.",
+            *(name, f" ({path[1:]})" if path else "", *_pair()),
             main_process_only=False,
         )
 
