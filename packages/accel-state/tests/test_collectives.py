@@ -114,6 +114,12 @@ def check_exchange(rank: int, world: int) -> None:
     sent = torch.tensor([100.0 * rank + target for target in range(world) for _ in range(rank + 1)])
     received = collectives.all_to_all(sent, [source + 1 for source in range(world)])
     assert received.tolist() == [100.0 * source + rank for source in range(world) for _ in range(source + 1)]
+    # Every rank sends each of the others two tensors, which arrive in this order.
+    others = [other for other in range(world) if other != rank]
+    given = [(other, torch.full((count,), rank)) for other in others for count in (3, 5)]
+    arrived = [(other, torch.full((count,), -1)) for other in others for count in (3, 5)]
+    collectives.exchange(given, arrived)
+    assert [tensor.tolist() for _, tensor in arrived] == [[other] * count for other in others for count in (3, 5)]
     # Rank 0 sends rank r a part of its own; also without the backend's scatter.
     for scatter in (collectives.scatter, partial(Collectives.scatter, collectives)):
         parts = [torch.tensor([10 * target, -target]) for target in range(world)] if rank == 0 else None

@@ -47,6 +47,7 @@ class StagedCopies:
             The weights on the device, which are views of one block of memory, and the event of their arrival (None:
             they have arrived).
         """
+        current = None if self._module is None else self._module.current_stream(self.device)
         with self._lock, self._on_stream():
             plain = {
                 name: value.detach() for name, value in values.items() if type(value) in (torch.Tensor, nn.Parameter)
@@ -56,6 +57,7 @@ class StagedCopies:
                 offsets[name] = total
                 total += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
             block = torch.empty(total, dtype=torch.uint8, device=self.device)
+            self._follow(current, [value for value in values.values() if value.device == block.device])
             sent = {}
             for name, value in values.items():
                 if name not in plain:  # quantized: its class knows how to move it
@@ -82,6 +84,13 @@ class StagedCopies:
         for tensor in _tensors_in(list(values.values())):
             tensor.record_stream(stream)
         return earlier
+
+    def _follow(self, stream: Any, sources: list[torch.Tensor]) -> None:
+        """Read weights that are on the device itself behind the work of a stream, and before their memory is reused."""
+        if self._stream is not None and sources:
+            self._stream.wait_stream(stream)
+            for tensor in _tensors_in(sources):
+                tensor.record_stream(self._stream)
 
     def _on_stream(self) -> Any:
         return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)

@@ -18,6 +18,10 @@ def capture(accelerator: Any) -> dict[str, Any]:
     Parameters and optimizer states are not copied; they do not change until the next step is committed. Buffers may
     change in a forward pass.
     """
+    # A thread of torchft calls this, and its stream is not ordered after that of the loop.
+    process = accelerator.process_state
+    process.device_backend.set_current(process.device)
+    process.device_backend.synchronize()
     prepared, checkpointer = accelerator.prepared, accelerator._checkpointer
     return {
         "models": [_weights(model) for model in prepared.models],
