@@ -19,6 +19,7 @@ import contextlib
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -254,6 +255,8 @@ def main() -> int:
     if reason:
         print(f"network_faults.py needs root and iproute2: {reason}")
         return 0
+    # A shell ignores it for what it runs in the background, and the launchers would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     failed = 0
     with namespaces.Hosts() as hosts, contextlib.ExitStack() as stack:
         servers = [Server(hosts, host) for host in (0, 1)] if args.preloaded else []

@@ -21,6 +21,7 @@ from accel_plan.plan import PlanRequest, make_plan
 from accel_plan.record import axis_of, coordinates_of, sent_bytes
 from accel_plan.report import as_text
 from accel_state.errors import ConfigurationError
+from accel_state.hardware import profile
 
 pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
@@ -78,9 +79,10 @@ def documented() -> list[tuple[str, str]]:
     return [(command.replace("\\\n", " "), output) for command, output in blocks if "error:" not in output]
 
 
-@pytest.mark.slow  # traces nine plans of large models; the figures of the guide have fast tests
-@pytest.mark.parametrize("number", range(9))
-def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> None:
+@pytest.mark.slow  # traces plans of large models; the figures of the guide have fast tests
+@pytest.mark.parametrize("number", range(10))
+def test_the_guide_shows_what_the_command_prints(tmp_path, monkeypatch, capsys, number) -> None:
+    monkeypatch.chdir(tmp_path)
     command, output = documented()[number]
     config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (tmp_path / "fsdp2.yaml").write_text(config[1])
@@ -88,13 +90,25 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, capsys, number) -> No
     assert capsys.readouterr().out == output
 
 
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}], ids=["one process", "tp"])
+def test_a_model_without_a_wrapper_is_traced_in_its_precision(tmp_path, sizes) -> None:
+    """The autocast around its forward must stay: products are those of 16 bits."""
+    options = {"num_processes": 1, "cpu": True} if not sizes else {**mesh(**sizes), "use_fsdp": False}
+    for precision, dtype in (("bf16", "bfloat16"), ("no", "float32")):
+        settings = settings_of(**{**options, "mixed_precision": precision})
+        plan = make_plan(PlanRequest(settings, small(tmp_path), seq_length=16, hardware=profile("h100-sxm")))
+        products = {item.dtype for _, items in plan.operations for item in items if item.kind == "matrix products"}
+        assert products == {dtype}
+
+
 def test_the_guide_has_both_models_on_three_numbers_of_ranks() -> None:
     found = {
         (re.search(r"--model (\S+)", one)[1], int(re.search(r"--num_processes (\d+)", one)[1]))
         for one, _ in documented()
     }
+    assert len(documented()) == 10
     three = {(model, ranks) for model in DIMENSIONS for ranks in (8, 512, 4096)}
-    assert found == three | {("llama-3-70b", 256)}
+    assert found == three | {("llama-3-70b", 256), ("llama-3-70b", 1024)}
 
 
 def figure(output: str, name: str) -> int:

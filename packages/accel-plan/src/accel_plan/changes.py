@@ -90,18 +90,19 @@ def _candidates(plan: RankPlan, request: PlanRequest) -> Iterator[tuple[str, Cal
 
 
 def _setting(**values: Any) -> Callable[[PlanRequest], PlanRequest]:
-    return lambda given: replace(given, settings=_with(given.settings, values))
+    return lambda given: replace(given, settings=with_values(given.settings, values))
 
 
 def _split(batch_size: int, steps: int) -> Callable[[PlanRequest], PlanRequest]:
     def change(request: PlanRequest) -> PlanRequest:
-        settings = _with(request.settings, {"gradient_accumulation_steps": steps})
+        settings = with_values(request.settings, {"gradient_accumulation_steps": steps})
         return replace(request, settings=settings, batch_size=batch_size)
 
     return change
 
 
-def _with(settings: Resolution, values: Mapping[str, Any]) -> Resolution:
+def with_values(settings: Resolution, values: Mapping[str, Any]) -> Resolution:
+    """Settings as if these values had been given on the command line."""
     changed = {
         name: replace(settings.settings[name], value=value, source=Source.COMMAND_LINE, where=f"--{name} {value}")
         for name, value in values.items()

@@ -63,29 +63,24 @@ def follow_steps(
     model: nn.Module,
     optimizer: Optimizer,
     tracker: MemoryTracker,
-    passes: Callable[[bool], None],
-    dry: bool = False,
+    passes: Callable[[], None],
 ) -> StepMemory:
-    """Take two steps, and follow the second.
+    """Take a step of the optimizer, which makes its state, and follow the whole step after it.
 
     Args:
         accelerator: prepared ``model``.
         model: the prepared model.
         optimizer: of torch, over the parameters of the prepared model. Preparing it would not change its memory.
         tracker: follows storages.
-        passes: runs the forward and backward passes of a step; told whether its traffic is to be recorded.
-        dry: the first step is one of the optimizer only, which is faster.
+        passes: runs the forward and backward passes of a step.
     """
     _categorize_model(model, tracker)
-    if dry:
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    else:
-        passes(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     _update(accelerator, model, optimizer, tracker)
     gc.collect()  # what splitting and wrapping a model left
     tracker.start()
-    passes(dry)
+    passes()
     _update(accelerator, model, optimizer, tracker)
     return tracker.stop()
 

@@ -181,14 +181,14 @@ def _trace_step(
     implementation = ""
     try:
         if tracker is None:
-            traced.run(True)
+            traced.run()
         else:
             tracker.name_modules(model)
             for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
                 tracker.name_modules(part)
             implementation = implementation_for(task.implementation, model.parameters())
             optimizer = build_optimizer(task.optimizer, implementation, model.parameters())
-            step = follow_steps(accelerator, model, optimizer, tracker, traced.run, dry=task.pipeline is not None)
+            step = follow_steps(accelerator, model, optimizer, tracker, traced.run)
             operations = tracker.operations()
     except ConfigurationError:
         raise
@@ -218,24 +218,23 @@ class _Passes:
     activations: int = 0
     gradients: int = 0
 
-    def run(self, first: bool) -> None:
-        """Run each kind of pass once; those of the first step are recorded."""
+    def run(self) -> None:
+        """Run each kind of pass once, and record its traffic."""
         # Of the micro batches that only accumulate, the first may gather parameters that the next ones reuse.
         accumulating = self.accelerator.gradient_accumulation_steps - 1
         for times, synchronises in [(min(accumulating, 1), False), (accumulating - 1, False), (1, True)]:
             if times > 0:
-                recorder = Recorder(self.task.axes) if first else None
+                recorder = Recorder(self.task.axes)
                 if self.tracker is not None:
                     self.tracker.begin_pass(times)
                 self._run_one(synchronises, recorder)
-                if recorder is not None:
-                    self.traffic.append((times, recorder.traffic))
+                self.traffic.append((times, recorder.traffic))
                 if self.tracker is not None:
                     categorize_unreduced(self.model, self.tracker)
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
         self.gradients = storage_bytes(gradients)
 
-    def _run_one(self, synchronises: bool, recorder: Recorder | None) -> None:
+    def _run_one(self, synchronises: bool, recorder: Recorder) -> None:
         """One forward and backward pass, in which the bytes that are alive between them are measured."""
         accelerator, model, task = self.accelerator, self.model, self.task
         self._enter(FORWARD)
@@ -247,16 +246,14 @@ class _Passes:
                 sequences = [item for item in inputs.values() if item.ndim > 1 and item.shape[1] == task.seq_length]
                 dims = [1] * len(sequences)
                 stack.enter_context(accelerator.maybe_context_parallel(buffers=sequences, buffer_seq_dims=dims))
-            if recorder is not None:
-                stack.enter_context(recorder)
-                if task.pipeline is not None:
-                    # The forward of a pipeline also runs its backward passes.
-                    stack.enter_context(recording_pass(self.monitor, model, recorder))
+            stack.enter_context(recorder)
+            if task.pipeline is not None:
+                # The forward of a pipeline also runs its backward passes.
+                stack.enter_context(recording_pass(self.monitor, model, recorder))
             loss = _loss_of(model(**inputs))
-            if recorder is not None:
-                pipeline = task.pipeline is not None
-                live = max(self.monitor.result().activations) if pipeline else recorder.live_bytes(model)
-                self.activations = max(self.activations, live)
+            pipeline = task.pipeline is not None
+            live = max(self.monitor.result().activations) if pipeline else recorder.live_bytes(model)
+            self.activations = max(self.activations, live)
             self._enter(BACKWARD)
             accelerator.backward(loss)
             del loss
@@ -278,7 +275,7 @@ def _recording_microbatch(
 def _model_inputs(model: nn.Module, task: TraceTask, samples: int) -> dict[str, torch.Tensor]:
     from accel.core.unwrap import extract_model_from_parallel
 
-    inner: Any = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    inner: Any = extract_model_from_parallel(model)
     inner = inner.module if isinstance(inner, ReplicatedModel) else inner
     inputs = example_inputs(inner, samples, task.seq_length)
     heads = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")

@@ -1,0 +1,151 @@
+"""Seconds and bytes of a step in closed form: the order in which ``accel plan --auto`` plans configurations.
+
+They are made of the operations and the memory of one sample, without messages. They need not be exact, because only
+plans are compared in the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from accel_state.hardware import HardwareProfile
+
+from .candidates import AXES, FULL, NONE, SELECTIVE, Candidate, Shape
+from .changes import with_values
+from .memory import BACKWARD, FORWARD
+from .operations import OTHER, Message
+from .plan import PlanRequest, make_plan
+from .timing import Speeds, simulate
+
+# Messages of hidden states in a block under tensor parallelism: two gathers and two reductions forward, as many
+# backward, and three in a recomputation (docs/guides/planning.md).
+_TENSOR_MESSAGES, _TENSOR_AGAIN = 8, 3
+_KEPT_BY_SELECTIVE = 16 / 34
+"""Share of a block's activations that are results of matrix products and attention.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, section
+4.1.
+"""
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A rank with one sample and a model that is not split, without messages."""
+
+    forward: float  # seconds
+    backward: float
+    others: float  # of the blocks' forward pass, besides matrix products and attention
+    update: float  # clipping and the optimizer
+    host: float  # preparing all operations
+    weights: int  # bytes
+    activations: float  # bytes a token, of all blocks
+    element: int  # bytes of a value in the compute dtype
+
+
+class Estimates:
+    """Of configurations of one model.
+
+    Args:
+        request: the model, and the settings that all configurations have in common.
+        shape: of the model.
+        hardware: the device.
+        length: tokens of a sample.
+        precision: of all of them.
+    """
+
+    def __init__(
+        self, request: PlanRequest, shape: Shape, hardware: HardwareProfile, length: int, precision: str
+    ) -> None:
+        self._request, self._shape, self._hardware, self._length = request, shape, hardware, length
+        compiled = str(request.settings["dynamo_backend"] or "no").lower() != "no"
+        self._compiled, self._precision = compiled, precision
+
+    def bytes(self, item: Candidate) -> float:
+        """At the peak of a step."""
+        traced, shape, axes = self._traced, self._shape, item.axes
+        weights = traced.weights / item.split
+        tokens = item.batch_size * self._length / axes["cp"] / axes["tp"]
+        if axes["pp"] > 1:  # of the first stage
+            tokens *= min(axes["pp"], item.micro_batches) / item.micro_batches
+        kept = {NONE: 1.0, SELECTIVE: _KEPT_BY_SELECTIVE, FULL: 1 / shape.blocks}[item.checkpointing]
+        # Tensor parallelism gathers the hidden states twice in a block, and keeps them for the backward pass.
+        whole = 0 if axes["tp"] == 1 else 2 * shape.hidden * traced.element * axes["tp"]
+        whole *= 1 if item.checkpointing == FULL else shape.blocks
+        inputs = 0 if item.checkpointing == NONE else shape.blocks * shape.hidden * traced.element
+        loss = shape.vocabulary * (traced.element + 3 * 4)  # logits; in float32 their log-softmax and two gradients
+        blocks = (traced.activations * kept + whole + inputs) / axes["pp"]
+        gathered = unreduced = 0.0
+        if item.shards > 1:
+            gathered = 2 * shape.vocabulary * shape.hidden / axes["tp"] * traced.element
+            unreduced = weights if item.steps > 1 else 0.0  # gradients accumulate whole
+        return 4 * weights / item.shards + gathered + unreduced + tokens * (blocks + loss)
+
+    def seconds(self, item: Candidate) -> float:
+        """Of an optimizer step."""
+        traced, axes, overlaps = self._traced, item.axes, self._hardware.overlaps
+        share = item.batch_size / (item.split * axes["cp"])
+        again = {NONE: 0.0, SELECTIVE: traced.others, FULL: traced.forward}[item.checkpointing]
+        forward, backward = traced.forward * share, (traced.backward + again) * share
+        gather, reduce = self._data_messages(item, traced)
+        blocks = max(self._shape.blocks // axes["pp"], 1)
+        behind_forward, behind_backward = (forward / blocks, backward / blocks) if overlaps else (0.0, 0.0)
+        waits = gather + blocks * (max(0.0, gather - behind_forward) + max(0.0, gather - behind_backward))
+        waits += blocks * self._model_messages(item, traced)
+        computed = (forward + backward) * (1 + (axes["pp"] - 1) / item.micro_batches)
+        host = traced.host / axes["pp"] * (1.0 if item.checkpointing == NONE else 4 / 3) * item.micro_batches
+        micro = max(computed, host) if overlaps else computed + host
+        reduction = reduce + blocks * max(0.0, reduce - behind_backward)
+        return item.steps * (micro + waits) + reduction + traced.update / (item.shards * item.split)
+
+    def _data_messages(self, item: Candidate, traced: _Traced) -> tuple[float, float]:
+        """Seconds in which the parameters of a block are gathered, and its gradients reduced."""
+        size = traced.weights / self._shape.blocks / item.axes["tp"]
+        gather = reduce = 0.0
+        if item.shards > 1:
+            gather = self._message("all-gather", size * traced.element / 4, item.shards, item.split)
+            reduce = self._message("reduce-scatter", size, item.shards, item.split)
+        if item.axes["dp_replicate"] > 1:
+            copies, stride = item.axes["dp_replicate"], item.split * item.shards
+            reduce += self._message("all-reduce", size / item.shards, copies, stride)
+        return gather, reduce
+
+    def _model_messages(self, item: Candidate, traced: _Traced) -> float:
+        """Seconds of the messages of a block that its computation waits for."""
+        axes, shape, seconds = item.axes, self._shape, 0.0
+        tokens = item.batch_size * self._length * traced.element
+        if axes["tp"] > 1:
+            number = _TENSOR_MESSAGES + (0 if item.checkpointing == NONE else _TENSOR_AGAIN)
+            seconds += number * self._message("all-gather", tokens * shape.hidden / axes["cp"], axes["tp"], 1)
+        if axes["cp"] > 1:  # keys and values, and their gradients
+            keys = 2 * shape.key_heads * shape.head / axes["tp"]
+            seconds += 3 * self._message("all-gather", tokens * keys, axes["cp"], axes["tp"])
+        return seconds
+
+    def _message(self, kind: str, payload: float, ranks: int, stride: int) -> float:
+        group = tuple(range(0, ranks * stride, stride))
+        return Speeds(self._hardware).message_seconds(Message(kind, "", group, int(payload), ""))
+
+    @functools.cached_property
+    def _traced(self) -> _Traced:
+        settings, one = self._request.settings, dict.fromkeys(AXES, 1)
+        processes = int(settings["num_processes"])
+        base = Candidate({**one, "dp_shard": processes}, 1, 1, NONE, self._precision)
+        plan = make_plan(replace(self._request, settings=with_values(settings, base.values()), batch_size=1, rank=0))
+        speeds = Speeds(self._hardware, self._compiled)
+        items = [item for _, part in plan.operations for item in part if item.message is None and not item.lane]
+        phases = simulate(((1, tuple(items)),), speeds).phases
+        blocks = [item for item in items if item.phase == FORWARD and item.kind == OTHER and item.block is not None]
+        element = 4 if self._precision == "no" else 2
+        logits = self._length * self._shape.vocabulary * (element + 2 * 4)
+        return _Traced(
+            forward=phases[FORWARD],
+            backward=phases[BACKWARD],
+            others=sum(map(speeds.seconds, blocks)),
+            update=sum(seconds for phase, seconds in phases.items() if phase not in (FORWARD, BACKWARD)) * processes,
+            host=sum(item.calls for item in items if not (item.fused and self._compiled))
+            * self._hardware.operation_seconds,
+            weights=4 * plan.parameters,
+            activations=max(plan.memory.activations - logits, plan.memory.activations // 10) / self._length,
+            element=element,
+        )

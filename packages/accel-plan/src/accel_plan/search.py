@@ -1,0 +1,267 @@
+"""``accel plan --auto``: the configuration with the shortest step for a number of devices.
+
+All configurations are estimated, which puts them in an order and leaves out those that are far too large. The first
+ones are planned like any other configuration, and their plans are compared. The answer does not depend on the speed of
+the machine that searches, and is the same each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_state.errors import ConfigurationError
+
+from .candidates import AXES, FULL, NONE, Candidate, candidates, shape_of
+from .changes import with_values
+from .estimates import Estimates
+from .plan import PlanRequest, RankPlan, make_plan
+
+SHOWN = 5
+_PLANNED, _PLANNED_ALIKE = 6, 3
+"""Number of configurations that are planned, and of those that differ in batches, sharding and checkpointing only."""
+_FASTER = 0.9
+"""Estimated share of the best step below which a pipeline is planned, which takes minutes."""
+_TOO_LARGE = 1.15
+"""Share of the memory from which an estimate leaves a configuration out."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that was planned."""
+
+    candidate: Candidate
+    plan: RankPlan
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        assert self.plan.time is not None
+        return self.plan.time.seconds
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A configuration that one would think of, and why it is not among the best."""
+
+    description: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        request: what was asked for, with the number of processes in its settings.
+        samples: of an optimizer step of all ranks.
+        searched: number of configurations.
+        too_large: those of them that an estimate left out.
+        planned: those that were planned.
+        best: those that fit, the fastest first; at most :data:`SHOWN`.
+        others: what else one would think of.
+    """
+
+    request: PlanRequest
+    samples: int
+    searched: int
+    too_large: int
+    planned: int
+    best: tuple[Choice, ...]
+    others: tuple[Rejected, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values, for JSON."""
+        best = [{"settings": choice.candidate.values(), **choice.plan.as_dict()} for choice in self.best]
+        others = [vars(item) for item in self.others]
+        numbers = {name: getattr(self, name) for name in ("samples", "searched", "too_large", "planned")}
+        return {**numbers, "best": best, "others": others}
+
+
+def search(request: PlanRequest, global_batch_tokens: int) -> Found:
+    """Search the configuration with the shortest step.
+
+    Args:
+        request: with hardware, the memory of a device, and tokens per sample; its settings give the number of
+            processes. What the search decides is replaced in them.
+        global_batch_tokens: tokens of an optimizer step of all ranks.
+
+    Raises:
+        ConfigurationError: no size divides the batch, nothing fits, or the model does not tell its sizes.
+    """
+    hardware, limit, length = request.hardware, request.memory_limit, request.seq_length
+    if hardware is None or limit is None or length is None:
+        raise ValueError("a search needs hardware, a memory limit and a sequence length")
+    _check(request)
+    processes, samples = int(request.settings["num_processes"]), _samples(global_batch_tokens, length)
+    shape = shape_of(request)
+    every = list(candidates(request, shape, hardware, processes, samples, length))
+    if not every:
+        multiple = processes * length
+        nearest = max(round(global_batch_tokens / multiple), 1) * multiple
+        raise ConfigurationError(
+            f"--global_batch_tokens {global_batch_tokens}: {samples:,} samples of {length:,} tokens cannot be divided "
+            f"over {processes:,} devices by any mesh. The nearest that can: {nearest}."
+        )
+    estimates = Estimates(request, shape, hardware, length, every[0].precision)
+    every.sort(key=lambda item: (estimates.seconds(item), estimates.bytes(item), item.describe()))
+    possible = [item for item in every if estimates.bytes(item) <= _TOO_LARGE * limit]
+    choices, refused = _plan_first(request, possible, estimates, limit)
+    best = sorted((choice for choice in choices if choice.plan.total <= limit), key=lambda choice: choice.seconds)[
+        :SHOWN
+    ]
+    if not best:
+        raise ConfigurationError(_nothing_fits(every, choices, refused, estimates, limit))
+    others = _others(every, choices, refused, best, estimates, limit)
+    number = len(choices) + len(refused)
+    return Found(request, samples, len(every), len(every) - len(possible), number, tuple(best), tuple(others))
+
+
+def planning_request(request: PlanRequest, candidate: Candidate) -> PlanRequest:
+    """What :func:`~.plan.make_plan` takes for a configuration."""
+    settings = with_values(request.settings, candidate.values())
+    if candidate.axes["pp"] == 1:
+        return replace(request, settings=settings, batch_size=candidate.batch_size)
+    pipeline = {"schedule": candidate.schedule, "num_microbatches": candidate.micro_batches}
+    return replace(request, settings=settings, batch_size=candidate.batch_size, **pipeline)  # type: ignore[arg-type]
+
+
+def reason(better: Choice, worse: Choice) -> str:
+    """What takes longer in the worse of two, or the memory if nothing does."""
+    assert better.plan.time is not None and worse.plan.time is not None
+    first, second = better.plan.time.parts, worse.plan.time.parts
+    longer = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+    name, seconds = max(longer.items(), key=lambda item: (item[1], item[0]))
+    total = worse.seconds - better.seconds
+    if total <= 0.0005 * better.seconds:
+        return "as fast as the next"
+    return f"{total:.3f} s less than the next, which takes {seconds:.3f} s more in {name}"
+
+
+def _check(request: PlanRequest) -> None:
+    settings = request.settings
+    for name in ("use_deepspeed", "use_megatron_lm"):
+        if settings[name]:
+            raise ConfigurationError(f"{settings.where(name)}: --auto searches DDP, FSDP 2 and meshes. Leave it out.")
+    if settings["mixed_precision"] == "fp8":
+        raise ConfigurationError(
+            f"{settings.where('mixed_precision')}: --auto does not search in fp8, because not every mesh takes it. "
+            "Search with bf16, and plan the best with --mixed_precision fp8."
+        )
+
+
+def _samples(tokens: int, length: int) -> int:
+    samples, rest = divmod(tokens, length)
+    if rest or not samples:
+        nearest = " or ".join(str(count * length) for count in (samples, samples + 1) if count)
+        raise ConfigurationError(
+            f"--global_batch_tokens {tokens}: not a multiple of {length}, the tokens of a sample. Nearest: {nearest}."
+        )
+    return samples
+
+
+def _plan_first(
+    request: PlanRequest, ordered: Sequence[Candidate], estimates: Estimates, limit: int
+) -> tuple[list[Choice], dict[str, str]]:
+    """Plans of the first configurations, and those that are refused, with the reason."""
+    choices: list[Choice] = []
+    refused: dict[str, str] = {}
+    alike: Counter[tuple[int, ...]] = Counter()
+    # Those of pipelines take longest to make, so they are made last, and only where they may be faster.
+    for candidate in sorted(ordered, key=lambda item: item.axes["pp"] > 1):
+        if candidate.axes["pp"] > 1 and not _may_be_faster(estimates, candidate, choices, limit):
+            continue
+        enough = any(choice.plan.total <= limit for choice in choices)
+        if len(choices) + len(refused) >= (_PLANNED if enough else 3 * _PLANNED):
+            break
+        if alike[candidate.family] >= _PLANNED_ALIKE:
+            continue
+        try:
+            plan = make_plan(planning_request(request, candidate))
+        except ConfigurationError as error:
+            refused[candidate.describe()] = str(error)
+            continue
+        if plan.peak is None or plan.time is None:
+            refused[candidate.describe()] = f"its step {plan.unfollowed or plan.untimed} is not modelled"
+            continue
+        alike[candidate.family] += plan.total <= limit
+        choices.append(Choice(candidate, plan))
+    return choices, refused
+
+
+def _may_be_faster(estimates: Estimates, candidate: Candidate, choices: Sequence[Choice], limit: int) -> bool:
+    fitting = [choice for choice in choices if choice.plan.total <= limit]
+    best = min(fitting, key=lambda choice: choice.seconds, default=None)
+    return best is None or estimates.seconds(candidate) < _FASTER * estimates.seconds(best.candidate)
+
+
+def _nothing_fits(
+    every: Sequence[Candidate],
+    choices: Sequence[Choice],
+    refused: Mapping[str, str],
+    estimates: Estimates,
+    limit: int,
+) -> str:
+    if not choices and refused:
+        return f"none of the configurations is possible: {'; '.join(f'{key}: {text}' for key, text in refused.items())}"
+    smallest = min(every, key=lambda item: (estimates.bytes(item), item.describe()))
+    size, about, what = estimates.bytes(smallest), "about ", smallest
+    if choices:
+        choice = min(choices, key=lambda item: item.plan.total)
+        size, about, what = choice.plan.total, "", choice.candidate
+    return (
+        f"no configuration fits in {limit / 2**30:.1f} GiB: the nearest, {what.describe()}, needs {about}"
+        f"{size / 2**30:.1f} GiB. Take more devices or larger ones, or shorter samples."
+    )
+
+
+def _others(
+    every: Sequence[Candidate],
+    choices: Sequence[Choice],
+    refused: Mapping[str, str],
+    best: Sequence[Choice],
+    estimates: Estimates,
+    limit: int,
+) -> list[Rejected]:
+    """The fastest of each kind that is not among the best."""
+    kinds = {
+        "DDP": lambda item: all(item.axes[axis] == 1 for axis in AXES[1:]),
+        "FSDP alone, without checkpointing": lambda item: _only_sharded(item) and item.checkpointing == NONE,
+        "FSDP alone, with full checkpointing": lambda item: _only_sharded(item) and item.checkpointing == FULL,
+        "FSDP in each node (HSDP)": lambda item: item.split == item.axes["cp"] == 1 < item.shards < _data_ranks(item),
+        "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.axes["cp"] == 1,
+        "context parallelism": lambda item: item.axes["cp"] > 1,
+        "a pipeline": lambda item: item.axes["pp"] > 1,
+    }
+    planned = {choice.candidate.describe(): choice for choice in choices}
+    shown, others = {choice.candidate.describe() for choice in best}, []
+    for kind, belongs in kinds.items():
+        those = [item for item in every if belongs(item)]
+        if not those or any(belongs(choice.candidate) for choice in best):
+            continue
+        fitting = [item for item in those if estimates.bytes(item) <= _TOO_LARGE * limit]
+        item = fitting[0] if fitting else min(those, key=estimates.bytes)
+        text = item.describe()
+        if text in refused:
+            why = refused[text]
+        elif text in planned and text not in shown:
+            choice = planned[text]
+            fits = choice.plan.total <= limit
+            why = f"{choice.seconds:.3f} s" if fits else f"does not fit: {choice.plan.total / 2**30:.1f} GiB"
+        elif not fitting:
+            why = f"does not fit: {estimates.bytes(item) / 2**30:,.0f} GiB by the estimate"
+        else:
+            times = estimates.seconds(item) / estimates.seconds(best[0].candidate)
+            why = f"{times:.2f} times the step of the best, by the estimate"
+        others.append(Rejected(f"{kind}: {text}", why))
+    return others
+
+
+def _only_sharded(item: Candidate) -> bool:
+    return item.split == item.axes["cp"] == item.axes["dp_replicate"] == 1 < item.axes["dp_shard"]
+
+
+def _data_ranks(item: Candidate) -> int:
+    return item.axes["dp_replicate"] * item.axes["dp_shard"]
