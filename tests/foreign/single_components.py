@@ -27,19 +27,21 @@ from wheel_environment import empty_environment, linked, site_packages  # noqa: 
 class Component:
     """A distribution, what is installed next to it, and the programs that use it."""
 
-    program: str | None  # a file of this folder, run as it is; None: starts.py
+    program: str  # a file of this folder, run as it is
     foreign: tuple[str, ...] = ()  # distributions of other people that are installed afterwards
     slow: tuple[str, ...] = ()  # those that --quick leaves out
-    also: tuple[str, ...] = ()  # wheels of siblings that the program needs too
+    starts: bool = False  # run the program with nothing else installed, and starts.py with the rest
+    also: tuple[str, ...] = ()  # wheels of siblings that starts.py needs too
     shown: tuple[str, ...] = ()  # like torch, from the environment of the tests, if it has them
 
 
 # Ways to start ranks need accel-data for the loader, and accel-launch for the way that the others are compared with.
 COMPONENTS = {
     "accel-state": Component(
-        None,
-        ("mpi4py", "joblib", "nbclient", "ipykernel", "numpy"),
+        "state_program.py",
+        ("mpi4py", "joblib", "nbclient", "ipykernel"),
         ("lightning", "ray[train]"),
+        starts=True,
         also=("accel-data", "accel-launch"),
         shown=("deepspeed",),
     ),
@@ -94,6 +96,7 @@ def megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
 
 
+STARTED = "two ranks started in {} ways, which the next table names: equal"
 QUICK = ("accel-state", "accel-launch", "accel-data", "accel-bigmodel", "accel-track")
 """Those of ``--quick``; an environment takes half a minute on two cores."""
 
@@ -106,25 +109,27 @@ def check(name: str, wheels: Path, quick: bool) -> tuple[str, str]:
         python = empty_environment(folder / "venv")
         packages = site_packages(python)
         # torch and what it requires, as a user has them already.
-        shown = linked(["torch", *filter(find_spec, component.shown)], _made(folder / "torch"))
+        shown = linked(["torch"], _made(folder / "torch"))
         (packages / "torch.pth").write_text(f"{shown}\n")
         pip(python, "install", "--find-links", wheels, name)
         size, alone = megabytes(packages), installed(python)
         foreign = component.foreign + (() if quick else component.slow)
+        started = time.monotonic()
+        printed = run(python, HERE / component.program, folder=folder) if component.starts else ""
+        linked([*filter(find_spec, component.shown)], shown)
         if component.also or foreign:
             pip(python, "install", "--find-links", wheels, *component.also, *foreign)
         versions = installed(python)
-        started = time.monotonic()
-        printed = run(python, HERE / (component.program or "starts.py"), folder=folder)
+        ways = run(python, HERE / "starts.py", folder=folder) if component.starts else ""
+        printed = printed or run(python, HERE / component.program, folder=folder)
         seconds = time.monotonic() - started
-    starts = "" if component.program else printed
-    if starts:
-        equal = sum(result == "equal" for _, result in table.cells(starts, table.START_HEAD).values())
-        printed = f"two ranks started in {equal} ways, which the next table names: equal"
+    if ways:
+        equal = sum(result == "equal" for _, result in table.cells(ways, table.START_HEAD).values())
+        printed += STARTED.format(equal)
     used = ", ".join(f"{other} {versions[other]}" for other in map(_plain_name, foreign) if other in versions)
     print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     ran = "; ".join(printed.splitlines())
-    return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |", starts
+    return f"| {name} | {size:.1f} MB | {len(alone)}: {', '.join(sorted(alone))} | {ran} | {used} |", ways
 
 
 def _made(folder: Path) -> Path:
@@ -157,9 +162,7 @@ def main() -> None:
     print(printed)
     if arguments.summary:
         arguments.summary.write_text(printed + "\n", encoding="utf-8")
-    # accel-state has no row of its own: the ways to start ranks are its table.
-    documented = "\n".join(line for line in printed.splitlines() if not line.startswith("| accel-state |"))
-    stale = list(table.differences(documented, table.PAGE.read_text(encoding="utf-8"), arguments.quick))
+    stale = list(table.differences(printed, table.PAGE.read_text(encoding="utf-8"), arguments.quick))
     if stale:
         raise SystemExit("docs/install.md says otherwise; copy the rows:\n" + "\n".join(stale))
 
