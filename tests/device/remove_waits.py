@@ -114,7 +114,7 @@ TESTS = {
     ],
     "accel_launch/doctor/": [f"{ACCEL}::test_commands_that_describe_the_machine[doctor]"],
     "accel_monitor/": [f"{STREAMING}::test_losses_that_the_monitor_looks_at_are_those_of_their_step"],
-    "accel_quant/loading.py": ["packages/accel-quant/tests/test_loading.py"],
+    "accel_quant/loading.py": [f"{COPIES}::test_a_weight_that_is_quantized_on_the_device_is_complete_on_the_disk"],
     "accel_quant/": [f"{COPIES}::test_a_weight_is_quantized_on_the_cpu_when_it_has_arrived_there"],
     "-> return item.to(device, non_blocking=True)": [f"{COPIES}::test_the_copy_is_complete"],
     "accel_state/operations/nested.py": SENT,

@@ -29,7 +29,7 @@ from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
 from accel_bigmodel.offload.store import offload_weight
 from accel_bigmodel.tensors import set_module_tensor_to_device
 from accel_checkpoint.validation import _host_copy
-from accel_quant import BnbQuantizationConfig
+from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 from accel_quant.quantizers.bnb_8bit import Bnb8Bit
 from accel_state.collectives.single import Collectives
 from accel_state.context import isolated
@@ -179,3 +179,18 @@ def test_a_weight_is_quantized_on_the_cpu_when_it_has_arrived_there() -> None:
         quantizer.quantize(layers[-1], weight, torch.device("cpu"))
     on_cpu, from_device = (layer.weight for layer in layers)
     assert torch.equal(from_device.data, on_cpu.data) and torch.equal(from_device.SCB, on_cpu.SCB)
+
+
+def test_a_weight_that_is_quantized_on_the_device_is_complete_on_the_disk(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = BnbQuantizationConfig(load_in_8bit=True)
+    model = nn.Sequential(nn.Linear(256, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[0].weight.data = torch.from_numpy(VALUES).view(2, -1)
+    quantizer = Bnb8Bit(config)
+    layer = quantizer.layer(nn.Linear(256, 2, bias=False))
+    quantizer.quantize(layer, model[0].weight, DEVICE)
+    expected = {name: tensor.cpu() for name, tensor in quantizer.tensors(layer).items()}
+    load_and_quantize_model(model, config, device_map={"0": "disk", "1": 0}, offload_folder=tmp_path)
+    written = parse((tmp_path / "0.quantized.safetensors").read_bytes())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())

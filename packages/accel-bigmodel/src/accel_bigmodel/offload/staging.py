@@ -33,7 +33,8 @@ class StagedCopies:
         self._size = max(1, min(largest, _BUFFER_BYTES))
         module: Any = devices.get(device.type).module if device.type in devices.names() else None
         # torch.cpu has streams and events that do nothing.
-        self._module = module if device.type != "cpu" and hasattr(module, "Stream") else None
+        has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream"))
+        self._module = module if device.type != "cpu" and has_streams else None
         self._stream = None if self._module is None else self._module.Stream(device=device)
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._copied: list[Any] = [None, None]  # events after the last copy from each buffer
