@@ -4,8 +4,8 @@
     python tests/device/remove_waits.py staging          those whose path contains a word
     python tests/device/remove_waits.py --table FILE     keep the rows in a file, and leave out those that are in it
 
-It changes a copy of the sources, which the tests import instead of those of this checkout. Exit status 1: no test
-noticed one.
+It changes a copy of the sources, which the tests import instead of those of this checkout. Barriers between ranks, and
+waits for processes, are not among them. Exit status 1: no test noticed one.
 """
 
 from __future__ import annotations

@@ -49,6 +49,17 @@ def test_streamed_weights_are_those_that_were_given(where: str, tmp_path: Path) 
     assert torch.simgpu.races() == []
 
 
+@pytest.mark.parametrize("missing", ["Event", "Stream", "stream", "current_stream"])
+def test_copies_wait_on_a_device_without_all_parts_of_streams(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.simgpu, missing)
+    model, x, logged = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3))), torch.randn(3, 40), torch.ones(3)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(cpu_offload(model, DEVICE)(x.to(DEVICE)).cpu(), expected)
+        snapshot = Snapshot({"value": logged.to(DEVICE)})
+    assert snapshot.values()["value"].tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("place", [DEVICE, torch.device("simgpu", 1)], ids=str)
 def test_weights_that_are_offloaded_to_a_device_are_read_when_they_were_written(place: torch.device) -> None:
     with torch.no_grad():

@@ -69,7 +69,8 @@ class _Group:
         self.copied = torch.stack(self.members) if len(self.members) > 1 else self.members[0].clone().unsqueeze(0)
         self.members = []
         module: Any = getattr(torch, self.copied.device.type, None)
-        if self.copied.device.type != "cpu" and all(hasattr(module, name) for name in ("Event", "Stream", "stream")):
+        has_streams = all(hasattr(module, name) for name in ("Event", "Stream", "stream", "current_stream"))
+        if self.copied.device.type != "cpu" and has_streams:
             self.ready = module.Event()
             self.ready.record(module.current_stream(self.copied.device))
 

@@ -33,7 +33,7 @@ class StagedCopies:
         self._size = max(1, min(largest, _BUFFER_BYTES))
         module: Any = devices.get(device.type).module if device.type in devices.names() else None
         # torch.cpu has streams and events that do nothing.
-        has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream"))
+        has_streams = all(hasattr(module, name) for name in ("Event", "Stream", "stream", "current_stream"))
         self._module = module if device.type != "cpu" and has_streams else None
         self._stream = None if self._module is None else self._module.Stream(device=device)
         self._buffers: list[torch.Tensor | None] = [None, None]
