@@ -18,7 +18,7 @@ from device_exceptions import reason_to_skip, refusal
 NAME = os.environ["ACCEL_TEST_DEVICE"]
 if NAME == "simgpu":
     os.environ.setdefault("SIMGPU_DEVICES", "4")  # for tests with four ranks
-    import torch_simgpu  # noqa: F401 - adds torch.simgpu
+    import torch_simgpu
 
 _reports = Path(tempfile.mkdtemp(prefix="simgpu-")) / "races"
 
@@ -44,6 +44,9 @@ def has_no_races(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test during which an access was not ordered, in this process or in one that it started."""
     _reports.write_text("")
     yield
+    if NAME == "simgpu" and torch_simgpu.module.is_initialized():
+        for index in range(torch_simgpu.module.device_count()):
+            torch_simgpu.module.synchronize(index)  # the next test finds no copies of this one
     races = _reports.read_text().splitlines()
     if races and request.node.get_closest_marker("expects_races") is None:
         pytest.fail(f"{len(races)} races: " + "; ".join(list(dict.fromkeys(races))[:5]), pytrace=False)

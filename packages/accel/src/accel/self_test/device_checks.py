@@ -105,7 +105,7 @@ def check_copies(accelerator: Accelerator) -> None:
         sent = send_to_device({"x": source}, accelerator.device, non_blocking=True)["x"]
         doubled = (sent * 2).to("cpu", non_blocking=True)
         device.synchronize()
-        expect_equal("what came back", doubled.unique().tolist(), [2.0 * step])
+        expect_equal("what came back", doubled.unique()[:5].tolist(), [2.0 * step])  # some, for a message of one line
 
 
 def check_offload(accelerator: Accelerator) -> None:
