@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -237,20 +237,27 @@ class Hub(Board):
 
     def _flush(self, beat: bool) -> None:
         silent = {str(rank): round(seconds, 1) for rank, seconds in self._silent.items()}
+        written: dict[tuple[Any, ...], bytes] = {}  # most launchers are sent the same
         for peer in list(self._peers):
-            message: dict[str, Any] = {"silent": silent} if beat or not peer.sent else {}
-            changed = [rank for rank, version in self._versions.items() if peer.sent.get(rank) != version]
-            if changed:
-                message["machines"] = [self._machines[rank].encode(with_facts=False) for rank in changed]
-            if self.refusal is not None and not peer.knows_refusal:
-                message["refused"] = {"text": self.refusal.text, "code": self.refusal.code}
+            changed = tuple(rank for rank, version in self._versions.items() if peer.sent.get(rank) != version)
+            content = (changed, beat or not peer.sent, self.refusal is not None and not peer.knows_refusal)
+            if content not in written:
+                written[content] = self._message(*content, silent)
             try:
-                peer.lines.send(line(message) if message else b"")
+                peer.lines.send(written[content])
             except OSError:
                 self._drop(peer)
                 continue
             peer.sent |= {rank: self._versions[rank] for rank in changed}
-            peer.knows_refusal = peer.knows_refusal or "refused" in message
+            peer.knows_refusal = peer.knows_refusal or content[-1]
+
+    def _message(self, changed: Sequence[int], beat: bool, refused: bool, silent: Mapping[str, float]) -> bytes:
+        message: dict[str, Any] = {"silent": silent} if beat else {}
+        if changed:
+            message["machines"] = [self._machines[rank].encode(with_facts=False) for rank in changed]
+        if refused and self.refusal is not None:
+            message["refused"] = {"text": self.refusal.text, "code": self.refusal.code}
+        return line(message) if message else b""
 
     def _end(self) -> None:
         self._listener.close()
