@@ -7,8 +7,10 @@ the machine that searches, and is the same each time.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,6 +171,7 @@ def _plan_first(
     choices: list[Choice] = []
     refused: dict[str, str] = {}
     alike: Counter[tuple[int, ...]] = Counter()
+    errors: dict[tuple[str, int], float] = {}  # of the estimates of memory, where one was planned
     # Those of pipelines take longest to make, so they are made last, and only where they may be faster.
     for candidate in sorted(ordered, key=lambda item: item.axes["pp"] > 1):
         if candidate.axes["pp"] > 1 and not _may_be_faster(estimates, candidate, choices, limit):
@@ -176,10 +179,12 @@ def _plan_first(
         enough = any(choice.plan.total <= limit for choice in choices)
         if len(choices) + len(refused) >= (_PLANNED if enough else 3 * _PLANNED):
             break
-        if alike[candidate.family] >= _PLANNED_ALIKE:
+        size, kind = estimates.bytes(candidate), (candidate.checkpointing, candidate.axes["tp"])
+        if alike[candidate.family] >= _PLANNED_ALIKE or size * errors.get(kind, 0.0) > limit:
             continue
         try:
-            plan = make_plan(planning_request(request, candidate))
+            with _frozen():
+                plan = replace(make_plan(planning_request(request, candidate)), operations=(), step=None)
         except ConfigurationError as error:
             refused[candidate.describe()] = str(error)
             continue
@@ -187,8 +192,19 @@ def _plan_first(
             refused[candidate.describe()] = f"its step {plan.unfollowed or plan.untimed} is not modelled"
             continue
         alike[candidate.family] += plan.total <= limit
+        errors[kind] = plan.total / size
         choices.append(Choice(candidate, plan))
     return choices, refused
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """A block whose garbage collections leave out all objects that exist already: libraries, and the plans before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _may_be_faster(estimates: Estimates, candidate: Candidate, choices: Sequence[Choice], limit: int) -> bool:
