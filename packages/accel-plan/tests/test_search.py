@@ -136,7 +136,10 @@ def test_the_file_is_the_best_configuration(tmp_path: Path, hardware: Path, caps
             "--auto needs --hardware, --global_batch_tokens, --seq_length, --num_pro",
         ),
         (["--auto", "--global_batch_tokens", "100"], "100: not a multiple of 64.*Nearest: 64 or 128"),
-        (["--auto", "--global_batch_tokens", "64"], "1 samples of 64 tokens cannot be divided over 4.*: 256"),
+        (
+            ["--auto", "--global_batch_tokens", "64"],
+            "1 samples of 64 tokens cannot be divided over 4.*a multiple of 256",
+        ),
         (["--auto", "--global_batch_tokens", "256", "--batch_size", "2"], "--batch_size does not go with --auto"),
         (["--auto", "--global_batch_tokens", "256", "--html", "x"], "--html does not go with --auto"),
         (["--auto", "--global_batch_tokens", "256", "--use_deepspeed"], "--use_deepspeed.*searches DDP, FSDP 2"),

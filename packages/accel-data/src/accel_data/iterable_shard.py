@@ -122,22 +122,22 @@ class IterableDatasetShard(IterableDataset[Any]):
         compares = self.marks and self.num_processes > 1 and (worker is None or worker.id == 0)
         while chunk := list(islice(samples, size)):
             head = chunk if head is None else head
-            if compares and len(chunk) == size:
-                compares, order = False, describe(chunk)
-                yield from (MarkedSample(sample, order=order) for sample in chunk[first:last])
-            elif len(chunk) == size or not (self.drop_last or self.even_batches):
-                yield from chunk[first:last]
+            order = describe(chunk) if compares else None
+            compares = False
+            if len(chunk) == size or not (self.drop_last or self.even_batches):
+                own = chunk[first:last]
+                yield from own if order is None else (MarkedSample(sample, order=order) for sample in own)
             elif not self.drop_last:
-                yield from self._completed(chunk, head, first, last)
+                yield from self._completed(chunk, head, first, last, order)
 
-    def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int) -> Iterator[Any]:
+    def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int, order: str | None) -> Iterator[Any]:
         """Positions [first, last) of an incomplete last run followed by endless repetitions of ``head``."""
         tail = len(chunk)
         padding = wrapped_ranges(max(0, first - tail), max(0, last - tail), len(head))
         for sample in chunk[first:last]:
-            yield MarkedSample(sample, True, tail) if self.marks else sample
+            yield MarkedSample(sample, True, tail, order) if self.marks else sample
         for sample in chain.from_iterable(head[run.start : run.stop] for run in padding):
-            yield MarkedSample(sample, False, tail) if self.marks else sample
+            yield MarkedSample(sample, False, tail, order) if self.marks else sample
 
 
 class StatefulIterableDatasetShard(IterableDatasetShard):

@@ -15,7 +15,7 @@ from .candidates import AXES, FULL, NONE, SELECTIVE, Candidate, Shape
 from .changes import with_values
 from .memory import BACKWARD, FORWARD
 from .operations import OTHER, Message
-from .plan import PlanRequest, make_plan
+from .plan import PlanRequest, is_compiled, make_plan
 from .timing import Speeds, simulate
 
 # Messages of hidden states in a block under tensor parallelism: two gathers and two reductions forward, as many
@@ -58,8 +58,7 @@ class Estimates:
         self, request: PlanRequest, shape: Shape, hardware: HardwareProfile, length: int, precision: str
     ) -> None:
         self._request, self._shape, self._hardware, self._length = request, shape, hardware, length
-        compiled = str(request.settings["dynamo_backend"] or "no").lower() != "no"
-        self._compiled, self._precision = compiled, precision
+        self._compiled, self._precision = is_compiled(request.settings), precision
 
     def bytes(self, item: Candidate) -> float:
         """At the peak of a step."""

@@ -179,8 +179,7 @@ def _time_of(
     if hardware is None or not operations:
         return None
     precision = settings["mixed_precision"] or "no"
-    compiled = str(settings["dynamo_backend"] or "no").lower() != "no"
-    speeds = Speeds(hardware, compiled, fp8=precision == FP8)
+    speeds = Speeds(hardware, is_compiled(settings), fp8=precision == FP8)
     bubble = 0.0
     if task.pipeline is not None:
         position = ranks.index(operations)
@@ -190,6 +189,11 @@ def _time_of(
     dtype = {"no": "fp32", FP8: "bf16"}.get(precision, precision)
     tokens = batch.global_size * steps * task.seq_length
     return step_time(operations, speeds, tokens, task.world_size, dtype, bubble)
+
+
+def is_compiled(settings: Resolution) -> bool:
+    """Whether torch.compile compiles the model."""
+    return str(settings["dynamo_backend"] or "no").lower() != "no"
 
 
 def _untimed(settings: Resolution, pipeline: PipelineParallelConfig | None) -> str:

@@ -101,11 +101,9 @@ def search(request: PlanRequest, global_batch_tokens: int) -> Found:
     shape = shape_of(request)
     every = list(candidates(request, shape, hardware, processes, samples, length))
     if not every:
-        multiple = processes * length
-        nearest = max(round(global_batch_tokens / multiple), 1) * multiple
         raise ConfigurationError(
             f"--global_batch_tokens {global_batch_tokens}: {samples:,} samples of {length:,} tokens cannot be divided "
-            f"over {processes:,} devices by any mesh. The nearest that can: {nearest}."
+            f"over {processes:,} devices by any mesh. Choose a multiple of {processes * length}."
         )
     estimates = Estimates(request, shape, hardware, length, every[0].precision)
     every.sort(key=lambda item: (estimates.seconds(item), estimates.bytes(item), item.describe()))
@@ -131,7 +129,7 @@ def planning_request(request: PlanRequest, candidate: Candidate) -> PlanRequest:
 
 
 def reason(better: Choice, worse: Choice) -> str:
-    """What takes longer in the worse of two, or the memory if nothing does."""
+    """How much faster the better of two is, and what takes longer in the other."""
     assert better.plan.time is not None and worse.plan.time is not None
     first, second = better.plan.time.parts, worse.plan.time.parts
     longer = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
@@ -252,7 +250,7 @@ def _others(
         "a pipeline": lambda item: item.axes["pp"] > 1,
     }
     planned = {choice.candidate.describe(): choice for choice in choices}
-    shown, others = {choice.candidate.describe() for choice in best}, []
+    others = []
     for kind, belongs in kinds.items():
         those = [item for item in every if belongs(item)]
         if not those or any(belongs(choice.candidate) for choice in best):
@@ -262,7 +260,7 @@ def _others(
         text = item.describe()
         if text in refused:
             why = refused[text]
-        elif text in planned and text not in shown:
+        elif text in planned:
             choice = planned[text]
             fits = choice.plan.total <= limit
             why = f"{choice.seconds:.3f} s" if fits else f"does not fit: {choice.plan.total / 2**30:.1f} GiB"

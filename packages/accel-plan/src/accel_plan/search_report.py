@@ -67,7 +67,7 @@ def write_best(found: Found, file: Path) -> str:
     values = {**kept, **candidate.values()}
     # accel launch derives other types from the number of processes and the device.
     values["distributed_type"] = "FSDP" if values["use_fsdp"] else None
-    write_file(file, nest({name: value for name, value in values.items() if name not in ("json", "config_file")}))
+    write_file(file, nest(values))
     script = f"a DataLoader with batch_size={candidate.batch_size}"
     if candidate.axes["pp"] > 1:
         settings_of_pipeline = f"schedule={candidate.schedule!r}, num_microbatches={candidate.micro_batches}"
