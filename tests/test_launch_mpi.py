@@ -33,7 +33,8 @@ if "sleep" in sys.argv:
         file.write(str(os.getpid()))
     time.sleep(300)
 names = ("LOCAL_RANK", "CCL_WORKER_COUNT", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "ACCELERATE_MIXED_PRECISION")
-print(rank, size, *(os.environ.get(name, "-") for name in names), *sys.argv[1:], flush=True)
+values = (rank, size, *(os.environ.get(name, "-") for name in names), *sys.argv[1:])
+print(" ".join(map(str, values)) + "\\n", end="", flush=True)
 group.sum(0)
 """
 KINDS = [

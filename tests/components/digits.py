@@ -28,6 +28,7 @@ PACKAGES = (
     "accel-track",
 )
 # Where it suffices that the processes form a group and compute: without an optimizer, which takes as long to import.
+# A line is written at once: unbuffered, print writes each of its arguments, and mpirun mixes those of two ranks.
 GLOO = """
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ from accel_state import PartialState
 state = PartialState(cpu=True)
 value = torch.ones(1) * (state.process_index + 1)
 dist.all_reduce(value)
-print(state.process_index, state.num_processes, state.local_process_index, value.item(), flush=True)
+line = f"{state.process_index} {state.num_processes} {state.local_process_index} {value.item()}\\n"
+print(line, end="", flush=True)
 state.destroy_process_group()
 """
 _LOSS = re.compile(r"training loss of the last epoch: (\d+\.\d{6})")
