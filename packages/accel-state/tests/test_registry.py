@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_state.errors import ConfigurationError
-from accel_state.registry import Registry
+from accel_state.registry import Registry, installed_entry_points
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
     entries = [importlib.metadata.EntryPoint(name, target, "accel.parts") for name, target in targets.items()]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries if group == "accel.parts" else [])
+    monkeypatch.setattr(
+        "accel_state.registry.installed_entry_points", lambda group: entries if group == "accel.parts" else []
+    )
 
 
 def make() -> Registry[object]:
@@ -44,3 +48,25 @@ def test_unknown_names_and_targets_without_the_class(monkeypatch: pytest.MonkeyP
         registry.load("q")
     with pytest.raises(ConfigurationError, match="'missing'.*pathlib:Missing.deep"):
         registry.load("missing")
+
+
+def test_metadata_is_read_once_for_all_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read = importlib.metadata.entry_points
+    calls: list[object] = []
+
+    def count(**given: Any) -> Any:
+        calls.append(given)
+        return read(**given)
+
+    monkeypatch.setattr("importlib.metadata.entry_points", count)
+    monkeypatch.syspath_prepend(tmp_path)
+    for group in ("console_scripts", "accel.parts", "pytest11"):
+        assert {entry.value for entry in installed_entry_points(group)} == {entry.value for entry in read(group=group)}
+    assert calls == [{}]
+    # What is found later on the path counts.
+    info = tmp_path / "later" / "parts-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parts\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accel.parts]\ncounter = collections:Counter\n")
+    monkeypatch.syspath_prepend(info.parent)
+    assert make().load("counter") is __import__("collections").Counter

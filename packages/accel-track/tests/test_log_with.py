@@ -87,7 +87,7 @@ def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch, caplog:
         EntryPoint("broken", "no_such_package:Tracker", "accel.trackers"),
     ]
     monkeypatch.setattr(
-        "importlib.metadata.entry_points",
+        "accel_state.registry.installed_entry_points",
         lambda group: entries if group == "accel.trackers" else [],
     )
     monkeypatch.setattr(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import ConfigurationError
 from .humanize import closest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
 
 T = TypeVar("T")
 
@@ -78,9 +83,24 @@ class Registry(Generic[T]):
         # Reading the metadata of every installed distribution takes milliseconds, so only if no built-in name matches.
         if self._searched_entry_points or self.entry_point_group is None:
             return
-        # Imported here, because it takes longer than the rest of a command line.
-        from importlib.metadata import entry_points
-
-        for entry in entry_points(group=self.entry_point_group):
+        for entry in installed_entry_points(self.entry_point_group):
             self.register(entry.name, entry.value.partition("[")[0].strip())
         self._searched_entry_points = True
+
+
+def installed_entry_points(group: str) -> Iterable[EntryPoint]:
+    """The entry points of a group that installed distributions declare.
+
+    The metadata of all distributions is read once for all groups, since that takes 10 ms or more, and again when
+    ``sys.path`` has changed.
+    """
+    return _read_entry_points(tuple(sys.path)).select(group=group)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_entry_points(_paths: tuple[str, ...]) -> EntryPoints:
+    # Imported here, because it takes longer than the rest of a command line.
+    from importlib.metadata import entry_points
+
+    found: Any = entry_points()  # before Python 3.12 of another class, which selects in the same way
+    return found

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Mapping
 from importlib import metadata
 
+from accel_state.registry import installed_entry_points
+
 from ..interpreter import python_command
 
 ENTRY_POINTS = "accel.devices"
@@ -36,7 +38,7 @@ def is_possible() -> bool:
         build = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return False
-    return build.endswith("+xpu") or bool(metadata.entry_points(group=ENTRY_POINTS))
+    return build.endswith("+xpu") or any(installed_entry_points(ENTRY_POINTS))
 
 
 def count(environ: Mapping[str, str]) -> tuple[int, str | None, str]:
