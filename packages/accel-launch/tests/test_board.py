@@ -145,6 +145,21 @@ def test_what_happened_first_is_told_on_every_machine(boards, wait_until) -> Non
     assert [one.settle() for one in peers] == [Cause(KILLED, "rank 2 was killed", 137)] * 3
 
 
+def test_machines_that_wait_are_told_of_each_other_once_a_beat(boards, wait_until, monkeypatch) -> None:
+    """Else the first of a thousand machines would read a record for each that arrives; a start is told at once."""
+    monkeypatch.setattr(board, "BEAT_SECONDS", 15.0)  # no beat during this test
+    hub = boards(0, 0, 4)
+    members = []
+    for rank in (1, 2, 3):
+        members.append(boards(hub.port, rank, 4))
+        wait_until(lambda: len(members[-1].machines()) == len(members) + 1, "it has the records of those before it")
+    wait_until(lambda: len(hub.machines()) == 4, "machine rank 0 knows of all at once")
+    time.sleep(0.3)
+    assert [len(one.machines()) for one in members] == [2, 3, 4]
+    hub.post(round=0, members={"0": "x"}, state=State.RUNNING)
+    wait_until(lambda: all(len(one.machines()) == 4 and one.machines()[0].started for one in members), "all are told")
+
+
 def test_machines_with_different_tokens_do_not_meet(boards, wait_until, monkeypatch, capfd) -> None:
     monkeypatch.setenv(run_token.VARIABLE, "a" * 32)
     hub = boards(0, 0)

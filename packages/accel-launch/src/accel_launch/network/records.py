@@ -75,6 +75,11 @@ class Machine:
         """Whether its ranks were started in its round."""
         return bool(self.members)
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a start."""
+        return self.state is State.WAITING and not self.started
+
     def named(self) -> str:
         """The machine in a sentence: rank, host, address and its ranks."""
         first, count = self.rank * self.local_processes, self.local_processes
