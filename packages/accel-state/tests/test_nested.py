@@ -9,6 +9,7 @@ from collections import OrderedDict, UserDict, UserList, defaultdict, deque, nam
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -339,5 +340,17 @@ def test_tensors_that_an_operation_would_pass_by_are_refused(operation: Any, dat
     """Returned as they are, they would look reduced."""
     with pytest.raises(TypeError, match=named):
         operation(data)
-    same = {"n": 3, "text": "a", "none": None, "empty": deque(), "set": {1}, "mask": torch.ones(1)}
-    assert operation(same)["n"] == 3
+    same = {"text": "a", "none": None, "empty": deque(), "set": {1}, "mask": torch.ones(1)}
+    assert operation(same)["set"] == {1}
+
+
+@pytest.mark.parametrize("value", [5, 0.5, True, np.float32(2.0), np.ones(2)], ids=lambda value: type(value).__name__)
+def test_numbers_and_arrays_are_not_passed_by(value: Any) -> None:
+    """Each rank would keep its own, and take it for the sum."""
+    kind = type(value).__name__
+    for operation in (lambda data: ops.reduce(data, "sum"), ops.broadcast):
+        with pytest.raises(TypeError, match=f"the {kind}.* of this rank as it is. Make a tensor of it"):
+            operation({"loss": torch.ones(1), "more": [value]})
+    kept = ops.reduce({"name": "a", "none": None, "loss": torch.ones(1)}, "sum")
+    assert kept == {"name": "a", "none": None, "loss": torch.ones(1)}
+    assert ops.reduce([torch.ones(1), value], "none")[1] is value

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from accel_state import devices
 from accel_state.errors import ConfigurationError
 
 from .serialize import to_plain
@@ -68,9 +69,9 @@ class _Group:
         """Enqueue the copy on the device."""
         self.copied = torch.stack(self.members) if len(self.members) > 1 else self.members[0].clone().unsqueeze(0)
         self.members = []
-        module: Any = getattr(torch, self.copied.device.type, None)
-        has_streams = all(hasattr(module, name) for name in ("Event", "Stream", "stream", "current_stream"))
-        if self.copied.device.type != "cpu" and has_streams:
+        known = devices.of(self.copied.device)
+        module = None if known is None else known.streams()
+        if module is not None:
             self.ready = module.Event()
             self.ready.record(module.current_stream(self.copied.device))
 

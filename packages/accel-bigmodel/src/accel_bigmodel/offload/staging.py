@@ -31,10 +31,8 @@ class StagedCopies:
     def __init__(self, device: torch.device, largest: int) -> None:
         self.device = device
         self._size = max(1, min(largest, _BUFFER_BYTES))
-        module: Any = devices.get(device.type).module if device.type in devices.names() else None
-        # torch.cpu has streams and events that do nothing.
-        has_streams = all(hasattr(module, name) for name in ("Event", "Stream", "stream", "current_stream"))
-        self._module = module if device.type != "cpu" and has_streams else None
+        known = devices.of(device)
+        self._module: Any = None if known is None else known.streams()
         self._stream = None if self._module is None else self._module.Stream(device=device)
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._copied: list[Any] = [None, None]  # events after the last copy from each buffer

@@ -74,6 +74,12 @@ class Device:
             )
         return module
 
+    def streams(self) -> Any:
+        """:attr:`module`, if it has streams and events, and enters streams as ``torch.cuda`` does; else None."""
+        module = self._find_module()
+        needed = ("Event", "Stream", "stream", "current_stream")
+        return module if all(hasattr(module, name) for name in needed) else None
+
     def _find_module(self) -> ModuleType | None:
         if self.vendor_package is not None and not _load_vendor_package(self.vendor_package):
             return None

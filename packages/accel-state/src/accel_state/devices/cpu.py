@@ -25,6 +25,9 @@ class CpuDevice(Device):
     def module(self) -> Any:
         return torch.cpu
 
+    def streams(self) -> None:
+        """None: those of ``torch.cpu`` do nothing."""
+
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 

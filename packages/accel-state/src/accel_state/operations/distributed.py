@@ -9,7 +9,15 @@ import torch
 from ..collectives.single import Collectives
 from ..state import PartialState
 from .input_checks import check_inputs
-from .nested import check_only_tensors, check_reachable, get_data_structure, initialize_tensors, leaves, replace_leaves
+from .nested import (
+    check_no_numbers,
+    check_only_tensors,
+    check_reachable,
+    get_data_structure,
+    initialize_tensors,
+    leaves,
+    replace_leaves,
+)
 
 Reduction = Literal["mean", "sum", "max", "min", "none"]
 T = TypeVar("T")
@@ -86,12 +94,14 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
     Raises:
         ValueError: the rank does not exist.
-        TypeError: a tensor is not dense, or in a collection of another type, such as a deque.
+        TypeError: a tensor is not dense, or in a collection of another type, such as a deque; the data has numbers or
+            arrays, which would stay as they are.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     state = PartialState()
     _check_rank(from_process, state.num_processes)
     check_reachable(tensor, "broadcast")
+    check_no_numbers(tensor, "broadcast")
     check_inputs("accel_state.operations.broadcast", tensor, state.collectives, f"from_process={from_process}")
     state.collectives.broadcast_many(leaves(tensor), from_process)
     return tensor
@@ -143,7 +153,8 @@ def reduce(
 
     Raises:
         ValueError: the reduction is unknown.
-        TypeError: a tensor is not dense, or in a collection of another type, such as a deque.
+        TypeError: a tensor is not dense, or in a collection of another type, such as a deque; the data has numbers or
+            arrays, which would stay as they are.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
@@ -151,6 +162,7 @@ def reduce(
     check_reachable(tensor, "reduce")
     collectives = collectives or PartialState().collectives
     if reduction != "none":
+        check_no_numbers(tensor, "reduce")
         check_inputs("accel_state.operations.reduce", tensor, collectives, f"reduction={reduction!r}")
     values = [_reducible(leaf, reduction) for leaf in leaves(tensor)]
     if reduction != "none":

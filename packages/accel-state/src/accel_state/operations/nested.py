@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper, wraps
@@ -110,6 +111,23 @@ def check_reachable(data: Any, operation: str) -> None:
                 raise _unsupported(operation, item)
 
     recursively_apply(check, data, test_type=lambda item: not is_container(item))
+
+
+def check_no_numbers(data: Any, operation: str) -> None:
+    """Raise TypeError if nested data has numbers or arrays, which an operation on tensors would leave as they are."""
+
+    def reject(item: Any) -> Any:
+        shown = f"{type(item).__name__} {item!r}" if isinstance(item, numbers.Number) else type(item).__name__
+        raise TypeError(
+            f"{operation} works on tensors, and would return the {shown} of this rank as it is. Make a tensor of it "
+            "(torch.as_tensor), or take it out of the data."
+        )
+
+    recursively_apply(reject, data, test_type=_is_number_or_array)
+
+
+def _is_number_or_array(item: Any) -> bool:
+    return isinstance(item, numbers.Number) or (hasattr(item, "__array__") and not is_torch_tensor(item))
 
 
 def leaves(data: Any, test_type: Callable[[Any], bool] = is_torch_tensor) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_state import devices
 from accel_state.errors import AccelError
 
 from .._torch_compat import FakeTensor
@@ -34,9 +35,9 @@ class LateChecks:
         """
         if isinstance(condition, FakeTensor):
             return
-        device: Any = getattr(torch, condition.device.type, None)
-        has_streams = hasattr(device, "Event") and hasattr(device, "current_stream")
-        if now or condition.device.type == "cpu" or not has_streams:
+        known = devices.of(condition.device)
+        device = None if known is None else known.streams()
+        if now or device is None:
             if bool(condition):
                 raise error()
             return
