@@ -8,9 +8,13 @@ import json
 import re
 import resource
 import socket
+import statistics
 import sys
+import time
 
+import psutil
 import pytest
+import torch
 
 from accel_launch import remedies
 from accel_launch.commands import doctor
@@ -22,6 +26,7 @@ from accel_launch.elastic.report import RankFailure, with_hint
 from accel_launch.launch_plan import make_plan
 from accel_launch.network.agreement import FACTS_VARIABLE, facts_of_plan
 from accel_launch.remedies import remedy
+from accel_state.hardware import read_profile
 
 SCARCE = ("memory", "shared memory", "temporary")
 
@@ -71,6 +76,46 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     assert "warn  variables      RANK=3 set: scripts would run as this rank" in result.stdout
     # How far ranks get in that time depends on the machine.
     assert re.search(r"not finished after 0\.1 s: (no process has started|rank \d: )", result.stdout)
+
+
+@pytest.mark.slow  # products of all types of numbers, on two ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_was_measured_is_a_profile(shell, processes: int) -> None:
+    options = ("doctor", "--cpu", f"--num_processes={processes}", "--timeout=250", "--measure=here.json")
+    result = shell.accel(*options, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    found = read_profile(shell.folder / "here.json")
+    assert f"ok    profile        {shell.folder / 'here.json'}" in result.stdout, result.stdout + result.stderr
+    assert found.measured and not found.overlaps and found.devices_per_node == processes
+    assert found.memory_bytes == psutil.virtual_memory().total // processes
+    # Measured here in another way, and on a machine that has other work: of the same order.
+    torch.set_num_threads(1)
+    one, other, large = torch.randn(512, 512), torch.randn(512, 512), torch.ones(8 * 2**20)
+    assert found.flops["fp32"] == pytest.approx(2 * 512**3 / seconds(lambda: one @ other), rel=0.9)
+    assert found.memory_bandwidth == pytest.approx(8 * large.numel() / seconds(lambda: large.mul_(1.5)), rel=0.9)
+    assert 1e-7 < found.operation_seconds < 1e-3
+    if processes == 1:
+        assert found.link_bandwidth is None and "link_bandwidth is not in it: there is a single rank" in result.stdout
+    else:
+        assert 1e6 < found.link_bandwidth < found.memory_bandwidth
+        assert 1e-6 < found.link_latency < 0.1 and 0 < found.message_seconds < 0.1
+    assert found.network_bandwidth is None and found.sources["network_bandwidth"].startswith("not measured: ")
+
+
+def seconds(action) -> float:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("path", [".", "no such folder/here.json"])
+def test_a_profile_that_cannot_be_written_is_refused_before_measuring(shell, path: str) -> None:
+    result = shell.accel("doctor", "--measure", path)
+    assert result.returncode == 2 and f"--measure {path}" in result.stderr and "a new JSON file" in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])

@@ -99,6 +99,9 @@ def test_messages_take_the_steps_of_a_ring_and_their_bytes(kind, ranks, seconds)
 
 def test_ranks_of_several_nodes_need_a_network() -> None:
     message = Message("all-gather", "dp_shard", tuple(range(16)), 8000, "lane")
+    unlinked = Speeds(replace(DEVICE, link_bandwidth=None))
+    with pytest.raises(ConfigurationError, match="slow: its profile has no link_bandwidth, and 2 ranks are on 1 node"):
+        unlinked.message_seconds(Message("all-reduce", "tp", (0, 1), 8, "lane"))
     with pytest.raises(ConfigurationError, match="l40s: its profile has no network_bandwidth"):
         Speeds(profile("l40s")).message_seconds(message)
 

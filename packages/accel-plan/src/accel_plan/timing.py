@@ -102,13 +102,17 @@ class Speeds:
         """Of a message: steps of a ring with their latency, and bytes by the narrowest link, as NCCL models it."""
         hardware, ranks, kind = self.hardware, message.ranks, message.kind
         nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
+        needed = ["link_bandwidth", *(["network_bandwidth"] if len(nodes) > 1 else [])]
+        for name in needed:
+            if getattr(hardware, name) is None:
+                raise ConfigurationError(
+                    f"--hardware {hardware.key}: its profile has no {name}, and {len(ranks)} ranks are on "
+                    f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}. Give a file of a profile that has one."
+                )
+        assert hardware.link_bandwidth is not None
         bandwidth = hardware.link_bandwidth
         if len(nodes) > 1:
-            if hardware.network_bandwidth is None:
-                raise ConfigurationError(
-                    f"--hardware {hardware.key}: its profile has no network_bandwidth, and {len(ranks)} ranks are on "
-                    f"{len(nodes)} nodes. Give a file of a profile that has one."
-                )
+            assert hardware.network_bandwidth is not None
             # Rings enter and leave a node through the ports of all its devices in the group.
             bandwidth = min(bandwidth, hardware.network_bandwidth * min(nodes.values()))
         sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ _POSITIVE = (
     *("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency", "network_bandwidth"),
     *("network_latency", "message_seconds", "operation_seconds", "devices_per_node"),
 )
+_OPTIONAL = ("link_bandwidth", "network_bandwidth")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class HardwareProfile:
         memory_bytes: its memory.
         memory_bandwidth: bytes a second between its memory and its processors.
         flops: operations a second of dense matrix products, by type of number: fp8, bf16, fp16, tf32, fp32.
-        link_bandwidth: bytes a second and direction to other devices of the node.
+        link_bandwidth: bytes a second and direction to other devices of the node; None if it was not measured.
         link_latency: seconds of a step of a collective between two devices of a node.
         network_bandwidth: bytes a second and direction and device to other nodes; None if systems differ.
         network_latency: seconds of a step of a collective between two nodes.
@@ -46,7 +47,7 @@ class HardwareProfile:
     memory_bytes: int
     memory_bandwidth: float
     flops: Mapping[str, float]
-    link_bandwidth: float
+    link_bandwidth: float | None
     link_latency: float
     network_bandwidth: float | None
     network_latency: float
@@ -110,12 +111,25 @@ def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
         ) from None
     for name in _POSITIVE:
         value = getattr(found, name)
-        if name == "network_bandwidth" and value is None:
+        if name in _OPTIONAL and value is None:
             continue
         numbers = list(value.values()) if isinstance(value, dict) else [value]
         if not numbers or not all(map(_is_positive, numbers)):
             raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive.")
     return found
+
+
+def write_profile(found: HardwareProfile, path: str | os.PathLike[str]) -> None:
+    """Write a profile for :func:`read_profile`; a file that exists is replaced whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = {name: value for name, value in asdict(found).items() if name != "key"}
+    file = Path(path)
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    partial.replace(file)
 
 
 def _is_positive(value: object) -> bool:

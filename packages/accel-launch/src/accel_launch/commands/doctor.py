@@ -7,15 +7,18 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accel_state.command import Command
+from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, load_groups
 
 from ..config.read import load_settings
 from ..parser import ConfigParser, find_script, unwrap_lists
 
 DEFAULT_SECONDS = 25.0
+MEASURE_SECONDS = 180.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
 # Those that decide what is started for the checks; all others are only compared between machines.
 _OPTIONS = ("cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
@@ -50,17 +53,33 @@ class CommandLine:
     options: dict[str, Any]  # of a launch, as text by name
     script: list[str]  # with its arguments; empty for none
     seconds: float  # time limit
+    profile: Path | None = None  # where the speeds of the devices are written
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
-    """Read the options of a launch, a time limit among them, and perhaps a script.
+    """Read the options of a launch, those of the doctor among them, and perhaps a script.
 
     Raises:
         ConfigurationError: an option is unknown, or not allowed.
     """
-    end = find_script(argv, also=("--timeout",))
+    end = find_script(argv, also=("--timeout", "--measure"))
     options = unwrap_lists(vars(build_parser().parse_args([word for word in argv[:end] if word != "--"])))
-    return CommandLine(options, argv[end:], options.pop("timeout"))
+    seconds, measure = options.pop("timeout"), options.pop("measure")
+    profile = None if measure is None else _writable(Path(measure))
+    if seconds is None:
+        seconds = DEFAULT_SECONDS if profile is None else MEASURE_SECONDS
+    return CommandLine(options, argv[end:], seconds, profile)
+
+
+def _writable(path: Path) -> Path:
+    """The path of a profile, before minutes of measuring."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = (
+            "is a directory" if path.is_dir() else f"cannot be written: {folder} is no directory that you may write to"
+        )
+        raise ConfigurationError(f"--measure {path} {reason}. Give the path of a new JSON file.")
+    return path.absolute()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,12 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "time limit for the multi-process checks (default: 25)"
-    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="SECONDS", help=text)
+    text = f"time limit for the multi-process checks (default: 25, with --measure {MEASURE_SECONDS:.0f})"
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=text)
+    text = "also measure matrix products, memory and links, and write a profile for `accel plan --hardware FILE`"
+    parser.add_argument("--measure", metavar="FILE", help=text)
     for group in load_groups():
         group.add_to_parser(parser)
     for action in parser._actions:
-        if action.dest not in (*_OPTIONS, "timeout", "help"):
+        if action.dest not in (*_OPTIONS, "timeout", "measure", "help"):
             action.help = argparse.SUPPRESS
     for section in parser._action_groups:
         if all(action.help is argparse.SUPPRESS for action in section._group_actions):
@@ -106,8 +127,10 @@ def _results(command_line: CommandLine) -> Iterator[Any]:
     for subject, check in CHECKS:
         yield from run_check(subject, check)
     options = [f"--{name}={value}" for name, value in arguments.items() if name in _OPTIONS]
-    options += _default_options(settings, arguments)
-    yield from check_group(options, os.environ, command_line.seconds, facts_of(settings, command_line.script))
+    profile = command_line.profile
+    options += _default_options(settings, arguments, 1 if profile is None else 0)
+    facts = facts_of(settings, command_line.script)
+    yield from check_group(options, os.environ, command_line.seconds, facts, profile)
 
 
 def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
@@ -122,13 +145,13 @@ def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
     return {name: value for name, value in facts.items() if script or "script" not in name}
 
 
-def _default_options(settings: Any, arguments: dict[str, Any]) -> list[str]:
-    """On one machine with less than two devices, two processes on the CPU: collectives need at least two."""
+def _default_options(settings: Any, arguments: dict[str, Any], too_few: int) -> list[str]:
+    """On one machine with too few devices, two processes on the CPU: collectives need at least two."""
     from ..accelerators.registry import find_visible
     from ..launch_context import Role, detect_context
 
     alone = detect_context(settings, os.environ).role is Role.ALONE and settings["num_machines"] == 1
-    if not alone or settings["num_processes"] is not None or find_visible(os.environ).count > 1:
+    if not alone or settings["num_processes"] is not None or find_visible(os.environ).count > too_few:
         return []
     return ["--num_processes=2", *([] if "cpu" in arguments else ["--cpu"])]
 

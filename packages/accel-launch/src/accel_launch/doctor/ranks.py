@@ -13,17 +13,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accel_state import PartialState
-from accel_state.env import read_int
+from accel_state.env import read_int, read_str
 
 from ..remedies import NETWORK
 from .machine import CHECKS, versions
-from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
+from .result import MEASURE_VARIABLE, RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
 
 MIB = 2**20
 _SIZES = (1, 1000, 300_001)
@@ -68,6 +69,11 @@ def _checks(state: PartialState) -> Iterator[tuple[str, Any]]:
     yield "point to point", lambda: _point_to_point(state)
     yield "machines", lambda: _pairs(state)
     yield "clocks", lambda: _clocks(state)
+    if path := read_str(MEASURE_VARIABLE):
+        from .measure import measure
+
+        _stage("measuring its device")
+        yield "profile", lambda: measure(state, Path(path))
 
 
 def _merge(by_rank: list[list[dict[str, str]]]) -> list[dict[str, str]]:

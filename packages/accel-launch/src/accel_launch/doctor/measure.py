@@ -1,0 +1,317 @@
+"""What the devices of a run can do, measured by all ranks at once, as a profile for ``accel plan --hardware FILE``.
+
+Ranks that share cores or a bus share them here as they do in training. Each number is that of the slowest rank, because
+a step waits for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import PartialState, devices
+from accel_state.env import read_int
+from accel_state.hardware import HardwareProfile, read_profile, write_profile
+
+from .result import CheckResult, ok, warn
+
+GIB = 2**30
+_REPEATS = 7
+# Sides of matrices; larger ones are tried until a product takes so long. Some CPUs need that for small ones of 16 bits.
+_SIDES = (256, 512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_SECONDS = 0.02
+_COPIED = {"cpu": 32 * 2**20}  # larger than the caches
+_OTHER_COPIED = 512 * 2**20
+_SENT = {"cpu": 16 * 2**20}
+_OTHER_SENT = 256 * 2**20
+_CALLS = 500
+_ROUND_TRIPS = 50
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def measure(state: PartialState, path: Path) -> Iterator[CheckResult]:
+    """Measure on all ranks, and write the profile on rank 0.
+
+    Args:
+        state: of this rank; the process group is initialised.
+        path: of the profile.
+    """
+    flops, missing = _products(state)
+    memory, operation = _memory_bandwidth(state), _operation_seconds(state)
+    links = _Links(state)
+    if not state.is_main_process:
+        return
+    source = f"measured by accel doctor on {datetime.date.today()}, torch {torch.__version__}, {links.ranks}"
+    numbers: dict[str, Any] = {
+        "names": (_name(state.device),),
+        "memory_bytes": _memory_bytes(state, links.local),
+        "memory_bandwidth": memory,
+        "flops": flops,
+        "link_bandwidth": links.bandwidth,
+        "link_latency": links.latency,
+        "network_bandwidth": links.network_bandwidth,
+        "network_latency": links.network_latency,
+        "message_seconds": links.message_seconds,
+        "operation_seconds": operation,
+        "devices_per_node": links.local,
+    }
+    sources = {name: source for name in numbers if name != "names"}
+    sources |= {name: f"not measured: {why}" for name, why in links.missing.items()}
+    is_host = state.device.type == "cpu"
+    # What a host computes, sends and prepares takes turns on its cores.
+    write_profile(HardwareProfile("", **numbers, sources=sources, measured=True, overlaps=not is_host), path)
+    found = read_profile(path)  # as the plan will
+    yield ok("products", ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in found.flops.items()))
+    yield ok(
+        "memory", f"{found.memory_bandwidth / GIB:.3g} GiB/s; an operation takes {1e6 * operation:.1f} us to start"
+    )
+    yield ok("links", links.text())
+    if links.bandwidth is None:
+        missing = {**missing, "link_bandwidth is": links.missing["link_bandwidth"]}
+    for name, why in missing.items():
+        yield warn("profile", f"{name} not in it: {why}", "Plans that need it say so.")
+    yield ok("profile", f"{path}, for accel plan --hardware")
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def _products(state: PartialState) -> tuple[dict[str, float], dict[str, str]]:
+    """FLOPs a second by type of number, and the reasons why others are missing."""
+    found: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name, make in _operands(state.device).items():
+        reason = ""
+        try:
+            make(_SIDES[0])()
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+        # The ranks stay together: if one cannot compute it, the others do not wait for it.
+        if _slowest(state, float(bool(reason))):
+            missing[f"{name} products are"] = reason or "another rank cannot compute them"
+            continue
+        for side in _SIDES:
+            seconds = _slowest(state, _median_seconds(state, make(side)))
+            found[name] = max(found.get(name, 0.0), 2 * side**3 / seconds)
+            if seconds > _LONG_ENOUGH_SECONDS:
+                break
+    return found, missing
+
+
+def _operands(device: torch.device) -> dict[str, Callable[[int], Callable[[], Any]]]:
+    """For each type of number, what makes a product of two matrices."""
+
+    def plain(dtype: torch.dtype) -> Callable[[int], Callable[[], Any]]:
+        def make(side: int) -> Callable[[], Any]:
+            one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            return lambda: one @ other
+
+        return make
+
+    kinds = {name: plain(dtype) for name, dtype in _DTYPES.items()}
+    if device.type != "cuda":
+        return kinds
+
+    def tf32(side: int) -> Callable[[], Any]:
+        product = plain(torch.float32)(side)
+
+        def run() -> None:
+            with _tf32():
+                product()
+
+        return run
+
+    def fp8(side: int) -> Callable[[], Any]:
+        one, other = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(one, other.t(), scale, scale, out_dtype=torch.bfloat16)
+
+    return {**kinds, "tf32": tf32, "fp8": fp8}
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _memory_bandwidth(state: PartialState) -> float:
+    """Bytes a second that an addition reads and writes."""
+    count = _COPIED.get(state.device.type, _OTHER_COPIED) // 4
+    one, other, result = (torch.ones(count, device=state.device) for _ in range(3))
+    seconds = _median_seconds(state, lambda: torch.add(one, other, out=result))
+    return 3 * 4 * count / _slowest(state, seconds)
+
+
+def _operation_seconds(state: PartialState) -> float:
+    """Seconds in which the host prepares an operation, on a CPU with what a tiny one takes."""
+    value = torch.zeros(1, device=state.device)
+
+    def many() -> None:
+        for _ in range(_CALLS):
+            value.add_(1)
+
+    many()
+    _synchronize(state.device)
+    begin = time.perf_counter()
+    many()  # an accelerator has not computed it yet
+    seconds = (time.perf_counter() - begin) / _CALLS
+    _synchronize(state.device)
+    return _slowest(state, seconds)
+
+
+def _memory_bytes(state: PartialState, local: int) -> int:
+    """Memory of a device; of a host the share of a rank."""
+    device = devices.get(state.device.type)
+    total = device.memory_total(state.device.index or 0)
+    return total // local if state.device.type == "cpu" else total
+
+
+def _name(device: torch.device) -> str:
+    module = devices.get(device.type).module
+    if device.type != "cpu" and hasattr(module, "get_device_name"):
+        return str(module.get_device_name(device))
+    return f"{device.type} {platform.machine()}"
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+class _Links:
+    """Links between the devices of a node, and the network between nodes.
+
+    Attributes:
+        local: ranks of a node.
+        bandwidth: see :class:`HardwareProfile`; None with a rank a node.
+        latency: as there.
+        network_bandwidth: as there; None on one node.
+        network_latency: as there.
+        message_seconds: as there.
+        missing: reasons by name of what could not be measured.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        world, self.local = state.num_processes, read_int("LOCAL_WORLD_SIZE") or 1
+        nodes = world // self.local
+        self.ranks = f"{world} rank{'s' if world > 1 else ''} on {nodes} machine{'s' if nodes > 1 else ''}"
+        self.bandwidth: float | None = None
+        self.network_bandwidth: float | None = None
+        # Nothing divides by these where there are no messages.
+        self.latency = self.network_latency = self.message_seconds = 1e-9
+        self.missing: dict[str, str] = {}
+        if self.local > 1:
+            group = _own_node(state, nodes, self.local)
+            first = state.process_index // self.local * self.local
+            self.latency = _one_way(state, first, first + 1)
+            self.message_seconds = _message(state, group, self.local, self.latency)
+            self.bandwidth = _ring_bandwidth(state, group, self.local)
+        else:
+            self.missing["link_bandwidth"] = "there is a single rank on each machine"
+        if nodes > 1:
+            self.network_latency = _one_way(state, 0, self.local)
+            if self.local == 1:
+                self.message_seconds = _message(state, None, world, self.network_latency)
+            self.network_bandwidth = _ring_bandwidth(state, None, world) / self.local
+        else:
+            self.missing["network_bandwidth"] = "there is a single machine"
+        self.latency = min(self.latency, self.network_latency) if self.local == 1 else self.latency
+        self.network_latency = self.latency if nodes == 1 else self.network_latency
+
+    def text(self) -> str:
+        """The numbers in a sentence."""
+        parts = [
+            f"{name} {rate / GIB:.3g} GiB/s, {1e6 * latency:.0f} us"
+            for name, rate, latency in (
+                ("in a node", self.bandwidth, self.latency),
+                ("between nodes", self.network_bandwidth, self.network_latency),
+            )
+            if rate is not None
+        ]
+        return "; ".join([*parts, f"a message {1e6 * self.message_seconds:.0f} us"]) if parts else "none"
+
+
+def _own_node(state: PartialState, nodes: int, local: int) -> Any:
+    groups = [dist.new_group(list(range(node * local, (node + 1) * local))) for node in range(nodes)]
+    return groups[state.process_index // local]
+
+
+def _one_way(state: PartialState, one: int, other: int) -> float:
+    """Seconds of an empty message from one rank to another; of all pairs that are asked for at once, the slowest."""
+    ping, seconds = torch.zeros(1, device=state.device), 0.0
+
+    def there_and_back() -> None:
+        for send in (state.process_index == one, state.process_index == other):
+            partner = other if state.process_index == one else one
+            (dist.send if send else dist.recv)(ping, partner)
+
+    if state.process_index in (one, other):
+        there_and_back()  # connects
+        seconds = _median_of(state, there_and_back, _ROUND_TRIPS) / 2
+    return _slowest(state, seconds)
+
+
+def _message(state: PartialState, group: Any, ranks: int, latency: float) -> float:
+    """Seconds of a collective besides its steps: what an all-reduce of one number takes beyond them."""
+    value = torch.zeros(1, device=state.device)
+    dist.all_reduce(value, group=group)
+    seconds = _median_of(state, lambda: dist.all_reduce(value, group=group), _ROUND_TRIPS)
+    return max(_slowest(state, seconds) - 2 * (ranks - 1) * latency, 1e-9)
+
+
+def _ring_bandwidth(state: PartialState, group: Any, ranks: int) -> float:
+    """Bytes a second that each rank sends in an all-reduce of a large tensor."""
+    size = _SENT.get(state.device.type, _OTHER_SENT)
+    data = torch.zeros(size // 4, device=state.device)
+    seconds = _median_seconds(state, lambda: dist.all_reduce(data, group=group))
+    return 2 * (ranks - 1) / ranks * size / _slowest(state, seconds)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _median_seconds(state: PartialState, action: Callable[[], Any]) -> float:
+    action()
+    _barrier(state)
+    return _median_of(state, action, _REPEATS)
+
+
+def _median_of(state: PartialState, action: Callable[[], Any], times: int) -> float:
+    taken = []
+    _synchronize(state.device)
+    for _ in range(times):
+        begin = time.perf_counter()
+        action()
+        _synchronize(state.device)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _barrier(state: PartialState) -> None:
+    if state.num_processes > 1:
+        dist.barrier()
+
+
+def _slowest(state: PartialState, seconds: float) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64 if state.device.type == "cpu" else torch.float32)
+    value = value.to(state.device)
+    if state.num_processes > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())
