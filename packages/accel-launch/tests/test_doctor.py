@@ -102,6 +102,22 @@ def test_what_was_measured_is_a_profile(shell, processes: int) -> None:
     assert found.network_bandwidth is None and found.sources["network_bandwidth"].startswith("not measured: ")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_machines_that_were_not_asked_for_a_profile_measure_too(shell, started, free_port) -> None:
+    """Otherwise those that were would wait for them."""
+    words = ["--cpu", "--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--timeout=250"]
+    words += [f"--main_process_port={free_port()}"]
+    other = started(shell.start("doctor", *words, "--machine_rank=0", OMP_NUM_THREADS="1"))
+    result = shell.accel("doctor", *words, "--machine_rank=1", "--measure=here.json", OMP_NUM_THREADS="1")
+    output, _ = other.communicate(timeout=100)
+    line = f"ok    profile        {shell.folder / 'here.json'} on machine 1, for accel plan --hardware"
+    assert line in result.stdout and line in output, result.stdout + output
+    found = read_profile(shell.folder / "here.json")
+    assert found.devices_per_node == 1 and found.link_bandwidth is None
+    assert 1e6 < found.network_bandwidth < 1e12 and 1e-6 < found.network_latency < 0.1
+
+
 def seconds(action) -> float:
     times = []
     for _ in range(5):

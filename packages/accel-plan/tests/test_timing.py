@@ -102,6 +102,8 @@ def test_ranks_of_several_nodes_need_a_network() -> None:
     unlinked = Speeds(replace(DEVICE, link_bandwidth=None))
     with pytest.raises(ConfigurationError, match="slow: its profile has no link_bandwidth, and 2 ranks are on 1 node"):
         unlinked.message_seconds(Message("all-reduce", "tp", (0, 1), 8, "lane"))
+    apart = Message("all-gather", "tp", (0, 4), 8, "lane")  # a rank a node needs no links
+    assert unlinked.message_seconds(apart) == Speeds(DEVICE).message_seconds(apart)
     with pytest.raises(ConfigurationError, match="l40s: its profile has no network_bandwidth"):
         Speeds(profile("l40s")).message_seconds(message)
 

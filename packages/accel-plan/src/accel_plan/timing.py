@@ -102,19 +102,13 @@ class Speeds:
         """Of a message: steps of a ring with their latency, and bytes by the narrowest link, as NCCL models it."""
         hardware, ranks, kind = self.hardware, message.ranks, message.kind
         nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
-        needed = ["link_bandwidth", *(["network_bandwidth"] if len(nodes) > 1 else [])]
-        for name in needed:
-            if getattr(hardware, name) is None:
-                raise ConfigurationError(
-                    f"--hardware {hardware.key}: its profile has no {name}, and {len(ranks)} ranks are on "
-                    f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}. Give a file of a profile that has one."
-                )
-        assert hardware.link_bandwidth is not None
-        bandwidth = hardware.link_bandwidth
+        bandwidth = float("inf")
+        if max(nodes.values()) > 1:
+            bandwidth = self._known(hardware.link_bandwidth, "link_bandwidth", len(ranks), len(nodes))
         if len(nodes) > 1:
-            assert hardware.network_bandwidth is not None
+            network = self._known(hardware.network_bandwidth, "network_bandwidth", len(ranks), len(nodes))
             # Rings enter and leave a node through the ports of all its devices in the group.
-            bandwidth = min(bandwidth, hardware.network_bandwidth * min(nodes.values()))
+            bandwidth = min(bandwidth, network * min(nodes.values()))
         sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))
         steps, between = len(ranks) - 1, len(nodes) - 1
         if kind in POINT_TO_POINT or kind == "broadcast":
@@ -123,6 +117,14 @@ class Speeds:
             steps, between = 2 * steps, 2 * between
         latency = (steps - between) * hardware.link_latency + between * hardware.network_latency
         return hardware.message_seconds + latency + sent / (bandwidth * self.share("links"))
+
+    def _known(self, value: float | None, name: str, ranks: int, nodes: int) -> float:
+        if value is None:
+            raise ConfigurationError(
+                f"--hardware {self.hardware.key}: its profile has no {name}, and {ranks} ranks are on {nodes} "
+                f"node{'s' if nodes > 1 else ''}. Give a file of a profile that has one."
+            )
+        return value
 
 
 class Simulation:

@@ -10,9 +10,8 @@ import datetime
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,18 +37,16 @@ _ROUND_TRIPS = 50
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def measure(state: PartialState, path: Path) -> Iterator[CheckResult]:
-    """Measure on all ranks, and write the profile on rank 0.
+def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckResult]:
+    """Measure on all ranks, and write the profile on the machines that want one.
 
     Args:
         state: of this rank; the process group is initialised.
-        path: of the profile.
+        paths: by rank, where it writes the profile; None for nowhere.
     """
     flops, missing = _products(state)
     memory, operation = _memory_bandwidth(state), _operation_seconds(state)
     links = _Links(state)
-    if not state.is_main_process:
-        return
     source = f"measured by accel doctor on {datetime.date.today()}, torch {torch.__version__}, {links.ranks}"
     numbers: dict[str, Any] = {
         "names": (_name(state.device),),
@@ -68,8 +65,12 @@ def measure(state: PartialState, path: Path) -> Iterator[CheckResult]:
     sources |= {name: f"not measured: {why}" for name, why in links.missing.items()}
     is_host = state.device.type == "cpu"
     # What a host computes, sends and prepares takes turns on its cores.
-    write_profile(HardwareProfile("", **numbers, sources=sources, measured=True, overlaps=not is_host), path)
-    found = read_profile(path)  # as the plan will
+    found = HardwareProfile("", **numbers, sources=sources, measured=True, overlaps=not is_host)
+    if path := paths[state.process_index]:
+        write_profile(found, path)
+        read_profile(path)  # as the plan will
+    if not state.is_main_process:
+        return
     yield ok("products", ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in found.flops.items()))
     yield ok(
         "memory", f"{found.memory_bandwidth / GIB:.3g} GiB/s; an operation takes {1e6 * operation:.1f} us to start"
@@ -79,7 +80,10 @@ def measure(state: PartialState, path: Path) -> Iterator[CheckResult]:
         missing = {**missing, "link_bandwidth is": links.missing["link_bandwidth"]}
     for name, why in missing.items():
         yield warn("profile", f"{name} not in it: {why}", "Plans that need it say so.")
-    yield ok("profile", f"{path}, for accel plan --hardware")
+    for written in sorted(set(filter(None, paths))):
+        machines = [str(rank // links.local) for rank, path in enumerate(paths) if path == written]
+        where = f" on machine {', '.join(machines)}" if state.num_processes > links.local else ""
+        yield ok("profile", f"{written}{where}, for accel plan --hardware")
 
 
 # -- one device --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,11 +68,13 @@ def _checks(state: PartialState) -> Iterator[tuple[str, Any]]:
     yield "point to point", lambda: _point_to_point(state)
     yield "machines", lambda: _pairs(state)
     yield "clocks", lambda: _clocks(state)
-    if path := read_str(MEASURE_VARIABLE):
+    # Measuring takes all ranks, also those of machines whose doctor was not asked for it.
+    paths = _gather(state, read_str(MEASURE_VARIABLE) if state.is_local_main_process else None)
+    if any(paths):
         from .measure import measure
 
         _stage("measuring its device")
-        yield "profile", lambda: measure(state, Path(path))
+        yield "profile", lambda: measure(state, paths)
 
 
 def _merge(by_rank: list[list[dict[str, str]]]) -> list[dict[str, str]]:
