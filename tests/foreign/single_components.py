@@ -54,6 +54,7 @@ COMPONENTS = {
     "accel-monitor": Component("monitor_program.py"),
     "accel-quant": Component("quant_program.py", ("transformers",)),
     "accel-compat": Component("compat_program.py", ("transformers",)),
+    "accel-plan": Component("plan_program.py", ("transformers",)),
 }
 
 
