@@ -188,8 +188,12 @@ def test_a_forked_process_leaves_the_record_alone(tmp_path: Path) -> None:
     before = read_live(path)
     child = os.fork()
     if child == 0:
-        train(model, optimizer, loader)
-        os._exit(0)
+        code = 1  # an error must not go on with the tests in a second process
+        try:
+            train(model, optimizer, loader)
+            code = 0
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0 and read_live(path)["samples"] == before["samples"] == 32
     assert read_live(path)["step"] == 4
     monitor.finish()

@@ -75,7 +75,9 @@ def test_the_first_bad_loss_and_norm_have_their_step_group_and_samples(tmp_path:
     assert (loss["what"], loss["step"], loss["value"]) == ("loss", bad, str(losses[bad - 1]))
     assert 37 in loss["indices"] and len(loss["indices"]) == 2
     (norm,) = [event for event in norms if event["what"] == "norm"]
-    assert 70 in norm["indices"] and norm["value"] > 10 * norm["median"] and norm["group"] == 0
+    assert 70 in norm["indices"] and norm["value"] > 10 * norm["median"]
+    # A norm on a device is read when the gradients of the groups are gone.
+    assert norm["group"] == (None if torch.accelerator.is_available() else 0)
 
 
 def test_each_rank_reports_its_own_loss(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from accel.parallel.axis_settings import TorchContextParallelConfig
 from accel.parallel.config import ParallelismConfig
 from accel.parallel.documents import Documents, are_packed_positions, flex_mask
 from accel_state.errors import ConfigurationError
+from accel_state.operations import send_to_device
 from accel_state.testing import run_world
 
 pytestmark = [
@@ -107,6 +108,7 @@ def train(kind: str, axes: dict[str, int], settings: dict[str, Any]) -> dict[str
         share = (batch["labels"] != -100).sum() * rows.world_size / count  # the mean over ranks is that over tokens
         if settings["marks"] == "boundaries":
             batch = bounded(batch, step, rows.rank)
+        batch, share = send_to_device((batch, share), accelerator.device)
         loss = once(accelerator, model, batch, share, "sp_size" in axes)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
@@ -229,24 +231,24 @@ def refusals() -> None:
         parallelism_config=ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_balance="documents")),
     )
     model = accelerator.prepare(build("llama"))
-    batch = batch_of(0)
+    batch = send_to_device(batch_of(0), accelerator.device)
     names = ("input_ids", "position_ids")
     buffers = [batch[name] for name in names]
     with accelerator.maybe_context_parallel(buffers, [1, 1]):
         logits = model(**{name: batch[name] for name in names}).logits
         whole = accelerator.strategy.sequences.whole(logits.detach())
         with pytest.raises(ConfigurationError, match="other documents"):
-            model(input_ids=batch["input_ids"], position_ids=batch_of(1)["position_ids"])
-    expected = build("llama")(**{name: batch[name] for name in names}, use_cache=False).logits
-    torch.testing.assert_close(whole, expected)
+            model(input_ids=batch["input_ids"], position_ids=batch_of(1)["position_ids"].to(accelerator.device))
+    expected = build("llama")(**{name: batch[name].cpu() for name in names}, use_cache=False).logits
+    torch.testing.assert_close(whole.cpu(), expected)
     with pytest.raises(ConfigurationError, match="cp_balance"):
         accelerator.strategy.sequences.whole(logits.detach())
     # Tokens that look like positions of documents are split by their work, and attended to as one sequence.
-    counting = torch.arange(LENGTH).remainder(8).repeat(2, 1)
+    counting = torch.arange(LENGTH, device=accelerator.device).remainder(8).repeat(2, 1)
     with accelerator.maybe_context_parallel([counting], [1]):
         logits = model(input_ids=counting).logits.detach()
         whole = accelerator.strategy.sequences.whole(logits)
-    torch.testing.assert_close(whole, build("llama")(input_ids=counting).logits)
+    torch.testing.assert_close(whole.cpu(), build("llama")(input_ids=counting.cpu()).logits)
 
 
 def test_documents_belong_to_one_block() -> None:

@@ -278,8 +278,10 @@ class Monitor:
         def run(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
             recorder.norm = value = value_of(norm)
-            if isinstance(value, float) and limit.is_exceeded(value) and self._counting is not None:
-                recorder.group = guilty_group(self._counting.param_groups)
+            groups = [] if self._counting is None else self._counting.param_groups
+            # A norm on a device is read later, when the gradients of several groups cannot be compared any more.
+            if len(groups) == 1 or (isinstance(value, float) and limit.is_exceeded(value) and groups):
+                recorder.group = guilty_group(groups)
             return norm
 
         return run

@@ -277,7 +277,7 @@ def deviation(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
     scale = max(float(value.abs().max()) for value in expected.values() if value.is_floating_point())
     worst = 0.0
     for name, value in expected.items():
-        worst = max(worst, float((found[name].reshape(value.shape).float() - value.float()).abs().max()))
+        worst = max(worst, float((found[name].reshape(value.shape).float().cpu() - value.float().cpu()).abs().max()))
     return worst / scale
 
 
