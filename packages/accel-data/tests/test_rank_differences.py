@@ -135,6 +135,37 @@ class Rows(Dataset[int]):
         return self.rows[index]
 
 
+class OwnRows(Rows):
+    """Samples of a part that ``__getitem__`` takes, whose beginning is no sequence that can be compared."""
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.row(index)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index * 2 + self.rank]
+
+
+class RankRows(OwnRows):
+    """Samples of this rank, which ``__getitem__`` asks for."""
+
+    def row(self, index: int) -> Any:
+        return self.rows[index * dist.get_world_size() + dist.get_rank()]
+
+
+class Augmented(Rows):
+    """All samples, with noise that differs between ranks."""
+
+    def __init__(self, rows: Any, rank: int) -> None:
+        super().__init__(rows, rank)
+        self.seed, self.step = 100 + rank, 5
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index] + torch.Generator().manual_seed(self.seed + self.step).initial_seed()
+
+
 class Stream(IterableDataset[int]):
     """A stream of the samples in an attribute."""
 
@@ -198,8 +229,18 @@ def parts(rank: int) -> dict[str, Any]:
         "RankStream.__iter__ reads get_rank": RankStream(range(22)),
         "Environment.__iter__ reads RANK": Environment(range(22)),
         "Inner.__iter__ reads get_rank": ChainDataset([Inner(range(22))]),
+        "RankRows.__getitem__ reads get_rank": Subset(RankRows(range(22)), range(11)),
+        "OwnRows differs between ranks 1 and 0 (rank)": OwnRows(range(22), rank),
+        "Subset differs between ranks 1 and 0 (dataset.rank)": Subset(OwnRows(range(22), rank), range(11)),
         "RankBatches.__iter__ reads process_index": RankBatches(),
-        "": (Part(11, "f"), Rows(list(range(11)), rank), Stream(range(22)), torch.arange(22), [torch.zeros(2)] * 3),
+        "": (
+            Part(11, "f"),
+            Rows(list(range(11)), rank),
+            Augmented(range(11), rank),
+            Stream(range(22)),
+            torch.arange(22),
+            [torch.zeros(2)] * 3,
+        ),
     }
 
 
@@ -228,10 +269,11 @@ def test_data_sets_that_differ_between_ranks_are_reported_by_the_later_rank() ->
         if not said:
             assert messages == first[said] == []
             continue
-        reporter = first[said] if "__iter__" in said else messages  # each rank sees that a stream reads the rank
+        is_seen = "__" in said  # each rank sees that a method reads the rank
+        reporter = first[said] if is_seen else messages
         (message,) = reporter
         assert said in message and "already_sharded=True" in message
-        assert messages == [] if "__iter__" in said else first[said] == []
+        assert messages == [] if is_seen else first[said] == []
 
 
 class AlmostShuffled(Shuffled):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 from hashlib import blake2b
 from itertools import islice
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def contents(dataset: Any) -> dict[str, str]:
     """Lengths, fingerprints and digests of what determines the samples, by attribute.
 
     Of a map-style data set these are the sequences of one element per sample, such as the indices of a Subset, the rows
-    of a TensorDataset or a list of files. Of an iterable data set they are all sequences, and its numbers and texts.
+    of a TensorDataset or a list of files, and the integers that its ``__getitem__`` reads, such as an offset. Of an
+    iterable data set they are all sequences, and its numbers and texts.
     """
     stream = isinstance(dataset, IterableDataset)
     length = None if stream or not isinstance(dataset, Sized) else len(dataset)
@@ -36,7 +38,42 @@ def contents(dataset: Any) -> dict[str, str]:
                 found[path or "elements"] = digest(_sample(value))
         elif stream and "." not in path and isinstance(value, int | str):
             found[path] = str(value)[:_TEXT]
+        elif not stream and type(value) is int and _is_read(dataset, path):
+            found[path] = str(value)
     return found
+
+
+def _is_read(dataset: Any, path: str) -> bool:
+    """Whether the object that has an attribute reads it for each sample. A seed may differ between ranks."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        dataset = getattr(dataset, owner, None)
+    return "seed" not in name and name in names_in(type(dataset), "__getitem__")
+
+
+def names_in(kind: type, method: str) -> set[str]:
+    """The names and texts in a method of a class, and in the methods that it calls."""
+    waiting, seen, found = [method], set(), set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if isinstance(code, CodeType):
+            words = _words(code)
+            found |= words
+            waiting += [word for word in words - seen if hasattr(kind, word)]
+    return found
+
+
+def _words(code: CodeType) -> set[str]:
+    """The names and texts in a function, and in the functions within it."""
+    words = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            words |= _words(constant)
+        elif isinstance(constant, str):
+            words.add(constant)
+    return words
 
 
 def _fingerprint(value: Any) -> str | None:
@@ -54,7 +91,8 @@ def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[s
     """An object and what its attributes hold, by dotted path."""
     if id(value) in seen or depth < 0:
         return
-    seen.add(id(value))
+    if not _is_plain(value):
+        seen.add(id(value))
     if path or _is_sequence(value):
         yield path, value
     inner: Iterator[tuple[Any, Any]] = iter(())

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from accel_state import get_logger
 from accel_state.state import PartialState
 
 from ._torch_compat import default_store
-from .contents import contents
+from .contents import contents, names_in
 from .other_loaders import LoaderBatches
 from .samplers import SeedableRandomSampler
 from .stream_order import differing_path
@@ -25,13 +24,14 @@ _ADVICE = (
     "the data set or the loader, or in DataLoaderConfiguration). Otherwise give every rank all samples, in the same "
     "order."
 )
+_INNER = 32  # data sets in a list that are looked at
 
 # Functions, attributes and variables that tell the rank of a process.
 _RANK_NAMES = {"get_rank", "get_world_size", "process_index", "num_processes", "RANK", "WORLD_SIZE"}
 
 
 def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> None:
-    """Warn if the data sets of the first and the last rank differ, or if an iterable one reads the rank itself.
+    """Warn if the data sets of the first and the last rank differ, or if one reads the rank itself.
 
     Parts that differ between ranks differ between these two in length, in the fingerprint of Hugging Face, or in what
     they hold (see :func:`contents`).
@@ -44,13 +44,15 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
     if num_processes == 1:
         return
     name = type(dataset).__name__
-    for stream in _streams(dataset):
-        if read := _rank_in_iter(type(stream)):
-            logger.warning_once(
-                "%s.__iter__ reads %s, and its loader divides the samples among the ranks once more. %s",
-                *(type(stream).__name__, read, _ADVICE),
-            )
-            return
+    for part in _parts(dataset):
+        is_map = isinstance(part, Dataset) and not isinstance(part, IterableDataset)
+        for method in ("__getitem__", "__getitems__") if is_map else ("__iter__",):
+            if read := names_in(type(part), method) & _RANK_NAMES:
+                logger.warning_once(
+                    "%s.%s reads %s, and its loader divides the samples among the ranks once more. %s",
+                    *(type(part).__name__, method, min(read), _ADVICE),
+                )
+                return
     if _is_one_of_pair(num_processes):
         try:
             own = contents(dataset)
@@ -160,40 +162,15 @@ def _exchange_between_first_and_last(kind: str, text: str) -> str | None:
     return str(store.get(f"accel/{kind}/{number}/{other}").decode())
 
 
-def _streams(dataset: Any) -> Iterator[Any]:
-    """An iterable data set, and those that it reads."""
-    if not isinstance(dataset, IterableDataset):
+def _parts(dataset: Any) -> Iterator[Any]:
+    """A data set, and those that it reads."""
+    if not isinstance(dataset, Dataset):
         return
     yield dataset
     for value in vars(dataset).values():
-        for inner in value if isinstance(value, list | tuple) else (value,):
-            yield from _streams(inner)
+        for inner in value[:_INNER] if isinstance(value, list | tuple) else (value,):
+            yield from _parts(inner)
     if isinstance(dataset, LoaderBatches):
         yield dataset.loader
-
-
-def _rank_in_iter(kind: type) -> str | None:
-    """By which name the ``__iter__`` of a class, or a method that it calls, reads the rank."""
-    waiting, seen = ["__iter__"], set()
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        code = getattr(getattr(kind, name, None), "__code__", None)
-        if not isinstance(code, CodeType):
-            continue
-        words = _words(code)
-        if read := words & _RANK_NAMES:
-            return min(read)
-        waiting += [word for word in words - seen if hasattr(kind, word)]
-    return None
-
-
-def _words(code: CodeType) -> set[str]:
-    """The names and texts in a function, and in the functions within it."""
-    words = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            words |= _words(constant)
-        elif isinstance(constant, str):
-            words.add(constant)
-    return words
+    if isinstance(dataset, LoaderBatches):
+        yield dataset.loader
