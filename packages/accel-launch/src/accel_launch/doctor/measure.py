@@ -21,14 +21,14 @@ from accel_state import PartialState, devices
 from accel_state.env import read_int
 from accel_state.hardware import HardwareProfile, read_profile, write_profile
 
-from .result import CheckResult, ok, warn
+from .result import CheckResult, fail, ok, warn
 
 GIB = 2**30
 _REPEATS = 7
 # Sides of matrices; larger ones are tried until a product takes so long. Some CPUs need that for small ones of 16 bits.
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_SECONDS = 0.02
-_COPIED = {"cpu": 32 * 2**20}  # larger than the caches
+_COPIED = {"cpu": 64 * 2**20}  # larger than the caches
 _OTHER_COPIED = 512 * 2**20
 _SENT = {"cpu": 16 * 2**20}
 _OTHER_SENT = 256 * 2**20
@@ -44,6 +44,13 @@ def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckR
         state: of this rank; the process group is initialised.
         paths: by rank, where it writes the profile; None for nowhere.
     """
+    sizes: list[Any] = [None] * state.num_processes
+    if state.num_processes > 1:
+        dist.all_gather_object(sizes, read_int("LOCAL_WORLD_SIZE") or 1)
+    if len(set(sizes)) > 1:
+        text = f"not measured: the machines have {' and '.join(map(str, sorted(set(sizes))))} ranks"
+        yield fail("profile", text, "A profile is of one kind of machine: run the doctor on those that are alike.")
+        return
     flops, missing = _products(state)
     memory, operation = _memory_bandwidth(state), _operation_seconds(state)
     links = _Links(state)
