@@ -50,7 +50,20 @@ def fabric(folder: str) -> None:
 
     started = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
     started.launch()
-    row(folder)
+    found = row(folder)
+    # Lightning would divide the samples of a prepared loader once more.
+    from accel_data import prepare_data_loader
+    from accel_state.errors import ConfigurationError
+
+    loader = prepare_data_loader(DataLoader(range(SAMPLES), batch_size=2))
+    try:
+        started.setup_dataloaders(loader)
+    except ConfigurationError as error:
+        assert "use_distributed_sampler=False" in str(error), error
+    else:
+        raise AssertionError("Lightning has made the batch sampler of a prepared loader anew")
+    kept = started.setup_dataloaders(loader, use_distributed_sampler=False)
+    assert [int(sample) for batch in kept for sample in batch] == found["samples"]
 
 
 def trainer(folder: str) -> None:

@@ -229,3 +229,10 @@ def test_completion_to_a_multiple() -> None:
         assert len(indices) % 3 == 0
         assert indices == [index % length for index in range(-(-length // 3) * 3)]
         assert [real for _, real, _ in drawn if real is not None] == ([(length - 1) % 4 + 1] if length % 3 else [])
+
+
+def test_a_shard_that_lightning_makes_anew_says_what_to_do() -> None:
+    """Lightning gives the arguments of torch's BatchSampler, and would divide the samples a second time."""
+    sampler = SequentialSampler(range(22))
+    with pytest.raises(ConfigurationError, match=r"again with batch_size, drop_last.*use_distributed_sampler=False"):
+        BatchSamplerShard(sampler, batch_size=2, drop_last=False)
