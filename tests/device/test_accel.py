@@ -114,8 +114,12 @@ class Marked(torch.Tensor):
     """A subclass without attributes of its own."""
 
 
-def test_a_state_saved_in_the_background_is_copied_to_the_host(tmp_path: Path) -> None:
-    """Also tensors with attributes, and of subclasses: the saving thread is not ordered after the caller's stream."""
+@pytest.mark.parametrize("is_overwritten_first", [True, False], ids=["overwritten", "saved"])
+def test_a_state_saved_in_the_background_is_copied_to_the_host(tmp_path: Path, is_overwritten_first: bool) -> None:
+    """Also tensors with attributes, and of subclasses: the saving thread is not ordered after the caller's stream.
+
+    An operation on that stream makes late copies arrive, so in one case there is none before the state is written.
+    """
     accelerator = Accelerator()
     marked = torch.full((1000,), 1.0, device=DEVICE)
     marked.origin = "a test"
@@ -135,6 +139,8 @@ def test_a_state_saved_in_the_background_is_copied_to_the_host(tmp_path: Path) -
     side.wait_stream(torch.simgpu.current_stream())
     with torch.simgpu.stream(side):
         accelerator.save_state(tmp_path / "state", blocking=False)
+        if not is_overwritten_first:
+            accelerator.wait_for_save()
         marked.fill_(7)
         subclass.fill_(7)
     accelerator.wait_for_save()

@@ -185,11 +185,12 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
             for parameter in state["model"].parameters():
                 parameter.fill_(9)
         saver.save(state, tmp_path / "two", step=2)
+    assert not saver.in_flight
     other = parts(seed=1)
     load(tmp_path / "one", other)
     assert_equal(weights(other), expected)
     load(tmp_path / "two", other)
-    assert other["model"].first.bias.tolist() == [9.0] * 4 and not saver.in_flight
+    assert other["model"].first.bias.tolist() == [9.0] * 4
 
 
 def test_the_error_of_a_save_in_the_background_is_raised(tmp_path: Path) -> None:
