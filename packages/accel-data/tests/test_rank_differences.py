@@ -155,12 +155,27 @@ class RankRows(OwnRows):
         return self.rows[index * dist.get_world_size() + dist.get_rank()]
 
 
+class RankBatchRows(Rows):
+    """Samples of this rank, read by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.rows[index * dist.get_world_size() + dist.get_rank()] for index in indices]
+
+
+class OwnBatchRows(Rows):
+    """Samples from an offset, read by the batch."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.rows[index * 2 + self.rank] for index in indices]
+
+
 class Augmented(Rows):
     """All samples, with noise that differs between ranks."""
 
     def __init__(self, rows: Any, rank: int) -> None:
         super().__init__(rows, rank)
-        self.seed, self.step = 100 + rank, 5
+        # The first is not read; on rank 0 it is the same object as the last.
+        self.level, self.seed, self.step = 5 + rank, 100 + rank, 5
 
     def __getitem__(self, index: int) -> Any:
         return self.rows[index] + torch.Generator().manual_seed(self.seed + self.step).initial_seed()
@@ -230,6 +245,8 @@ def parts(rank: int) -> dict[str, Any]:
         "Environment.__iter__ reads RANK": Environment(range(22)),
         "Inner.__iter__ reads get_rank": ChainDataset([Inner(range(22))]),
         "RankRows.__getitem__ reads get_rank": Subset(RankRows(range(22)), range(11)),
+        "RankBatchRows.__getitems__ reads get_rank": RankBatchRows(range(22)),
+        "OwnBatchRows differs between ranks 1 and 0 (rank)": OwnBatchRows(range(22), rank),
         "OwnRows differs between ranks 1 and 0 (rank)": OwnRows(range(22), rank),
         "Subset differs between ranks 1 and 0 (dataset.rank)": Subset(OwnRows(range(22), rank), range(11)),
         "RankBatches.__iter__ reads process_index": RankBatches(),
@@ -338,7 +355,8 @@ def other_orders() -> list[list[str]]:
 def test_orders_that_differ_although_torch_has_the_sampler_or_the_first_steps_agree() -> None:
     first, second = run_world(other_orders, 2)
     assert first[0] == second[0] == first[2] == []
-    late, (seed,) = {*first[1], *second[1]}, second[2]  # one rank is later, or both are
+    # One rank is later, or each hears of the other: the same words after the name of the rank.
+    late, (seed,) = {message.partition("] ")[2] for message in (*first[1], *second[1])}, second[2]
     assert len(late) == 1 and all("differed later" in message and "rng_types" in message for message in late)
     assert "seed of the order" in seed
     assert first[3] == second[3] == []

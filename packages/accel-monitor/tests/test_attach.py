@@ -199,6 +199,19 @@ def test_a_forked_process_leaves_the_record_alone(tmp_path: Path) -> None:
     monitor.finish()
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_norm_that_is_read_later_belongs_to_the_only_group(tmp_path: Path, groups: int) -> None:
+    """As that of a device, whose gradients are gone when it is read; a tensor without values stands for it."""
+    model, optimizer, loader = parts(SlowData())
+    if groups == 2:
+        optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+    monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
+    monitor.timed_clipping(lambda: torch.empty((), device="meta"))()
+    assert monitor._recorder.group == (0 if groups == 1 else None)
+    monitor._recorder.norm = None  # not read
+    monitor.finish()
+
+
 def test_a_loop_that_is_left_within_a_step_does_not_count_its_operations_further(tmp_path: Path) -> None:
     model, optimizer, loader = parts(TensorDataset(torch.ones(64, 4)))
     loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])

@@ -16,13 +16,15 @@ _OBJECTS = 200  # that are looked at
 _ELEMENTS = 32  # of each sequence, evenly spaced
 _PARTS = 8  # of each element
 _TEXT = 200  # characters of a text
+READERS = ("__getitem__", "__getitems__")
+"""The methods through which a loader reads samples of a map-style data set."""
 
 
 def contents(dataset: Any) -> dict[str, str]:
     """Lengths, fingerprints and digests of what determines the samples, by attribute.
 
     Of a map-style data set these are the sequences of one element per sample, such as the indices of a Subset, the rows
-    of a TensorDataset or a list of files, and the integers that its ``__getitem__`` reads, such as an offset. Of an
+    of a TensorDataset or a list of files, and the integers that it reads for each, such as an offset. Of an
     iterable data set they are all sequences, and its numbers and texts.
     """
     stream = isinstance(dataset, IterableDataset)
@@ -48,7 +50,7 @@ def _is_read(dataset: Any, path: str) -> bool:
     *owners, name = path.split(".")
     for owner in owners:
         dataset = getattr(dataset, owner, None)
-    return "seed" not in name and name in names_in(type(dataset), "__getitem__")
+    return "seed" not in name and any(name in names_in(type(dataset), method) for method in READERS)
 
 
 def names_in(kind: type, method: str) -> set[str]:

@@ -12,7 +12,7 @@ from accel_state import get_logger
 from accel_state.state import PartialState
 
 from ._torch_compat import default_store
-from .contents import contents, names_in
+from .contents import READERS, contents, names_in
 from .other_loaders import LoaderBatches
 from .samplers import SeedableRandomSampler
 from .stream_order import differing_path
@@ -46,7 +46,7 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
     name = type(dataset).__name__
     for part in _parts(dataset):
         is_map = isinstance(part, Dataset) and not isinstance(part, IterableDataset)
-        for method in ("__getitem__", "__getitems__") if is_map else ("__iter__",):
+        for method in READERS if is_map else ("__iter__",):
             if read := names_in(type(part), method) & _RANK_NAMES:
                 logger.warning_once(
                     "%s.%s reads %s, and its loader divides the samples among the ranks once more. %s",

@@ -280,7 +280,8 @@ class Monitor:
             recorder.norm = value = value_of(norm)
             groups = [] if self._counting is None else self._counting.param_groups
             # A norm on a device is read later, when the gradients of several groups cannot be compared any more.
-            if len(groups) == 1 or (isinstance(value, float) and limit.is_exceeded(value) and groups):
+            is_exceeded = isinstance(value, float) and limit.is_exceeded(value)
+            if groups and (is_exceeded or len(groups) == 1):
                 recorder.group = guilty_group(groups)
             return norm
 

@@ -220,7 +220,7 @@ class _Links:
         self.ranks = f"{world} rank{'s' if world > 1 else ''} on {nodes} machine{'s' if nodes > 1 else ''}"
         self.bandwidth: float | None = None
         self.network_bandwidth: float | None = None
-        # Nothing divides by these where there are no messages.
+        # Of what is missing: plans ask for the bandwidth before they use these.
         self.latency = self.network_latency = self.message_seconds = 1e-9
         self.missing: dict[str, str] = {}
         if self.local > 1:
@@ -230,16 +230,16 @@ class _Links:
             self.message_seconds = _message(state, group, self.local, self.latency)
             self.bandwidth = _ring_bandwidth(state, group, self.local)
         else:
-            self.missing["link_bandwidth"] = "there is a single rank on each machine"
+            self.missing |= dict.fromkeys(("link_bandwidth", "link_latency"), "there is a single rank on each machine")
         if nodes > 1:
             self.network_latency = _one_way(state, 0, self.local)
             if self.local == 1:
                 self.message_seconds = _message(state, None, world, self.network_latency)
             self.network_bandwidth = _ring_bandwidth(state, None, world) / self.local
         else:
-            self.missing["network_bandwidth"] = "there is a single machine"
-        self.latency = min(self.latency, self.network_latency) if self.local == 1 else self.latency
-        self.network_latency = self.latency if nodes == 1 else self.network_latency
+            self.missing |= dict.fromkeys(("network_bandwidth", "network_latency"), "there is a single machine")
+        if world == 1:
+            self.missing["message_seconds"] = "there is a single rank"
 
     def text(self) -> str:
         """The numbers in a sentence."""

@@ -238,13 +238,12 @@ class Hub(Board):
     def _flush(self, beat: bool) -> None:
         # Machines that wait for their start need nothing of each other before the next beat. If each heard of every
         # arrival at once, a thousand machines would read a million records.
-        relaxed = not beat and self.refusal is None and all(one.waits for one in self._machines.values())
+        relaxed = not beat and all(one.waits for one in self._machines.values())
         silent = {str(rank): round(seconds, 1) for rank, seconds in self._silent.items()}
         written: dict[tuple[Any, ...], bytes] = {}  # most launchers are sent the same
         for peer in list(self._peers):
-            changed = tuple(rank for rank, version in self._versions.items() if peer.sent.get(rank) != version)
-            if relaxed and peer.sent:
-                changed = ()
+            told = self._versions if not relaxed or not peer.sent else {}
+            changed = tuple(rank for rank, version in told.items() if peer.sent.get(rank) != version)
             content = (changed, beat or not peer.sent, self.refusal is not None and not peer.knows_refusal)
             if content not in written:
                 written[content] = self._message(*content, silent)
