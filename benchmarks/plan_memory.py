@@ -17,11 +17,11 @@ import gc
 import json
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from _plan_runs import train
 
 from accel_state.testing import run_world
 
@@ -107,7 +107,7 @@ def measure(folder: str, optimizer: str, implementation: str, options: dict[str,
                 pass
             for _ in range(accelerator.gradient_accumulation_steps):
                 with accelerator.accumulate(model):
-                    train(accelerator, model, prepared, axes)
+                    train(accelerator, model, prepared, axes, (BATCH, LENGTH))
     events = profiler.profiler.kineto_results.events()
     begin = min(event.start_ns() for event in events if event.name() == "step 1")
     memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -117,25 +117,6 @@ def measure(folder: str, optimizer: str, implementation: str, options: dict[str,
         peak = max(peak, total) if when >= begin else 0
     accelerator.wait_for_everyone()
     return peak
-
-
-def train(accelerator: Any, model: Any, optimizer: Any, axes: dict[str, int]) -> None:
-    """One micro batch."""
-    tokens = torch.randint(1000, (BATCH, LENGTH), generator=torch.Generator().manual_seed(accelerator.process_index))
-    inputs = {"input_ids": tokens, "labels": tokens.clone()}
-    inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([inputs], model)))
-    split = axes.get("cp", 1) > 1
-    if split:
-        inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-    buffers = {"buffers": list(inputs.values()), "buffer_seq_dims": [1, 1]}
-    with accelerator.maybe_context_parallel(**buffers) if split else nullcontext():
-        loss = model(**inputs).loss
-        accelerator.backward(loss)
-    del loss, inputs, tokens
-    if accelerator.sync_gradients:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def compare(folder: Path, name: str) -> tuple[int, list[int]]:

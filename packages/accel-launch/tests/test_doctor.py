@@ -104,6 +104,25 @@ def test_what_was_measured_is_a_profile(shell, processes: int) -> None:
         assert 1e6 < found.link_bandwidth < found.memory_bandwidth
         assert 1e-6 < found.link_latency < 0.1 and 0 < found.message_seconds < 0.1
     assert found.network_bandwidth is None
+    kinds = {
+        "memory",
+        "in place",
+        "functions",
+        *(f"{name} {key}" for name in ("products", "attention") for key in found.flops),
+    }
+    kinds |= {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"} if processes > 1 else set()
+    assert set(found.curves) == kinds
+    assert all(1e-9 <= points[0][1] <= points[-1][1] < 100 for points in found.curves.values())
+    assert 0.05 < found.measured_seconds("products fp32", 2 * 512**3) / seconds(lambda: one @ other) < 20
+    value = torch.ones(2**20)
+    for name, run in {
+        "memory": lambda: value + 1,
+        "in place": lambda: value.mul_(1.0),
+        "functions": value.sigmoid,
+    }.items():
+        assert 0.05 < found.measured_seconds(name, 8 * 2**20) / seconds(run) < 20
+    assert found.measured_seconds("functions", 2**23) / found.measured_seconds("in place", 2**23) > 0.2
+    assert 1 <= found.alone_speedup < 10
     missing = {"network_bandwidth", "network_latency"}
     missing |= {"link_bandwidth", "link_latency", "message_seconds"} if processes == 1 else set()
     assert {name for name, source in found.sources.items() if source.startswith("not measured: ")} == missing

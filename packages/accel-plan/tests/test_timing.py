@@ -13,11 +13,11 @@ from plan_models import write_llama
 from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.memory import BACKWARD, FORWARD, STEP
-from accel_plan.operations import OTHER, PRODUCT, Message, Operation, more_operations
+from accel_plan.operations import ATTENTION, OTHER, PRODUCT, Message, Operation, more_operations
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
 from accel_plan.schedules import schedule_seconds
-from accel_plan.timing import BUBBLE, EXPOSED, HOST, OPTIMIZER, SHARES, Speeds, simulate, step_time
+from accel_plan.timing import BUBBLE, EXPOSED, HOST, OPTIMIZER, SHARES, Speeds, bubble_seconds, simulate, step_time
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import HardwareProfile, profile
 
@@ -75,6 +75,51 @@ def test_an_operation_takes_the_longer_one_of_computing_and_moving() -> None:
     assert sheet.seconds(product(2_000_000_000)) == pytest.approx(2 / SHARES["products"])
     with pytest.raises(ConfigurationError, match="fp8 matrix products. There are: bf16"):
         Speeds(profile("a100-80gb"), fp8=True).seconds(product(1))
+
+
+CURVES = {
+    "products bf16": [[100.0, 1.0], [1000.0, 5.0]],
+    "attention bf16": [[100.0, 2.0], [1000.0, 7.0]],
+    "memory": [[100.0, 3.0], [1000.0, 11.0]],
+    "in place": [[100.0, 4.0], [1000.0, 13.0]],
+    "functions": [[100.0, 6.0], [1000.0, 17.0]],
+    "all-gather": [[75.0, 8.0], [750.0, 19.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("item", "seconds"),
+    [
+        (product(1000, bytes=1000), 5.0),
+        (product(2000, bytes=1000, calls=2), 10.0),
+        (replace(product(1000, bytes=1000), kind=ATTENTION), 7.0),
+        (other(1000, 100), 11.0),
+        (replace(other(1000, 100), name="mul_"), 13.0),
+        (replace(other(1000, 100), name="_foreach_mul_"), 13.0),
+        (replace(other(1000, 100), name="silu"), 17.0),
+        (replace(other(1000, 100), name="_log_softmax_backward_data"), 17.0),
+        (replace(other(1000, 100), name="_foreach_sqrt_"), 17.0),
+        (replace(other(3000, 100), calls=3), 33.0),
+        (other(0, 0), 0.0),
+        # Not in the curves: by the limits of the device.
+        (product(1_000_000_000, dtype="float32"), 10.0),
+    ],
+)
+def test_a_measured_device_takes_the_seconds_of_its_curves(item: Operation, seconds: float) -> None:
+    speeds = Speeds(replace(DEVICE, curves=CURVES))
+    assert speeds.seconds(item) == pytest.approx(seconds)
+    compiled = Speeds(replace(DEVICE, curves=CURVES), compiled=True)
+    assert compiled.seconds(other(1000, 100)) == pytest.approx(3)
+
+
+def test_collectives_in_a_node_take_the_seconds_of_the_curves() -> None:
+    """By the bytes that a rank sends, so that groups of other sizes are compared with those that were measured."""
+    speeds = Speeds(replace(DEVICE, curves=CURVES))
+    for ranks, payload in ((range(4), 1000), (range(2), 1500)):
+        assert speeds.message_seconds(Message("all-gather", "dp_shard", tuple(ranks), payload, "lane")) == 19
+    for ranks, kind in ((range(8), "all-gather"), (range(4), "all-reduce")):
+        message = Message(kind, "dp_shard", tuple(ranks), 1000, "lane")
+        assert speeds.message_seconds(message) == Speeds(DEVICE).message_seconds(message)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +237,14 @@ def test_a_slow_stage_sets_the_pace() -> None:
     assert found == pytest.approx(1 + 10 * 6 + 1)
     # Messages delay the first micro batch on its way there and back.
     assert schedule_seconds("gpipe", [1, 1], [1, 1], 1, 1, 0.25) == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize(("alone", "bubble"), [(1.0, 3.0), (1.5, 1.0), (2.0, 0.0), (4.0, 0.0)])
+def test_ranks_that_share_processors_wait_less(alone: float, bubble: float) -> None:
+    """Two stages of 1 and 2 s, and a micro batch: while one works, it has the processors of the other."""
+    passes = ((1, (product(10**9), product(2 * 10**9, phase=BACKWARD))),)
+    speeds = Speeds(replace(DEVICE, alone_speedup=alone))
+    assert bubble_seconds((passes, passes), 0, "1f1b", 1, 1, speeds) == pytest.approx(bubble, abs=1e-6)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _FREE = frozenset(
 )
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward"})
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-_GATHERS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather")
+_GATHERS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::nll_loss_forward")
 PRODUCT, ATTENTION, OTHER = "matrix products", "attention", "other operations"
 KINDS = (PRODUCT, ATTENTION, OTHER)
 _BACKWARD = ("backward pass", "recomputation")

@@ -20,6 +20,10 @@ SHARES: Mapping[str, float] = {"products": 0.485, "fp8": 0.445, "attention": 0.3
 FITTED_ON = "h100-96gb"
 FP8 = "fp8"
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_FUNCTIONS = frozenset(
+    ("exp", "log", "_softmax", "_log_softmax", "silu", "gelu", "sigmoid", "tanh", "sqrt", "rsqrt", "sin", "cos")
+)
+"""Operations that compute longer than they move their bytes, where processors are slow."""
 OPTIMIZER, HOST, BUBBLE = "clipping and optimizer", "waiting for the host", "pipeline bubble"
 EXPOSED = "exposed communication"
 
@@ -83,11 +87,27 @@ class Speeds:
             # Both operands are read, once more for their maximum unless a fused kernel found it, and written in 8 bits.
             moved = item.bytes * (2.0 if self.compiled else 3.0)
             return item.flops / (self.rate(FP8) * self.share("fp8")) + moved / bandwidth / 2
+        measured = self._measured(item, moved)
+        if measured is not None:
+            return measured
         computed = 0.0
         if item.flops:
             share = self.share("attention" if item.kind == ATTENTION else "products")
             computed = item.flops / (self.rate(_RATES.get(item.dtype, "fp32")) * share)
         return max(computed, moved / bandwidth)
+
+    def _measured(self, item: Operation, moved: float) -> float | None:
+        """Seconds by the curves of a measured device; None without them."""
+        name = item.name.rstrip("_").removesuffix("_backward_data").removesuffix("_backward")
+        memory = "functions" if name.removeprefix("_foreach_") in _FUNCTIONS else "memory"
+        if memory == "memory" and item.name.endswith("_") and not item.fused:
+            memory = "in place"
+        calls = max(item.calls, 1)
+        seconds = self.hardware.measured_seconds(memory, moved / calls) if moved else 0.0
+        if seconds is not None and item.kind in (PRODUCT, ATTENTION) and item.flops:
+            curve = f"{'attention' if item.kind == ATTENTION else 'products'} {_RATES.get(item.dtype, 'fp32')}"
+            seconds = self.hardware.measured_seconds(curve, item.flops / calls)
+        return None if seconds is None else calls * seconds
 
     def rate(self, dtype: str) -> float:
         """FLOPs a second."""
@@ -102,6 +122,9 @@ class Speeds:
         """Of a message: steps of a ring with their latency, and bytes by the narrowest link, as NCCL models it."""
         hardware, ranks, kind = self.hardware, message.ranks, message.kind
         nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
+        sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))
+        if len(nodes) == 1 and (measured := hardware.measured_seconds(kind, sent)) is not None:
+            return measured
         bandwidth = float("inf")
         if max(nodes.values()) > 1:
             bandwidth = self._known(hardware.link_bandwidth, "link_bandwidth", len(ranks), len(nodes))
@@ -109,7 +132,6 @@ class Speeds:
             network = self._known(hardware.network_bandwidth, "network_bandwidth", len(ranks), len(nodes))
             # Rings enter and leave a node through the ports of all its devices in the group.
             bandwidth = min(bandwidth, network * min(nodes.values()))
-        sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))
         steps, between = len(ranks) - 1, len(nodes) - 1
         if kind in POINT_TO_POINT or kind == "broadcast":
             steps, between = 1, min(between, 1)
@@ -303,8 +325,14 @@ def bubble_seconds(
         if item.message is not None and item.message.kind in POINT_TO_POINT
     ]
     message = sum(sent) / len(sent) if sent else 0.0
-    total = schedule_seconds(schedule, forward, backward, micro_batches, stages, message)
-    return batches * (total - micro_batches * (forward[position] + backward[position]))
+    # Where ranks share processors, those that work get the time of those that wait, but all work is to be done.
+    alone = speeds.hardware.alone_speedup
+    total = schedule_seconds(
+        schedule, [one / alone for one in forward], [one / alone for one in backward], micro_batches, stages, message
+    )
+    if alone > 1:
+        total = max(total, micro_batches * sum((*forward, *backward)) / len(busy))
+    return batches * max(total - micro_batches * (forward[position] + backward[position]), 0.0)
 
 
 def bottleneck(parts: Mapping[str, float], seconds: float) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,13 @@ import torch.distributed as dist
 
 from accel_state import PartialState, devices
 from accel_state.env import read_int
-from accel_state.hardware import HardwareProfile, read_profile, write_profile
+from accel_state.hardware import Curve, HardwareProfile, read_profile, write_profile
 
+from .curves import alone_speedup, computation_curves, message_curves
 from .result import CheckResult, fail, ok, warn
+from .stopwatch import median_of, median_seconds, slowest, synchronize
 
 GIB = 2**30
-_REPEATS = 7
 # Sides of matrices; larger ones are tried until a product takes so long. Some CPUs need that for small ones of 16 bits.
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_SECONDS = 0.02
@@ -54,6 +54,7 @@ def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckR
     flops, missing = _products(state)
     memory, operation = _memory_bandwidth(state), _operation_seconds(state)
     links = _Links(state)
+    curves = computation_curves(state, list(flops), operation) | links.curves
     source = f"measured by accel doctor on {datetime.date.today()}, torch {torch.__version__}, {links.ranks}"
     numbers: dict[str, Any] = {
         "names": (_name(state.device),),
@@ -67,6 +68,8 @@ def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckR
         "message_seconds": links.message_seconds,
         "operation_seconds": operation,
         "devices_per_node": links.local,
+        "alone_speedup": alone_speedup(state),
+        "curves": curves,
     }
     sources = {name: source for name in numbers if name != "names"}
     sources |= {name: f"not measured: {why}" for name, why in links.missing.items()}
@@ -107,11 +110,11 @@ def _products(state: PartialState) -> tuple[dict[str, float], dict[str, str]]:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             reason = str(error).splitlines()[0]
         # The ranks stay together: if one cannot compute it, the others do not wait for it.
-        if _slowest(state, float(bool(reason))):
+        if slowest(state, float(bool(reason))):
             missing[f"{name} products are"] = reason or "another rank cannot compute them"
             continue
         for side in _SIDES:
-            seconds = _slowest(state, _median_seconds(state, make(side)))
+            seconds = slowest(state, median_seconds(state, make(side)))
             found[name] = max(found.get(name, 0.0), 2 * side**3 / seconds)
             if seconds > _LONG_ENOUGH_SECONDS:
                 break
@@ -163,8 +166,8 @@ def _memory_bandwidth(state: PartialState) -> float:
     """Bytes a second that an addition reads and writes."""
     count = _COPIED.get(state.device.type, _OTHER_COPIED) // 4
     one, other, result = (torch.ones(count, device=state.device) for _ in range(3))
-    seconds = _median_seconds(state, lambda: torch.add(one, other, out=result))
-    return 3 * 4 * count / _slowest(state, seconds)
+    seconds = median_seconds(state, lambda: torch.add(one, other, out=result))
+    return 3 * 4 * count / slowest(state, seconds)
 
 
 def _operation_seconds(state: PartialState) -> float:
@@ -176,12 +179,12 @@ def _operation_seconds(state: PartialState) -> float:
             value.add_(1)
 
     many()
-    _synchronize(state.device)
+    synchronize(state.device)
     begin = time.perf_counter()
     many()  # an accelerator has not computed it yet
     seconds = (time.perf_counter() - begin) / _CALLS
-    _synchronize(state.device)
-    return _slowest(state, seconds)
+    synchronize(state.device)
+    return slowest(state, seconds)
 
 
 def _memory_bytes(state: PartialState, local: int) -> int:
@@ -211,6 +214,7 @@ class _Links:
         network_bandwidth: as there; None on one node.
         network_latency: as there.
         message_seconds: as there.
+        curves: of messages in a node, as there.
         missing: reasons by name of what could not be measured.
     """
 
@@ -222,6 +226,7 @@ class _Links:
         self.network_bandwidth: float | None = None
         # Of what is missing: plans ask for the bandwidth before they use these.
         self.latency = self.network_latency = self.message_seconds = 1e-9
+        self.curves: dict[str, Curve] = {}
         self.missing: dict[str, str] = {}
         if self.local > 1:
             group = _own_node(state, nodes, self.local)
@@ -229,6 +234,7 @@ class _Links:
             self.latency = _one_way(state, first, first + 1)
             self.message_seconds = _message(state, group, self.local, self.latency)
             self.bandwidth = _ring_bandwidth(state, group, self.local)
+            self.curves = message_curves(state, group, self.local)
         else:
             self.missing |= dict.fromkeys(("link_bandwidth", "link_latency"), "there is a single rank on each machine")
         if nodes > 1:
@@ -270,59 +276,21 @@ def _one_way(state: PartialState, one: int, other: int) -> float:
 
     if state.process_index in (one, other):
         there_and_back()  # connects
-        seconds = _median_of(state, there_and_back, _ROUND_TRIPS) / 2
-    return _slowest(state, seconds)
+        seconds = median_of(state, there_and_back, _ROUND_TRIPS) / 2
+    return slowest(state, seconds)
 
 
 def _message(state: PartialState, group: Any, ranks: int, latency: float) -> float:
     """Seconds of a collective besides its steps: what an all-reduce of one number takes beyond them."""
     value = torch.zeros(1, device=state.device)
     dist.all_reduce(value, group=group)
-    seconds = _median_of(state, lambda: dist.all_reduce(value, group=group), _ROUND_TRIPS)
-    return max(_slowest(state, seconds) - 2 * (ranks - 1) * latency, 1e-9)
+    seconds = median_of(state, lambda: dist.all_reduce(value, group=group), _ROUND_TRIPS)
+    return max(slowest(state, seconds) - 2 * (ranks - 1) * latency, 1e-9)
 
 
 def _ring_bandwidth(state: PartialState, group: Any, ranks: int) -> float:
     """Bytes a second that each rank sends in an all-reduce of a large tensor."""
     size = _SENT.get(state.device.type, _OTHER_SENT)
     data = torch.zeros(size // 4, device=state.device)
-    seconds = _median_seconds(state, lambda: dist.all_reduce(data, group=group))
-    return 2 * (ranks - 1) / ranks * size / _slowest(state, seconds)
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-def _median_seconds(state: PartialState, action: Callable[[], Any]) -> float:
-    action()
-    _barrier(state)
-    return _median_of(state, action, _REPEATS)
-
-
-def _median_of(state: PartialState, action: Callable[[], Any], times: int) -> float:
-    taken = []
-    _synchronize(state.device)
-    for _ in range(times):
-        begin = time.perf_counter()
-        action()
-        _synchronize(state.device)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def _barrier(state: PartialState) -> None:
-    if state.num_processes > 1:
-        dist.barrier()
-
-
-def _slowest(state: PartialState, seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64 if state.device.type == "cpu" else torch.float32)
-    value = value.to(state.device)
-    if state.num_processes > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value.item())
+    seconds = median_seconds(state, lambda: dist.all_reduce(data, group=group))
+    return 2 * (ranks - 1) / ranks * size / slowest(state, seconds)
