@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from accel_launch.config.read import load_settings
+from accel_plan.operations import PRODUCT
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
+from accel_state.hardware import profile
 
 pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
@@ -43,7 +45,7 @@ KINDS = {
 }
 
 
-def planned(folder: Path, kind: str, layers: int, **sizes: int) -> RankPlan:
+def planned(folder: Path, kind: str, layers: int, mixed_precision: str = "bf16", **sizes: int) -> RankPlan:
     content = {
         **KINDS[kind],
         "hidden_size": HIDDEN,
@@ -62,7 +64,7 @@ def planned(folder: Path, kind: str, layers: int, **sizes: int) -> RankPlan:
     given = {
         **axes,
         "num_processes": processes,
-        "mixed_precision": "bf16",
+        "mixed_precision": mixed_precision,
         "use_parallelism_config": True,
         "use_fsdp": True,
         "fsdp_version": 2,
@@ -70,7 +72,9 @@ def planned(folder: Path, kind: str, layers: int, **sizes: int) -> RankPlan:
     }
     options = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
     settings = load_settings(options, environ={"HF_HOME": "nowhere"})
-    return make_plan(PlanRequest(settings, str(folder / "config.json"), rank=1, seq_length=TOKENS))
+    return make_plan(
+        PlanRequest(settings, str(folder / "config.json"), rank=1, seq_length=TOKENS, hardware=profile("h100-sxm"))
+    )
 
 
 @pytest.mark.parametrize(("kind", "layers", "mixtures"), [("qwen", 3, 3), ("deepseek", 6, 5)])
@@ -92,8 +96,18 @@ def test_a_rank_gathers_its_own_experts_only(tmp_path: Path) -> None:
     # Gathered in the forward and in the backward pass; with ep, half of the experts.
     assert gathered[0] - gathered[1] == 2 * stack // 2
     assert alone.memory.weights == distributed.memory.weights
-    # The peak depends on the tokens that a real router sends, so there is none, and no verdict.
-    assert alone.peak is not None and distributed.peak is None
-    text = as_text(replace(distributed, memory_limit=2**40)).splitlines()
-    assert "  The memory of a step with distributed experts is not followed: the peak is higher." in text
-    assert "  Whether it fits in 1.0 TiB is therefore not known." in text
+    # A rank has the tokens of two on half of the experts, so the activations are alike, and the peak is lower.
+    assert alone.peak is not None and distributed.peak is not None
+    assert alone.peak.total - distributed.peak.total > stack // 3 // 2
+    text = as_text(replace(distributed, memory_limit=2**40))
+    assert "evenly over the 2 ranks of ep: one whose experts get more of them needs more memory and time." in text
+    assert "ranks of ep" not in as_text(alone)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_products_of_experts_have_flops(tmp_path: Path, precision: str) -> None:
+    """Of each token and chosen expert three products forward, and twice as many backward."""
+    found = planned(tmp_path, "qwen", 2, mixed_precision=precision, dp_shard=2)
+    items = [item for times, part in found.operations for item in part * times if item.name == "_grouped_mm"]
+    assert sum(item.flops for item in items) == 3 * 2 * (2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER)
+    assert {item.kind for item in items} == {PRODUCT}

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from accel_state.flops import grouped_product_flops
+
 from ._torch_compat import TorchDispatchMode
 from .parts import Part
 from .recorder import Recorder
@@ -30,12 +32,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 
 
 def _grouped_product(first: Any, second: Any, *_: Any, **__: Any) -> int:
-    # (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), or (m, rows) x (rows, n) with groups of rows.
-    a, b = _shape(first), _shape(second)
-    if len(a) == len(b) == 3:
-        return 2 * a[0] * a[1] * a[2] * b[2]
-    rows, inner = a[-2], a[-1]
-    return int(2 * rows * inner * b[-1])
+    return grouped_product_flops(_shape(first), _shape(second))
 
 
 def _shape(tensor: Any) -> torch.Size:

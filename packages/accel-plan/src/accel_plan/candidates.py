@@ -12,10 +12,14 @@ from accel_state.hardware import HardwareProfile
 from .models import model_config
 from .plan import PlanRequest
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "ep", "pp")
 NONE, SELECTIVE, FULL = "no", "selective", "full"
 _SHORTEST_PART = 1024
-"""Tokens of a sequence that a rank gets at least under context parallelism: shorter parts are all messages."""
+"""Tokens of a sequence that a rank gets at least under cp and sp: shorter parts are all messages."""
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations of Transformers call the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +47,27 @@ class Candidate:
     @property
     def shards(self) -> int:
         """Number of ranks that FSDP shards parameters over."""
-        return self.axes["dp_shard"] * self.axes["cp"]
+        return self.axes["dp_shard"] * self.sequence
+
+    @property
+    def sequence(self) -> int:
+        """Number of ranks that each sequence is split over."""
+        return self.axes["cp"] * self.axes["sp"]
 
     @property
     def split(self) -> int:
-        """Number of ranks that the model is divided over besides."""
+        """Number of ranks that the model is divided over besides; experts are on some of all these ranks."""
         return self.axes["tp"] * self.axes["pp"]
 
     @property
     def family(self) -> tuple[int, ...]:
         """What configurations have in common that differ in batches, sharding and checkpointing only."""
-        return tuple(self.axes[axis] for axis in ("cp", "tp", "pp"))
+        return tuple(self.axes[axis] for axis in AXES[2:])
 
     def values(self) -> dict[str, Any]:
         """Values of the options of ``accel launch``."""
         hybrid = self.axes["dp_replicate"] > 1 and self.shards > 1
-        meshed = hybrid or any(self.axes[axis] > 1 for axis in ("cp", "tp", "pp"))
+        meshed = hybrid or any(self.axes[axis] > 1 for axis in AXES[2:])
         values: dict[str, Any] = {
             "mixed_precision": self.precision,
             "gradient_accumulation_steps": self.steps,
@@ -79,7 +88,10 @@ class Candidate:
 
     def describe(self) -> str:
         """One line."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one process"
+        sizes = (f"{axis} {size}" for axis, size in self.axes.items() if size > 1 and axis != "ep")
+        axes = " x ".join(sizes) or "one process"
+        if self.axes["ep"] > 1:
+            axes += f" (ep {self.axes['ep']})"
         batch = f"batch {self.batch_size}"
         if self.steps > 1:
             batch += f" x {self.steps} steps"
@@ -98,6 +110,9 @@ class Shape:
     key_heads: int
     head: int  # the width of one
     vocabulary: int
+    experts: int = 0  # of each mixture
+    expert_inner: int = 0  # intermediate size of one
+    chosen: int = 0  # experts of a token
 
 
 def shape_of(request: PlanRequest) -> Shape:
@@ -120,7 +135,11 @@ def shape_of(request: PlanRequest) -> Shape:
         numbers.append(number)
     blocks, hidden, heads, vocabulary = numbers
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Shape(blocks, hidden, heads, key_heads, getattr(config, "head_dim", None) or hidden // heads, vocabulary)
+    head = getattr(config, "head_dim", None) or hidden // heads
+    experts: int = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
+    inner: int = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    return Shape(blocks, hidden, heads, key_heads, head, vocabulary, experts, inner, chosen)
 
 
 def candidates(
@@ -136,21 +155,39 @@ def candidates(
         samples: of an optimizer step of all ranks.
         length: tokens of a sample.
     """
-    precision = _precision(request, hardware)
-    tensor = [size for size in _powers(hardware.devices_per_node) if shape.heads % size == shape.key_heads % size == 0]
-    context = [size for size in _powers(processes) if length % (2 * size) == 0 and length // size >= _SHORTEST_PART]
+    precision, node = _precision(request, hardware), hardware.devices_per_node
+    tensor = [size for size in _powers(node) if shape.heads % size == shape.key_heads % size == 0]
     pipeline = [size for size in _powers(shape.blocks) if shape.blocks % size == 0]
-    # A pipeline does not combine with context parallelism.
-    splits = [(tp, cp, 1) for tp in tensor for cp in context or [1]] + [
-        (tp, 1, pp) for tp in tensor for pp in pipeline[1:]
-    ]
-    for tp, cp, pp in splits:
-        data, rest = divmod(processes, tp * cp * pp)
+    # A pipeline combines with tensor parallelism, and with replicas.
+    splits = [(tp, cp, sp, 1) for tp in tensor for cp, sp in _sequence_sizes(shape, node // tp, processes, length)]
+    splits += [(tp, 1, 1, pp) for tp in tensor for pp in pipeline[1:]]
+    for tp, cp, sp, pp in splits:
+        data, rest = divmod(processes, tp * cp * sp * pp)
         if rest or not data or samples % data:
             continue
-        for shard in _shard_sizes(data, hardware.devices_per_node // (tp * cp), pipeline=pp > 1):
-            axes = dict(zip(AXES, (data // shard, shard, cp, tp, pp), strict=True))
-            yield from _batches(axes, samples // data, precision)
+        for shard in _shard_sizes(data, node // (tp * cp * sp), pipeline=pp > 1):
+            for ep in _expert_sizes(shape, shard * cp * tp) if sp == pp == 1 else [1]:
+                axes = dict(zip(AXES, (data // shard, shard, cp, sp, tp, ep, pp), strict=True))
+                yield from _batches(axes, samples // data, precision, shape)
+
+
+def _sequence_sizes(shape: Shape, node: int, processes: int, length: int) -> Iterator[tuple[int, int]]:
+    """Sizes of cp, which exchanges keys and values, and of sp, whose messages stay in a node."""
+    for size in _powers(processes):
+        if size == 1:
+            yield 1, 1
+        elif length // size >= _SHORTEST_PART:
+            if length % (2 * size) == 0:
+                yield size, 1
+            if length % size == shape.heads % size == 0 and size <= node:
+                yield 1, size
+
+
+def _expert_sizes(shape: Shape, ranks: int) -> list[int]:
+    """Numbers of ranks that experts are distributed over."""
+    if not shape.experts:
+        return [1]
+    return [size for size in _powers(ranks) if ranks % size == shape.experts % size == 0]
 
 
 def _shard_sizes(data: int, in_node: int, pipeline: bool) -> list[int]:
@@ -169,10 +206,12 @@ def _precision(request: PlanRequest, hardware: HardwareProfile) -> str:
     return "bf16" if flops.get("bf16", 0) > flops.get("fp32", 0) else "no"
 
 
-def _batches(axes: Mapping[str, int], samples: int, precision: str) -> Iterator[Candidate]:
+def _batches(axes: Mapping[str, int], samples: int, precision: str, shape: Shape) -> Iterator[Candidate]:
     """Micro batches and checkpointing for a mesh with so many samples on each data rank."""
     stages = axes["pp"]
-    for checkpointing in (NONE, SELECTIVE, FULL) if any(axes[axis] > 1 for axis in AXES[1:]) else (NONE,):
+    # Distributed experts do not combine with selective checkpointing.
+    modes = (NONE, FULL) if axes["ep"] > 1 else (NONE, SELECTIVE, FULL)
+    for checkpointing in modes if any(axes[axis] > 1 for axis in AXES[1:]) else (NONE,):
         if stages == 1:
             for batch in _divisors(samples):
                 yield Candidate(axes, batch, samples // batch, checkpointing, precision)
@@ -180,6 +219,8 @@ def _batches(axes: Mapping[str, int], samples: int, precision: str) -> Iterator[
         # A pipeline accumulates gradients by itself, and its bubble shrinks with the number of micro batches.
         for count in (count for count in _divisors(samples) if count >= stages):
             yield Candidate(axes, samples, 1, checkpointing, precision, count, "1f1b")
+            if count % stages == shape.blocks % (2 * stages) == 0:
+                yield Candidate(axes, samples, 1, checkpointing, precision, count, "interleaved1f1b")
 
 
 def _powers(limit: int) -> list[int]:

@@ -64,7 +64,7 @@ class Estimates:
         """At the peak of a step."""
         traced, shape, axes = self._traced, self._shape, item.axes
         weights = traced.weights / item.split
-        tokens = item.batch_size * self._length / axes["cp"] / axes["tp"]
+        tokens = item.batch_size * self._length / item.sequence / axes["tp"]
         if axes["pp"] > 1:  # of the first stage
             tokens *= min(axes["pp"], item.micro_batches) / item.micro_batches
         kept = {NONE: 1.0, SELECTIVE: _KEPT_BY_SELECTIVE, FULL: 1 / shape.blocks}[item.checkpointing]
@@ -83,7 +83,7 @@ class Estimates:
     def seconds(self, item: Candidate) -> float:
         """Of an optimizer step."""
         traced, axes, overlaps = self._traced, item.axes, self._hardware.overlaps
-        share = item.batch_size / (item.split * axes["cp"])
+        share = item.batch_size / (item.split * item.sequence)
         again = {NONE: 0.0, SELECTIVE: traced.others, FULL: traced.forward}[item.checkpointing]
         forward, backward = traced.forward * share, (traced.backward + again) * share
         gather, reduce = self._data_messages(item, traced)
@@ -91,7 +91,8 @@ class Estimates:
         behind_forward, behind_backward = (forward / blocks, backward / blocks) if overlaps else (0.0, 0.0)
         waits = gather + blocks * (max(0.0, gather - behind_forward) + max(0.0, gather - behind_backward))
         waits += blocks * self._model_messages(item, traced)
-        computed = (forward + backward) * (1 + (axes["pp"] - 1) / item.micro_batches)
+        stages = 2 if item.schedule == "interleaved1f1b" else 1
+        computed = (forward + backward) * (1 + (axes["pp"] - 1) / item.micro_batches / stages)
         host = traced.host / axes["pp"] * (1.0 if item.checkpointing == NONE else 4 / 3) * item.micro_batches
         micro = max(computed, host) if overlaps else computed + host
         reduction = reduce + blocks * max(0.0, reduce - behind_backward)
@@ -99,15 +100,26 @@ class Estimates:
 
     def _data_messages(self, item: Candidate, traced: _Traced) -> tuple[float, float]:
         """Seconds in which the parameters of a block are gathered, and its gradients reduced."""
-        size = traced.weights / self._shape.blocks / item.axes["tp"]
+        size, experts = traced.weights / self._shape.blocks, self._experts if item.axes["ep"] > 1 else 0
+        size = (size - experts) / item.axes["tp"]
         gather = reduce = 0.0
         if item.shards > 1:
             gather = self._message("all-gather", size * traced.element / 4, item.shards, item.split)
             reduce = self._message("reduce-scatter", size, item.shards, item.split)
+        ranks = item.shards * item.axes["tp"] // item.axes["ep"]  # that have the same experts
+        if experts and ranks > 1:
+            part, stride = experts / item.axes["ep"], item.axes["ep"]
+            gather += self._message("all-gather", part * traced.element / 4, ranks, stride)
+            reduce += self._message("reduce-scatter", part, ranks, stride)
         if item.axes["dp_replicate"] > 1:
             copies, stride = item.axes["dp_replicate"], item.split * item.shards
             reduce += self._message("all-reduce", size / item.shards, copies, stride)
         return gather, reduce
+
+    @property
+    def _experts(self) -> int:
+        """Bytes of the experts of a block: three matrices each, in float32."""
+        return 4 * 3 * self._shape.experts * self._shape.expert_inner * self._shape.hidden
 
     def _model_messages(self, item: Candidate, traced: _Traced) -> float:
         """Seconds of the messages of a block that its computation waits for."""
@@ -115,10 +127,17 @@ class Estimates:
         tokens = item.batch_size * self._length * traced.element
         if axes["tp"] > 1:
             number = _TENSOR_MESSAGES + (0 if item.checkpointing == NONE else _TENSOR_AGAIN)
-            seconds += number * self._message("all-gather", tokens * shape.hidden / axes["cp"], axes["tp"], 1)
+            seconds += number * self._message("all-gather", tokens * shape.hidden / item.sequence, axes["tp"], 1)
         if axes["cp"] > 1:  # keys and values, and their gradients
             keys = 2 * shape.key_heads * shape.head / axes["tp"]
             seconds += 3 * self._message("all-gather", tokens * keys, axes["cp"], axes["tp"])
+        passes = 2 if item.checkpointing == NONE else 3
+        if axes["sp"] > 1:  # queries, keys, values and results
+            heads = 2 * (shape.heads + shape.key_heads) * shape.head / axes["tp"]
+            seconds += passes * self._message("all-to-all", tokens * heads / axes["sp"], axes["sp"], axes["tp"])
+        if axes["ep"] > 1:  # tokens to experts and back
+            sent = tokens * shape.chosen * shape.hidden / axes["cp"] / axes["tp"]
+            seconds += 2 * passes * self._message("all-to-all", sent, axes["ep"], 1)
         return seconds
 
     def _message(self, kind: str, payload: float, ranks: int, stride: int) -> float:

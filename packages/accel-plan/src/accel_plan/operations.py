@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
+from accel_state.flops import grouped_product_flops
+
 from ._torch_compat import process_group_of, schema_of, storage_id
 from .record import COLLECTIVES, POINT_TO_POINT, SEND, Axes, axis_of, tensors_in
 
@@ -23,7 +25,9 @@ _FREE = frozenset(
         *("aten::_reshape_alias", "aten::slice.Tensor", "aten::as_strided_"),
     }
 )
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward"})
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
+)
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _GATHERS_ROWS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::nll_loss_forward")
 PRODUCT, ATTENTION, OTHER = "matrix products", "attention", "other operations"
@@ -271,6 +275,8 @@ def _flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], result: 
     """FLOPs as torch's own counter has them; half of attention's if it is causal, since kernels skip the other half."""
     if short.startswith(_ATTENTION):
         return _attention_flops(func, short, args, kwargs)
+    if short == "_grouped_mm":
+        return grouped_product_flops(args[0].shape, args[1].shape)
     counter = flop_registry.get(func.overloadpacket)
     return 0 if counter is None else int(counter(*args, **kwargs, out_val=result))
 

@@ -244,9 +244,11 @@ def _others(
         "DDP": lambda item: all(item.axes[axis] == 1 for axis in AXES[1:]),
         "FSDP alone, without checkpointing": lambda item: _only_sharded(item) and item.checkpointing == NONE,
         "FSDP alone, with full checkpointing": lambda item: _only_sharded(item) and item.checkpointing == FULL,
-        "FSDP in each node (HSDP)": lambda item: item.split == item.axes["cp"] == 1 < item.shards < _data_ranks(item),
-        "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.axes["cp"] == 1,
+        "FSDP in each node (HSDP)": lambda item: item.split == item.sequence == 1 < item.shards < _data_ranks(item),
+        "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.sequence == 1,
         "context parallelism": lambda item: item.axes["cp"] > 1,
+        "sequence parallelism by heads": lambda item: item.axes["sp"] > 1,
+        "distributed experts": lambda item: item.axes["ep"] > 1,
         "a pipeline": lambda item: item.axes["pp"] > 1,
     }
     planned = {choice.candidate.describe(): choice for choice in choices}
@@ -274,7 +276,7 @@ def _others(
 
 
 def _only_sharded(item: Candidate) -> bool:
-    return item.split == item.axes["cp"] == item.axes["dp_replicate"] == 1 < item.axes["dp_shard"]
+    return item.split == item.sequence == item.axes["dp_replicate"] == item.axes["ep"] == 1 < item.axes["dp_shard"]
 
 
 def _data_ranks(item: Candidate) -> int:

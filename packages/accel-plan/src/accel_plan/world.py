@@ -18,7 +18,15 @@ from accel_state import PartialState, context, env
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from ._torch_compat import FakeTensor, FakeTensorMode, fake_store, forget_device_meshes, unset_fake_temporarily
+from ._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    desugars_itself,
+    fake_store,
+    forget_device_meshes,
+    unset_fake_temporarily,
+)
 
 
 class ReplicatedModel(nn.Module):
@@ -196,6 +204,18 @@ def _mask_replacements() -> list[tuple[Any, str, Any]]:
     return replaced
 
 
+class _GroupedProducts(TorchDispatchMode):
+    """Grouped products (of experts) of any dtype: without values, torch takes bfloat16 only; with them, float32 too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(desugars_itself, types)):
+            return NotImplemented
+        if func.name() != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        result = func(*(one.bfloat16() for one in args[:2]), *args[2:], **(kwargs or {}))
+        return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device=result.device)
+
+
 @contextmanager
 def without_memory() -> Iterator[None]:
     """A block in which tensors have shapes and dtypes but neither memory nor values, except those of device meshes."""
@@ -205,7 +225,11 @@ def without_memory() -> Iterator[None]:
         with unset_fake_temporarily():
             original(self, *map(_real_ranks, args), **{name: _real_ranks(value) for name, value in kwargs.items()})
 
-    with FakeTensorMode(allow_non_fake_inputs=True), SharedChunks(), _patched([(DeviceMesh, "__init__", init)]):
+    modes = FakeTensorMode(allow_non_fake_inputs=True), _GroupedProducts(), SharedChunks()
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        stack.enter_context(_patched([(DeviceMesh, "__init__", init)]))
         yield
 
 

@@ -1,0 +1,18 @@
+"""Floating-point operations of what torch's own counter lacks. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def grouped_product_flops(first: Sequence[int], second: Sequence[int]) -> int:
+    """FLOPs of a grouped matrix product, as of the experts of a mixture: two for each multiplication and addition.
+
+    Args:
+        first, second: shapes of the operands: (rows, k) and (groups, k, n) with groups of rows; (groups, m, k) and
+            (k, columns) with groups of columns; (m, rows) and (rows, n) with groups of rows; or (groups, m, k) and
+            (groups, k, n).
+    """
+    if len(first) == len(second) == 3:
+        return 2 * first[0] * first[1] * first[2] * second[2]
+    return 2 * first[-2] * first[-1] * second[-1]
