@@ -318,3 +318,13 @@ def test_hardware_that_is_not_known(tmp_path) -> None:
 
 def _fields(device: HardwareProfile) -> dict[str, Any]:
     return {name: value for name, value in vars(device).items() if name != "key"}
+
+
+@needs_transformers
+@pytest.mark.parametrize("implementation", ["for_loop", "foreach", "fused"])
+def test_the_optimizer_moves_the_bytes_of_the_shards(tmp_path, implementation: str) -> None:
+    """Each value, its gradient and two averages are read, and all but the gradient written, at least once."""
+    plan = planned(write_llama(tmp_path), {**FSDP2, "num_processes": "32"}, implementation=implementation)
+    items = [item for times, part in plan.operations for item in part * times if item.phase == STEP]
+    moved, once = sum(item.bytes for item in items), 7 * plan.memory.weights
+    assert once <= moved <= {"fused": 1.1, "foreach": 4, "for_loop": 4}[implementation] * once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError
 
-from ._torch_compat import fsdp2_accumulated_gradient, fsdp2_units
+from ._torch_compat import fsdp2_accumulated_gradient, fsdp2_units, local_tensor
 from .memory import CLIPPING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, STEP, MemoryTracker, StepMemory
 from .world import ReplicatedModel
 
@@ -27,6 +27,44 @@ _CLASSES: dict[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD,
     "sgd_momentum": torch.optim.SGD,
 }
+
+
+class ShardOptimizer:
+    """An optimizer over this rank's shards of a model, which does what one over its DTensors does, without their rules.
+
+    DTensors derive a layout for each operation on all of them, which takes longer than all else in a step.
+
+    Args:
+        name, implementation: of the optimizer, as of :func:`build_optimizer`.
+        parameters: of the prepared model.
+    """
+
+    def __init__(self, name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> None:
+        self.shards = {parameter: parameter for parameter in parameters}
+        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in self.shards}
+        # DTensors of several meshes are not updated together; those that are alike are.
+        if len(meshes) == 1 and None not in meshes:
+            for parameter in self.shards:
+                self.shards[parameter] = nn.Parameter(local_tensor(parameter).detach(), parameter.requires_grad)
+        self.optimizer = build_optimizer(name, implementation, self.shards.values())
+
+    def step(self) -> None:
+        """Update the shards."""
+        for parameter, shard in self.shards.items():
+            if shard is not parameter:
+                shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad()
+        for parameter in self.shards:
+            parameter.grad = None
+
+    def states(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
+        """The state of each parameter."""
+        for parameter, shard in self.shards.items():
+            yield parameter, self.optimizer.state.get(shard, {})
 
 
 def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> Optimizer:
@@ -61,7 +99,7 @@ def implementation_for(asked: str | None, parameters: Iterable[torch.Tensor]) ->
 def follow_steps(
     accelerator: Any,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: ShardOptimizer,
     tracker: MemoryTracker,
     passes: Callable[[], None],
 ) -> StepMemory:
@@ -70,7 +108,7 @@ def follow_steps(
     Args:
         accelerator: prepared ``model``.
         model: the prepared model.
-        optimizer: of torch, over the parameters of the prepared model. Preparing it would not change its memory.
+        optimizer: over the parameters of the prepared model. Preparing it would not change its memory.
         tracker: follows storages.
         passes: runs the forward and backward passes of a step.
     """
@@ -85,7 +123,7 @@ def follow_steps(
     return tracker.stop()
 
 
-def _update(accelerator: Any, model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
+def _update(accelerator: Any, model: nn.Module, optimizer: ShardOptimizer, tracker: MemoryTracker) -> None:
     """Clip the gradients and step, as a training loop does."""
     tracker.begin_pass(1)
     tracker.enter(CLIPPING)
@@ -119,9 +157,9 @@ def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:
                 tracker.categorize([bucket], REDUCTION, "bucket", names[id(key)])
 
 
-def _categorize_state(model: nn.Module, optimizer: Optimizer, tracker: MemoryTracker) -> None:
+def _categorize_state(model: nn.Module, optimizer: ShardOptimizer, tracker: MemoryTracker) -> None:
     names = {id(parameter): tracker.name_of(name) for name, parameter in model.named_parameters()}
-    for key, state in optimizer.state.items():
+    for parameter, state in optimizer.states():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                tracker.categorize([value], OPTIMIZER, name, names.get(id(key), ""))
+                tracker.categorize([value], OPTIMIZER, name, names.get(id(parameter), ""))

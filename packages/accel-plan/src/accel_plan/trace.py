@@ -29,7 +29,7 @@ from .operations import Passes, more_operations
 from .peak import more_blocks
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
 from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
-from .step import build_optimizer, categorize_unreduced, follow_steps, implementation_for
+from .step import ShardOptimizer, categorize_unreduced, follow_steps, implementation_for
 from .world import ReplicatedModel, simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
@@ -187,7 +187,7 @@ def _trace_step(
             for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
                 tracker.name_modules(part)
             implementation = implementation_for(task.implementation, model.parameters())
-            optimizer = build_optimizer(task.optimizer, implementation, model.parameters())
+            optimizer = ShardOptimizer(task.optimizer, implementation, model.parameters())
             step = follow_steps(accelerator, model, optimizer, tracker, traced.run)
             operations = tracker.operations()
     except ConfigurationError:
