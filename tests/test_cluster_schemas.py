@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -40,7 +41,8 @@ print(json.dumps([task.name, task.num_nodes, resources.accelerators, resources.u
 def _write(folder: Path, *words: str) -> Path:
     file = folder / "file.yaml"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "accel_launch", *words[:2], "--output", str(file), *words[2:]]
+    verbs = [*itertools.takewhile(lambda word: not word.startswith("-"), words)]
+    command = [sys.executable, "-m", "accel_launch", *verbs, "--output", str(file), *words[len(verbs) :]]
     subprocess.run(command, check=True, cwd=folder, env=environment(), capture_output=True)
     return file
 
