@@ -117,6 +117,9 @@ class LocalCollectives(Collectives):
         return objects[self.rank]
 
 
+_MANY_CHUNKS = 64
+
+
 class SharedChunks(TorchFunctionMode):
     """Splits tensors without memory into chunks of which equal ones are the same object.
 
@@ -127,7 +130,11 @@ class SharedChunks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.chunk, torch.Tensor.chunk) and isinstance(args[0], FakeTensor):
-            return _shared_chunks(*args, **kwargs)
+            # A mode does not apply in a backward pass, which it called: few chunks are made as there, so that what
+            # selective checkpointing computes again is what it did.
+            count = args[1] if len(args) > 1 else kwargs["chunks"]
+            if count > _MANY_CHUNKS:
+                return _shared_chunks(*args, **kwargs)
         return func(*args, **kwargs)
 
 
