@@ -52,13 +52,19 @@ def computation_curves(state: PartialState, dtypes: Sequence[str], operation: fl
 
 
 def message_curves(state: PartialState, group: Any, ranks: int) -> dict[str, Curve]:
-    """Curves of the collectives of all ranks of a node, by the bytes that each of them sends in a ring."""
+    """Curves of the collectives of all ranks of a node, by the bytes that each of them sends in a ring.
+
+    In a step, ranks compute between messages, and where they share processors they do not end together. So a message is
+    measured with products before it, and their time is subtracted.
+    """
     found: dict[str, Curve] = {}
+    products = _linear(_FEATURES[1], torch.float32, state.device)
+    alone = _seconds(state, products)
     for kind, make in _COLLECTIVES.items():
         share = (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
         sizes = (max(size // 4 // ranks, 1) * ranks for size in _PAYLOADS)
-        points = ((4 * size * share, make(size, ranks, state.device, group), 1) for size in sizes)
-        found[kind] = _curve(state, points, 0.0)
+        points = ((4 * size * share, _in_turn(products, make(size, ranks, state.device, group)), 1) for size in sizes)
+        found[kind] = _curve(state, points, alone)
     return found
 
 
@@ -78,7 +84,7 @@ def _curve(state: PartialState, points: Iterable[tuple[float, Callable[[], Any],
     Args:
         state: of this rank.
         points: a size, what is to be measured, and the number of operations in it; the size is the mean of theirs.
-        overhead: seconds of an operation to subtract.
+        overhead: seconds to subtract for each operation.
     """
     curve: list[list[float]] = []
     for size, action, number in points:
@@ -126,6 +132,14 @@ def _attention(size: int, dtype: torch.dtype, device: torch.device) -> Callable[
     def run() -> None:
         result = functional.scaled_dot_product_attention(query, key, value)
         torch.autograd.grad(result, (query, key, value), gradient)
+
+    return run
+
+
+def _in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
+        first()
+        second()
 
     return run
 

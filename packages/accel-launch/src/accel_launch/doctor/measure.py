@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from accel_state import PartialState, devices
 from accel_state.env import read_int
@@ -32,7 +33,9 @@ _COPIED = {"cpu": 64 * 2**20}  # larger than the caches
 _OTHER_COPIED = 512 * 2**20
 _SENT = {"cpu": 16 * 2**20}
 _OTHER_SENT = 256 * 2**20
-_CALLS = 500
+_STEPS, _LAYERS = 10, 16
+_OPERATIONS = 6
+"""Of a layer: an activation and a product, and their derivatives by inputs, weight and bias."""
 _ROUND_TRIPS = 50
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -171,18 +174,24 @@ def _memory_bandwidth(state: PartialState) -> float:
 
 
 def _operation_seconds(state: PartialState) -> float:
-    """Seconds in which the host prepares an operation, on a CPU with what a tiny one takes."""
-    value = torch.zeros(1, device=state.device)
+    """Seconds in which the host prepares an operation of a training step: Python, modules, and automatic derivatives.
 
-    def many() -> None:
-        for _ in range(_CALLS):
-            value.add_(1)
+    On a CPU, that is with what a tiny operation takes.
+    """
+    layers: list[nn.Module] = [nn.Sequential(nn.SiLU(), nn.Linear(8, 8)) for _ in range(_LAYERS)]
+    model, inputs = nn.Sequential(*layers).to(state.device), torch.ones(8, 8, device=state.device)
 
-    many()
+    def step() -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
     synchronize(state.device)
     begin = time.perf_counter()
-    many()  # an accelerator has not computed it yet
-    seconds = (time.perf_counter() - begin) / _CALLS
+    for _ in range(_STEPS):
+        step()  # an accelerator has not computed it yet
+    seconds = (time.perf_counter() - begin) / (_STEPS * _LAYERS * _OPERATIONS)
     synchronize(state.device)
     return slowest(state, seconds)
 
