@@ -96,12 +96,11 @@ def test_a_rank_gathers_its_own_experts_only(tmp_path: Path) -> None:
     # Gathered in the forward and in the backward pass; with ep, half of the experts.
     assert gathered[0] - gathered[1] == 2 * stack // 2
     assert alone.memory.weights == distributed.memory.weights
-    # A rank has the tokens of two on half of the experts, so the activations are alike, and the peak is lower.
-    assert alone.peak is not None and distributed.peak is not None
-    assert alone.peak.total - distributed.peak.total > stack // 3 // 2
-    text = as_text(replace(distributed, memory_limit=2**40))
-    assert "evenly over the 2 ranks of ep: one whose experts get more of them needs more memory and time." in text
-    assert "ranks of ep" not in as_text(alone)
+    # The peak was up to a fifth higher in real runs, so there is none, and no verdict.
+    assert alone.peak is not None and distributed.peak is None
+    text = as_text(replace(distributed, memory_limit=2**40)).splitlines()
+    assert "  The memory of a step with distributed experts is not followed: the peak is higher." in text
+    assert "  Whether it fits in 1.0 TiB is therefore not known." in text
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

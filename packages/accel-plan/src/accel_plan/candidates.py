@@ -12,14 +12,10 @@ from accel_state.hardware import HardwareProfile
 from .models import model_config
 from .plan import PlanRequest
 
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "ep", "pp")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "pp")
 NONE, SELECTIVE, FULL = "no", "selective", "full"
 _SHORTEST_PART = 1024
 """Tokens of a sequence that a rank gets at least under cp and sp: shorter parts are all messages."""
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations of Transformers call the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Candidate:
 
     @property
     def split(self) -> int:
-        """Number of ranks that the model is divided over besides; experts are on some of all these ranks."""
+        """Number of ranks that the model is divided over besides."""
         return self.axes["tp"] * self.axes["pp"]
 
     @property
@@ -88,10 +84,7 @@ class Candidate:
 
     def describe(self) -> str:
         """One line."""
-        sizes = (f"{axis} {size}" for axis, size in self.axes.items() if size > 1 and axis != "ep")
-        axes = " x ".join(sizes) or "one process"
-        if self.axes["ep"] > 1:
-            axes += f" (ep {self.axes['ep']})"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one process"
         batch = f"batch {self.batch_size}"
         if self.steps > 1:
             batch += f" x {self.steps} steps"
@@ -110,9 +103,6 @@ class Shape:
     key_heads: int
     head: int  # the width of one
     vocabulary: int
-    experts: int = 0  # of each mixture
-    expert_inner: int = 0  # intermediate size of one
-    chosen: int = 0  # experts of a token
 
 
 def shape_of(request: PlanRequest) -> Shape:
@@ -135,11 +125,7 @@ def shape_of(request: PlanRequest) -> Shape:
         numbers.append(number)
     blocks, hidden, heads, vocabulary = numbers
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or hidden // heads
-    experts: int = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
-    inner: int = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
-    return Shape(blocks, hidden, heads, key_heads, head, vocabulary, experts, inner, chosen)
+    return Shape(blocks, hidden, heads, key_heads, getattr(config, "head_dim", None) or hidden // heads, vocabulary)
 
 
 def candidates(
@@ -166,9 +152,8 @@ def candidates(
         if rest or not data or samples % data:
             continue
         for shard in _shard_sizes(data, node // (tp * cp * sp), pipeline=pp > 1):
-            for ep in _expert_sizes(shape, shard * cp * tp) if sp == pp == 1 else [1]:
-                axes = dict(zip(AXES, (data // shard, shard, cp, sp, tp, ep, pp), strict=True))
-                yield from _batches(axes, samples // data, precision, shape)
+            axes = dict(zip(AXES, (data // shard, shard, cp, sp, tp, pp), strict=True))
+            yield from _batches(axes, samples // data, precision, shape)
 
 
 def _sequence_sizes(shape: Shape, node: int, processes: int, length: int) -> Iterator[tuple[int, int]]:
@@ -181,13 +166,6 @@ def _sequence_sizes(shape: Shape, node: int, processes: int, length: int) -> Ite
                 yield size, 1
             if length % size == shape.heads % size == 0 and size <= node:
                 yield 1, size
-
-
-def _expert_sizes(shape: Shape, ranks: int) -> list[int]:
-    """Numbers of ranks that experts are distributed over."""
-    if not shape.experts:
-        return [1]
-    return [size for size in _powers(ranks) if ranks % size == shape.experts % size == 0]
 
 
 def _shard_sizes(data: int, in_node: int, pipeline: bool) -> list[int]:
@@ -209,9 +187,7 @@ def _precision(request: PlanRequest, hardware: HardwareProfile) -> str:
 def _batches(axes: Mapping[str, int], samples: int, precision: str, shape: Shape) -> Iterator[Candidate]:
     """Micro batches and checkpointing for a mesh with so many samples on each data rank."""
     stages = axes["pp"]
-    # Distributed experts do not combine with selective checkpointing.
-    modes = (NONE, FULL) if axes["ep"] > 1 else (NONE, SELECTIVE, FULL)
-    for checkpointing in modes if any(axes[axis] > 1 for axis in AXES[1:]) else (NONE,):
+    for checkpointing in (NONE, SELECTIVE, FULL) if any(axes[axis] > 1 for axis in AXES[1:]) else (NONE,):
         if stages == 1:
             for batch in _divisors(samples):
                 yield Candidate(axes, batch, samples // batch, checkpointing, precision)

@@ -100,26 +100,15 @@ class Estimates:
 
     def _data_messages(self, item: Candidate, traced: _Traced) -> tuple[float, float]:
         """Seconds in which the parameters of a block are gathered, and its gradients reduced."""
-        size, experts = traced.weights / self._shape.blocks, self._experts if item.axes["ep"] > 1 else 0
-        size = (size - experts) / item.axes["tp"]
+        size = traced.weights / self._shape.blocks / item.axes["tp"]
         gather = reduce = 0.0
         if item.shards > 1:
             gather = self._message("all-gather", size * traced.element / 4, item.shards, item.split)
             reduce = self._message("reduce-scatter", size, item.shards, item.split)
-        ranks = item.shards * item.axes["tp"] // item.axes["ep"]  # that have the same experts
-        if experts and ranks > 1:
-            part, stride = experts / item.axes["ep"], item.axes["ep"]
-            gather += self._message("all-gather", part * traced.element / 4, ranks, stride)
-            reduce += self._message("reduce-scatter", part, ranks, stride)
         if item.axes["dp_replicate"] > 1:
             copies, stride = item.axes["dp_replicate"], item.split * item.shards
             reduce += self._message("all-reduce", size / item.shards, copies, stride)
         return gather, reduce
-
-    @property
-    def _experts(self) -> int:
-        """Bytes of the experts of a block: three matrices each, in float32."""
-        return 4 * 3 * self._shape.experts * self._shape.expert_inner * self._shape.hidden
 
     def _model_messages(self, item: Candidate, traced: _Traced) -> float:
         """Seconds of the messages of a block that its computation waits for."""
@@ -135,9 +124,6 @@ class Estimates:
         if axes["sp"] > 1:  # queries, keys, values and results
             heads = 2 * (shape.heads + shape.key_heads) * shape.head / axes["tp"]
             seconds += passes * self._message("all-to-all", tokens * heads / axes["sp"], axes["sp"], axes["tp"])
-        if axes["ep"] > 1:  # tokens to experts and back
-            sent = tokens * shape.chosen * shape.hidden / axes["cp"] / axes["tp"]
-            seconds += 2 * passes * self._message("all-to-all", sent, axes["ep"], 1)
         return seconds
 
     def _message(self, kind: str, payload: float, ranks: int, stride: int) -> float:

@@ -66,17 +66,8 @@ def _pipeline(plan: RankPlan) -> list[str]:
 
 def _memory(plan: RankPlan) -> list[str]:
     if plan.peak is not None:
-        return [*_peak(plan, plan.peak), *_spread(plan), *_verdict(plan)]
+        return [*_peak(plan, plan.peak), *_verdict(plan)]
     return _estimate(plan)
-
-
-def _spread(plan: RankPlan) -> list[str]:
-    if plan.expert_ranks == 1:
-        return []
-    return [
-        f"  Tokens are taken to be spread evenly over the {plan.expert_ranks} ranks of ep: one whose experts get more "
-        "of them needs more memory and time."
-    ]
 
 
 def _estimate(plan: RankPlan) -> list[str]:

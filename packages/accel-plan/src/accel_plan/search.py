@@ -248,7 +248,6 @@ def _others(
         "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.sequence == 1,
         "context parallelism": lambda item: item.axes["cp"] > 1,
         "sequence parallelism by heads": lambda item: item.axes["sp"] > 1,
-        "distributed experts": lambda item: item.axes["ep"] > 1,
         "a pipeline": lambda item: item.axes["pp"] > 1,
     }
     planned = {choice.candidate.describe(): choice for choice in choices}
@@ -276,7 +275,7 @@ def _others(
 
 
 def _only_sharded(item: Candidate) -> bool:
-    return item.split == item.sequence == item.axes["dp_replicate"] == item.axes["ep"] == 1 < item.axes["dp_shard"]
+    return item.split == item.sequence == item.axes["dp_replicate"] == 1 < item.axes["dp_shard"]
 
 
 def _data_ranks(item: Candidate) -> int:

@@ -11,7 +11,7 @@ from .search import Choice, Found, reason
 
 _NOT_SEARCHED = (
     "offloading (its transfers are not timed)",
-    "pipelines with sharded parameters (their memory is not followed)",
+    "pipelines with sharded parameters, and distributed experts (their memory is not followed)",
     "checkpointing of some blocks only",
     "schedules without a time model",
     "fp8 (not every mesh takes it)",
