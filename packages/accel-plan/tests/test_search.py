@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,18 @@ def test_every_size_divides(tmp_path: Path, hardware: Path) -> None:
     sharded = {(item.axes["dp_replicate"], item.axes["dp_shard"], item.axes["tp"]) for item in every}
     assert sharded == {(8, 1, 1), (4, 2, 1), (1, 8, 1), (4, 1, 2), (1, 4, 2)}
     assert {item.checkpointing for item in every if item.axes["dp_shard"] > 1} == {NONE, SELECTIVE, FULL}
+
+
+def test_sequences_and_stages_are_divided_where_they_can_be(tmp_path: Path) -> None:
+    profile = HardwareProfile("fast", **{**PROFILE, "names": (), "devices_per_node": 4})
+    request = a_request(tmp_path, profile, 8)
+    shape = replace(shape_of(request), blocks=8)  # with four heads, two of them of keys
+    every = list(candidates(request, shape, profile, processes=8, samples=8, length=4096))
+    assert {(item.axes["tp"], item.axes["sp"]) for item in every} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}
+    assert {item.axes["cp"] for item in every} == {1, 2, 4}
+    assert all(item.axes["cp"] == 1 or item.axes["sp"] == 1 for item in every)
+    interleaved = {(item.axes["pp"], item.micro_batches) for item in every if item.schedule == "interleaved1f1b"}
+    assert interleaved == {(2, 2), (2, 4), (2, 8), (4, 4), (4, 8)}
 
 
 @pytest.mark.slow  # plans every configuration of four ranks

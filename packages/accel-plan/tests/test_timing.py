@@ -12,7 +12,7 @@ from plan_models import write_llama
 
 from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
-from accel_plan.memory import BACKWARD, FORWARD, STEP
+from accel_plan.memory import BACKWARD, FORWARD, RECOMPUTATION, STEP
 from accel_plan.operations import ATTENTION, OTHER, PRODUCT, Message, Operation, more_operations
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
@@ -330,3 +330,12 @@ def test_the_optimizer_moves_the_bytes_of_the_shards(tmp_path, optimizer: str) -
     averages = {"adamw": 2, "sgd_momentum": 1}[optimizer]
     once = (3 + 2 * averages) * plan.memory.weights
     assert once <= sum(item.bytes for item in items) <= 4 * once
+
+
+@needs_transformers
+def test_what_selective_checkpointing_computes_again_is_found_with_cp(tmp_path) -> None:
+    options = {**FSDP2, "use_parallelism_config": "true", "parallelism_config_cp_size": "2"}
+    options |= {"fsdp_activation_checkpointing": "true", "fsdp_activation_checkpointing_mode": "selective"}
+    plan = planned(write_llama(tmp_path), options)
+    assert plan.time is not None and plan.time.seconds > 0
+    assert any(item.phase == RECOMPUTATION for _, part in plan.operations for item in part)

@@ -145,7 +145,9 @@ def candidates(
     tensor = [size for size in _powers(node) if shape.heads % size == shape.key_heads % size == 0]
     pipeline = [size for size in _powers(shape.blocks) if shape.blocks % size == 0]
     # A pipeline combines with tensor parallelism, and with replicas.
-    splits = [(tp, cp, sp, 1) for tp in tensor for cp, sp in _sequence_sizes(shape, node // tp, processes, length)]
+    splits = [
+        (tp, cp, sp, 1) for tp in tensor for cp, sp in _sequence_sizes(shape.heads // tp, node // tp, processes, length)
+    ]
     splits += [(tp, 1, 1, pp) for tp in tensor for pp in pipeline[1:]]
     for tp, cp, sp, pp in splits:
         data, rest = divmod(processes, tp * cp * sp * pp)
@@ -156,15 +158,15 @@ def candidates(
             yield from _batches(axes, samples // data, precision, shape)
 
 
-def _sequence_sizes(shape: Shape, node: int, processes: int, length: int) -> Iterator[tuple[int, int]]:
-    """Sizes of cp, which exchanges keys and values, and of sp, whose messages stay in a node."""
+def _sequence_sizes(heads: int, node: int, processes: int, length: int) -> Iterator[tuple[int, int]]:
+    """Sizes of cp, which exchanges keys and values, and of sp, which divides the heads and stays in a node."""
     for size in _powers(processes):
         if size == 1:
             yield 1, 1
         elif length // size >= _SHORTEST_PART:
             if length % (2 * size) == 0:
                 yield size, 1
-            if length % size == shape.heads % size == 0 and size <= node:
+            if length % size == heads % size == 0 and size <= node:
                 yield 1, size
 
 
