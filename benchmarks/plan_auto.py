@@ -21,7 +21,7 @@ from pathlib import Path
 from _plan_runs import ENVIRON, MODELS, measured_profile, preload_all, step_seconds, write_model
 
 from accel_launch.config.read import load_settings
-from accel_plan.candidates import Candidate, candidates, shape_of
+from accel_plan.candidates import candidates, shape_of
 from accel_plan.plan import PlanRequest
 from accel_plan.search import search
 from accel_state.hardware import HardwareProfile
@@ -38,26 +38,26 @@ def compare(folder: Path, name: str, hardware: HardwareProfile) -> float:
     limit = hardware.memory_bytes
     request = PlanRequest(settings, model, seq_length=length, hardware=hardware, memory_limit=limit)
     found = search(request, samples * length)
-    chosen = found.best[0].candidate
-    planned = {choice.candidate: choice.seconds for choice in found.best}
+    chosen = found.best[0].candidate.describe()
+    planned = {choice.candidate.describe(): choice.seconds for choice in found.best}
     every = list(candidates(request, shape_of(request), hardware, RANKS, samples, length))
     print(f"{name}: {samples} samples of {length} tokens, {len(every)} configurations, {found.planned} planned")
-    measured: dict[Candidate, list[float]] = {}
-    for item in every:
+    by_text = {item.describe(): item for item in every}
+    measured: dict[str, list[float]] = {}
+    for text, item in by_text.items():
         try:
-            measured[item] = [step_seconds(model, length, item, RANKS)]
+            measured[text] = [step_seconds(model, length, item, RANKS)]
         except WorldError as error:
-            print(f"  refused: {item.describe()}: {_reason(error)}", flush=True)
-    fastest = sorted(measured, key=lambda item: measured[item][0])[:_AGAIN]
-    again = list({item.describe(): item for item in (*fastest, chosen)}.values())
+            print(f"  refused: {text}: {_reason(error)}", flush=True)
+    fastest = sorted(measured, key=lambda text: measured[text][0])[:_AGAIN]
     for _ in range(_ROUNDS):
-        for item in again:
-            measured[item].append(step_seconds(model, length, item, RANKS))
-    medians = {item: statistics.median(taken[1:] or taken) for item, taken in measured.items()}
-    for item in sorted(medians, key=lambda item: medians[item]):
-        plan = f"planned {planned[item]:.3f}" if item in planned else ""
-        mark = "<- chosen" if item == chosen else ""
-        print(f"  {medians[item]:8.3f} s  {len(measured[item])} x  {item.describe()}  {plan} {mark}".rstrip())
+        for text in dict.fromkeys((*fastest, chosen)):
+            measured[text].append(step_seconds(model, length, by_text[text], RANKS))
+    medians = {text: statistics.median(taken[1:] or taken) for text, taken in measured.items()}
+    for text in sorted(medians, key=lambda text: medians[text]):
+        plan = f"planned {planned[text]:.3f}" if text in planned else ""
+        mark = "<- chosen" if text == chosen else ""
+        print(f"  {medians[text]:8.3f} s  {len(measured[text])} x  {text}  {plan} {mark}".rstrip())
     ratio = medians[chosen] / min(medians.values())
     print(f"{name}: the chosen one takes {ratio:.3f} times as long as the fastest, allowed {LIMIT:.2f}\n", flush=True)
     return ratio
