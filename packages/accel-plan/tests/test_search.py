@@ -77,7 +77,7 @@ def test_every_size_divides(tmp_path: Path, hardware: Path) -> None:
 
 
 def test_sequences_and_stages_are_divided_where_they_can_be(tmp_path: Path) -> None:
-    profile = HardwareProfile("fast", **{**PROFILE, "names": (), "devices_per_node": 4})
+    profile = HardwareProfile("fast", **{**PROFILE, "names": (), "devices_per_node": 8})
     request = a_request(tmp_path, profile, 8)
     shape = replace(shape_of(request), blocks=8)  # with four heads, two of them of keys
     every = list(candidates(request, shape, profile, processes=8, samples=8, length=4096))
