@@ -122,7 +122,7 @@ def test_what_was_measured_is_a_profile(shell, processes: int) -> None:
     runs = {"memory": lambda: value + 1, "in place": lambda: value.mul_(1.0), "functions": value.sigmoid}
     for name, run in runs.items():
         assert 0.05 < predicted(name, 8 * 2**20) / seconds(run) < 20
-    assert 1 <= found.alone_speedup < 10
+    assert 1 <= found.alone_speedup < 10 and {"curves", "alone_speedup"} <= set(found.sources)
     missing = {"network_bandwidth", "network_latency"}
     missing |= {"link_bandwidth", "link_latency", "message_seconds"} if processes == 1 else set()
     assert {name for name, source in found.sources.items() if source.startswith("not measured: ")} == missing

@@ -59,3 +59,6 @@ def test_a_file_with_a_curve_that_is_none_is_refused(tmp_path: Path, points: obj
     write_profile(replace(profile("h200"), curves={"memory": points}), tmp_path / "here.json")  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="curve 'memory' is .*growing sizes"):
         read_profile(tmp_path / "here.json")
+    write_profile(replace(profile("h200"), curves=points), tmp_path / "here.json")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="curves is .*an object of curves by name"):
+        read_profile(tmp_path / "here.json")

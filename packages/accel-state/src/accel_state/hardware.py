@@ -49,8 +49,8 @@ class HardwareProfile:
         curves: of measured devices, which reach their limits at some sizes only: seconds besides operation_seconds of
             matrix products ("products bf16", by FLOPs), attention ("attention bf16", by FLOPs), other operations with a
             new result ("memory", by bytes that they read and write), in place ("in place"), and with a function such
-            as exp ("functions"); and seconds of collectives of all devices of a node ("all-reduce", by the bytes of
-            :func:`accel_plan.record.sent_bytes`).
+            as exp ("functions"); and seconds of collectives of all devices of a node ("all-reduce", by the bytes
+            that each sends in a ring).
     """
 
     key: str
@@ -145,6 +145,8 @@ def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
         numbers = list(value.values()) if isinstance(value, dict) else [value]
         if not numbers or not all(map(_is_positive, numbers)):
             raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive.")
+    if not isinstance(found.curves, dict):
+        raise ConfigurationError(f"{file}: curves is {found.curves!r}, and must be an object of curves by name.")
     for name, points in found.curves.items():
         if not _is_curve(points):
             raise ConfigurationError(

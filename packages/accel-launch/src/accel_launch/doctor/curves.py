@@ -23,7 +23,7 @@ _PAYLOADS = tuple(1 << power for power in (3, 13, 17, 20, 23, 25, 28))
 _SAMPLE_SECONDS = 0.01
 _LONGEST_SECONDS = 0.1
 """No larger size is measured after one that takes so long: the rate does not change any more."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def computation_curves(state: PartialState, dtypes: Sequence[str], operation: float) -> dict[str, Curve]:
@@ -35,8 +35,8 @@ def computation_curves(state: PartialState, dtypes: Sequence[str], operation: fl
         operation: seconds to subtract, in which the host prepares an operation.
     """
     device, found = state.device, {}
-    for name in (name for name in dtypes if name in _DTYPES):
-        dtype = _DTYPES[name]
+    for name in (name for name in dtypes if name in DTYPES):
+        dtype = DTYPES[name]
         products = ((8 * size**3, _linear(size, dtype, device), 3) for size in _FEATURES)
         found[f"products {name}"] = _curve(state, products, operation)
         attention = ((7 * 4 * size**2 * 64, _attention(size, dtype, device), 2) for size in _LENGTHS)

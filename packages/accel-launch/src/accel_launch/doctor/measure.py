@@ -21,7 +21,7 @@ from accel_state import PartialState, devices
 from accel_state.env import read_int
 from accel_state.hardware import Curve, HardwareProfile, read_profile, write_profile
 
-from .curves import alone_speedup, computation_curves, message_curves
+from .curves import DTYPES, alone_speedup, computation_curves, message_curves
 from .result import CheckResult, fail, ok, warn
 from .stopwatch import median_of, median_seconds, slowest, synchronize
 
@@ -37,7 +37,6 @@ _STEPS, _LAYERS = 10, 16
 _OPERATIONS = 6
 """Of a layer: an activation and a product, and their derivatives by inputs, weight and bias."""
 _ROUND_TRIPS = 50
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckResult]:
@@ -134,7 +133,7 @@ def _operands(device: torch.device) -> dict[str, Callable[[int], Callable[[], An
 
         return make
 
-    kinds = {name: plain(dtype) for name, dtype in _DTYPES.items()}
+    kinds = {name: plain(dtype) for name, dtype in DTYPES.items()}
     if device.type != "cuda":
         return kinds
 
