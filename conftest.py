@@ -38,6 +38,8 @@ _FOREIGN_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",  # the first torch.compile of a process
     "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
+    "CUBLAS_WORKSPACE_CONFIG",  # set_seed(deterministic=True) on a GPU
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
 # Seconds that threads and processes which are already ending are given to finish.

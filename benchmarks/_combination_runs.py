@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, CheckpointError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
-from accel.parallel.axis_settings import PipelineParallelConfig
+from accel.parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from accel.parallel.config import ParallelismConfig
 from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from accel_state import context
@@ -369,7 +369,10 @@ def accelerator_for(draw: Draw, setup: Setup) -> Accelerator:
         sizes = {f"{axis}_size": size for axis, size in setup.sizes.items()}
         handler = PipelineParallelConfig(schedule=setup.schedule) if "pp" in setup.sizes else None
         given["parallelism_config"] = ParallelismConfig(**sizes, pp_handler=handler)
-        if "dp_shard" in setup.sizes:
+        splits = handler is not None and setup.schedule in SPLIT_BACKWARD
+        if splits:  # where parameters are freed, it is refused
+            fsdp["reshard_after_forward"] = False
+        if "dp_shard" in setup.sizes or splits:
             given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **fsdp)
     elif setup.name in ("fsdp1", "fsdp2"):
         version = int(setup.name[-1])

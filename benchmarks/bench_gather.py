@@ -27,6 +27,8 @@ CALLS = 10
 ROUNDS = 40
 # The header takes at most 1% of the time of calls that follow each other without a pause.
 HEADER_TARGET = 1.02
+# Lengths travel with the rows; as elsewhere, some calls have a header.
+RAGGED_CALLS, RAGGED_TARGET = 500, 1.1
 SIZES = {"4 B": 1, "64 KiB": 1 << 14, "4 MiB": 1 << 20}
 
 
@@ -132,6 +134,34 @@ def work(library: str) -> None:
     accelerator.end_training()
 
 
+def work_on_ragged() -> None:
+    """Count the messages of calls whose numbers of rows differ between the two ranks."""
+    from accel_state import PartialState
+    from accel_state.collectives import header
+    from accel_state.collectives import torch as module
+    from accel_state.operations.ragged import gather_ragged
+
+    state = PartialState(cpu=True)
+    messages = 0
+    original = module._all_gather_flat
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal messages
+        messages += 1
+        return original(*args, **kwargs)
+
+    rows = [torch.randn(8 - state.process_index, 4), torch.zeros(8 - state.process_index)]
+    for _ in range(header.FIRST_CALLS):
+        gather_ragged("bench_gather", rows, rows, state.collectives)
+    module._all_gather_flat = counting
+    begin = time.process_time()
+    for _ in range(RAGGED_CALLS):
+        gather_ragged("bench_gather", rows, rows, state.collectives)
+    if state.is_main_process:
+        _measure.report({"messages": messages / RAGGED_CALLS, "cpu": (time.process_time() - begin) / RAGGED_CALLS})
+    state.destroy_process_group()
+
+
 def main() -> None:
     """Print the table and compare the figure with the target."""
     found = _measure.libraries()
@@ -152,6 +182,10 @@ def main() -> None:
         note = f"{found_figures['raw']:.0f} us; headers: {found_figures['headers']:.1f} in 100 calls, {header:.3f} x"
         target = f"target: at most {HEADER_TARGET:.2f}: {_measure.verdict(header, HEADER_TARGET)}"
         _measure.row(label, f"{found_figures['ratio']:.3f} x", f"of {note}, {target}")
+    ragged = _measure.worker(sys.executable, __file__, "--ragged", processes=2)
+    note = f"{ragged['cpu'] * 1e6:.0f} us of processor time"
+    target = f"target: at most {RAGGED_TARGET}: {_measure.verdict(ragged['messages'], RAGGED_TARGET)}"
+    _measure.row("messages of a ragged gather", f"{ragged['messages']:.2f}", f"{note}; {target}")
 
 
 if __name__ == "__main__":
@@ -160,9 +194,12 @@ if __name__ == "__main__":
         "--library", help="measure this library in this process (used internally for the worker processes)"
     )
     parser.add_argument("--sizes", action="store_true", help="measure single tensors in this process (likewise)")
+    parser.add_argument("--ragged", action="store_true", help="count messages of ragged gathers (likewise)")
     chosen = parser.parse_args()
     if chosen.sizes:
         work_on_sizes()
+    elif chosen.ragged:
+        work_on_ragged()
     elif chosen.library:
         work(chosen.library)
     else:

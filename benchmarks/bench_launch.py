@@ -1,6 +1,6 @@
-"""The overhead of the launcher: import, help, one process and two processes.
+"""The overhead of the launcher: import, help, one process, two processes, and the processor time of 64.
 
-    python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON]
+    python benchmarks/bench_launch.py [--runs 7] [--reference PYTHON] [--only many]
 
 The figures are medians of interleaved runs; ratios are taken between neighbouring runs. PYTHON is an interpreter with
 the reference, whose figures are then shown too.
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import _measure
 
 PACKAGES = [Path(__file__).parents[1] / "packages" / name / "src" for name in ("accel-state", "accel-launch")]
 ACCEL = [sys.executable, "-m", "accel_launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+MANY = 64
 
 
 def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> float:
@@ -30,9 +34,22 @@ def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path
     return time.perf_counter() - begin
 
 
-def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[float]]:
+def processor_seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> float:
+    """Processor time of one run, with all processes that it waits for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _measure.run_command(command, environment, folder)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def measure(
+    commands: Mapping[str, Sequence[str]],
+    runs: int,
+    clock: Callable[[Sequence[str], Mapping[str, str], Path], float] = seconds,
+) -> dict[str, list[float]]:
     """The seconds of each command in interleaved runs."""
-    hidden = ("ACCELERATE_", "TORCHELASTIC_")
+    # Without bytecode, a launch would measure Python's compiler.
+    hidden = ("ACCELERATE_", "TORCHELASTIC_", "PYTHONDONTWRITEBYTECODE")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES), environment.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
@@ -43,11 +60,11 @@ def measure(commands: Mapping[str, Sequence[str]], runs: int) -> dict[str, list[
         environment["HF_HOME"] = name
         (folder / "noop.py").write_text("")
         for command in commands.values():
-            seconds(command, environment, folder)  # the first run also compiles to bytecode
+            clock(command, environment, folder)  # the first run also compiles to bytecode
         times = {label: [] for label in commands}
         for _ in range(runs):
             for label, command in commands.items():
-                times[label].append(seconds(command, environment, folder))
+                times[label].append(clock(command, environment, folder))
     return times
 
 
@@ -66,15 +83,7 @@ def commands_of(reference: str | None) -> dict[str, list[str]]:
         "accel launch --help": [*ACCEL, "launch", "--help"],
         "python noop.py": [sys.executable, "noop.py"],
         "accel launch, 1 process": [*ACCEL, "launch", "--cpu", "--num_processes", "1", "noop.py"],
-        "torchrun, 2 processes": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "noop.py",
-        ],
+        "torchrun, 2 processes": [*TORCHRUN, "2", "noop.py"],
         "accel launch, 2 processes": [*ACCEL, "launch", "--cpu", "--num_processes", "2", "noop.py"],
     }
     if reference:
@@ -85,12 +94,36 @@ def commands_of(reference: str | None) -> dict[str, list[str]]:
     return commands
 
 
-def main() -> None:
-    """Print the tables and compare the figures with the targets."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=7, help="timed runs of each command (default 7)")
-    parser.add_argument("--reference", help="an interpreter with the reference installed")
-    arguments = parser.parse_args()
+def rank_modules() -> int:
+    """How many modules a rank has imported before its script, beyond those of Python itself."""
+    script = "import sys; print(len(sys.modules))"
+    counts = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "count.py")
+        file.write_text(script)
+        for words in ([sys.executable], [*ACCEL, "launch", "--cpu", "--quiet", "--num_processes", "2"]):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
+            out = subprocess.run([*words, str(file)], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            counts.append(int(out.stdout.split()[0]))
+    return counts[1] - counts[0]
+
+
+def many(runs: int) -> None:
+    """Print the processor time of a launch of many processes, against torchrun's."""
+    commands = {
+        f"torchrun, {MANY} processes": [*TORCHRUN, str(MANY), "noop.py"],
+        f"accel launch, {MANY} processes": [*ACCEL, "launch", "--cpu", "--num_processes", str(MANY), "noop.py"],
+    }
+    times = measure(commands, runs, processor_seconds)
+    for label, values in times.items():
+        print(f"{label:<30} {statistics.median(values) * 1000:8.0f} ms of processor time")
+    print(f"modules that a rank imports before its script: {rank_modules()}")
+    found = ratio(times, *reversed(commands))
+    print(f"accel launch of {MANY} processes takes {found:.2f} x torchrun's processor time (target: at most 1)")
+
+
+def few(arguments: argparse.Namespace) -> None:
+    """Print the table of wall-clock times and compare the figures with the targets."""
     times = measure(commands_of(arguments.reference), arguments.runs)
     took = {label: statistics.median(values) for label, values in times.items()}
     for label, value in took.items():
@@ -104,6 +137,18 @@ def main() -> None:
     print(f"accel launch of two processes takes {against_torchrun:.2f} x torchrun (target: at most 1, within noise)")
     if arguments.reference:
         print(f"accel --help takes {ratio(times, 'accel --help', 'reference --help'):.2f} x the reference's time")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=7, help="timed runs of each command (default 7)")
+    parser.add_argument("--reference", help="an interpreter with the reference installed")
+    parser.add_argument("--only", choices=["many"], help="the part to run")
+    arguments = parser.parse_args()
+    if arguments.only is None:
+        few(arguments)
+    many(arguments.runs)
 
 
 if __name__ == "__main__":

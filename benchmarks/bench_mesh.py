@@ -1,9 +1,15 @@
-"""A training step with tensor parallelism on two processes, relative to the same step written directly with torch.
+"""Training steps on a mesh of two processes, relative to the same steps written directly with torch.
 
-python benchmarks/bench_mesh.py
+python benchmarks/bench_mesh.py [--only tp|dp_shard|pp|titan_tp|titan_dp_shard]
 
-The model is a small Llama. By hand: ``parallelize_module`` with sequence-parallel norms, and logits that are gathered,
-with torch's own styles. Collectives and bytes are those of one rank in a step.
+The model is a small Llama. By hand, with torch's own functions: ``parallelize_module`` with sequence-parallel norms and
+logits that are gathered; ``fully_shard`` of each block and of the rest; ``Schedule1F1B`` on two stages. Collectives and
+bytes are those of one rank in a step (in a pipeline messages count, too), the CPU time is that of both ranks.
+
+The tables "titan" compare with torchtitan 0.2.2, if it is installed (``pip install torchtitan==0.2.2``): its model,
+parallelised by its own functions and by accel. 0.3.0 does not run on CPUs: its language models compute attention with
+flex or varlen kernels only, of which torch has no backward pass there, and its meshes take ``cuda`` where no
+accelerator is found.
 """
 
 from __future__ import annotations
@@ -12,13 +18,18 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import _measure
+import _titan
 import torch
 import torch.distributed as dist
+from _collectives import counted, on_all_ranks
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,13 +39,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # Both compute the same; accel's layers work on plain tensors, torch's styles on DTensors.
 TARGET = 1.03
 WIDTH, HEADS, BLOCKS, TOKENS, BATCH, LENGTH = 256, 8, 8, 512, 4, 128
+CHUNKS = 4  # micro-batches of a pipeline
 ROUNDS = 9
+
+Step = Callable[[], float]
 
 
 class Attention(nn.Module):
@@ -86,7 +98,8 @@ class Model(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def by_hand() -> nn.Module:
+def sharded_layers() -> nn.Module:
+    """Tensor parallelism by hand."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = Model()
     whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
@@ -111,31 +124,72 @@ def by_hand() -> nn.Module:
     return model
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives, and the bytes that a rank of two sends in them."""
+class Stage(nn.Module):
+    """A part of the model: every second one has the embedding or the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.calls, self.sent = 0, 0
+        whole, half = Model(), BLOCKS // 2
+        self.embedding = whole.embedding if rank == 0 else nn.Identity()
+        self.blocks = whole.blocks[rank * half : (rank + 1) * half]
+        self.head = nn.Sequential(whole.norm, whole.lm_head) if rank else nn.Identity()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function)
-        if "c10d" in name and "wait" not in name:
-            tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-            largest = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-            if "functional.all_gather" in name:  # gets the part only
-                largest *= 2
-            self.calls += 1
-            self.sent += largest if "reduce_scatter" not in name and "reduce" in name else largest // 2
-        return function(*args, **(kwargs or {}))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
-def step_of(model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> Callable[[], float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def stages_by_hand(tokens: torch.Tensor) -> Step:
+    """A pipeline by hand; only the second rank knows the loss."""
+    rank = dist.get_rank()
+    part = Stage(rank)
+    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, n_microbatches=CHUNKS, loss_fn=loss_of)
+    optimizer = optimizer_of(part)
 
     def step() -> float:
-        logits = model(tokens)
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=tokens, losses=losses, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(sum(loss.item() for loss in losses)) / CHUNKS
+
+    return step
+
+
+def sharded_blocks() -> nn.Module:
+    """FSDP 2 by hand."""
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+
+def step_of(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    backward: Callable[[torch.Tensor], None],
+    loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of,
+) -> Step:
+    optimizer = optimizer_of(model)
+
+    def step() -> float:
+        loss = loss_function(model(tokens), tokens)
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -144,28 +198,82 @@ def step_of(model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Te
     return step
 
 
-def counted(step: Callable[[], float]) -> Collectives:
-    with Collectives() as found:
-        step()
-    return found
+def stages_of(accelerator: Any, tokens: torch.Tensor) -> Step:
+    model = accelerator.prepare(Model())
+    optimizer = optimizer_of(model)
+
+    def step() -> float:
+        loss = model(tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach()) if dist.get_rank() else 0.0
+
+    return step
 
 
-def work() -> None:
+def both(kind: str, tokens: torch.Tensor) -> tuple[Any, dict[str, Step]]:
+    """The accelerator of a mesh, and a step by hand and with it."""
+    from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accel.parallelism_config import PipelineParallelConfig
+
+    settings: dict[str, Any] = {}
+    if kind == "pp":
+        settings["pp_handler"] = PipelineParallelConfig(
+            num_microbatches=CHUNKS, loss_fn=loss_of, example=(tokens[: BATCH // CHUNKS],)
+        )
+    units = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}, **settings),
+        fsdp_plugin=units if kind == "dp_shard" else None,
+    )
+    if kind == "pp":
+        return accelerator, {"raw": stages_by_hand(tokens), "prepared": stages_of(accelerator, tokens)}
+    raw = {"tp": sharded_layers, "dp_shard": sharded_blocks}[kind]()
+    prepared = step_of(accelerator.prepare(Model()), tokens, accelerator.backward)
+    return accelerator, {"raw": step_of(raw, tokens, torch.Tensor.backward), "prepared": prepared}
+
+
+def titans(kind: str, tokens: torch.Tensor) -> tuple[Any, dict[str, Step]]:
+    """The same of torchtitan's model."""
+    from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accel.parallelism_config import TorchTensorParallelConfig
+    from accel.utils import causal_lm_loss
+
+    def make() -> nn.Module:
+        return _titan.llama(WIDTH, HEADS, BLOCKS, TOKENS, LENGTH)
+
+    handler = TorchTensorParallelConfig(plan=_titan.PLAN) if kind == "tp" else None
+    units = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["TransformerBlock", "Embedding"],
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}, tp_handler=handler),
+        fsdp_plugin=units if kind == "dp_shard" else None,
+    )
+    raw = _titan.by_titan(kind, make())
+    by_titan = _titan.step_by_titan(raw, tokens, optimizer_of(raw), 2 if kind == "dp_shard" else 1)
+    model = accelerator.prepare(make())
+    return accelerator, {"raw": by_titan, "prepared": step_of(model, tokens, accelerator.backward, causal_lm_loss)}
+
+
+def work(kind: str) -> None:
     """Measure both in this process, which is one of two ranks."""
-    from accel import Accelerator, ParallelismConfig
-
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
     tokens = torch.randint(0, TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    steps = {
-        "raw": step_of(by_hand(), tokens, torch.Tensor.backward),
-        "prepared": step_of(accelerator.prepare(Model()), tokens, accelerator.backward),
-    }
+    of_titan = kind.removeprefix("titan_")
+    accelerator, steps = both(kind, tokens) if of_titan == kind else titans(of_titan, tokens)
     for _ in range(3):
         plain, ours = steps["raw"](), steps["prepared"]()
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
     found = {name: counted(step) for name, step in steps.items()}
-    times = _measure.in_turns(steps, ROUNDS, clock=time.process_time)
+    times = on_all_ranks(_measure.in_turns(steps, ROUNDS, clock=time.process_time))
     if accelerator.is_main_process:
         _measure.report(
             {
@@ -179,13 +287,34 @@ def work() -> None:
     accelerator.end_training()
 
 
-def main() -> None:
-    """Print the table and compare the figures with the target."""
-    figures = _measure.worker(sys.executable, __file__, "--worker", processes=2)
-    _measure.heading(f"A step of {BLOCKS} blocks with tp 2 on two processes")
-    _measure.row("parallelize_module", f"{figures['raw']:.0f} ms of CPU time")
-    _measure.row("", f"{figures['raw_calls']:.0f} collectives, {figures['raw_bytes'] / 1e6:.2f} MB sent")
-    _measure.row("accel", f"{figures['prepared_calls']:.0f} collectives, {figures['prepared_bytes'] / 1e6:.2f} MB sent")
+BY_HAND = {
+    "tp": "parallelize_module",
+    "dp_shard": "fully_shard",
+    "pp": "Schedule1F1B",
+    "titan_tp": "torchtitan",
+    "titan_dp_shard": "torchtitan",
+}
+
+
+def titan_version() -> str:
+    try:
+        return version("torchtitan")
+    except PackageNotFoundError:
+        return ""
+
+
+def show(kind: str) -> None:
+    """Print the figures of a mesh and compare them with the target."""
+    of_titan = kind.startswith("titan")
+    if of_titan and titan_version() != _titan.VERSION:
+        print(f"\n{kind}: not measured, which needs torchtitan {_titan.VERSION} (found: {titan_version() or 'none'})")
+        return
+    figures = _measure.worker(sys.executable, __file__, "--worker", kind, processes=2)
+    model = " of torchtitan" if of_titan else ""
+    _measure.heading(f"A step of {BLOCKS} blocks{model} with {kind.removeprefix('titan_')} 2 on two processes")
+    _measure.row(BY_HAND[kind], f"{figures['raw']:.0f} ms of CPU time")
+    for label, name in (("", "raw"), ("accel", "prepared")):
+        _measure.row(label, f"{figures[f'{name}_calls']:.0f} collectives, {figures[f'{name}_bytes'] / 1e6:.2f} MB sent")
     ratios = {"CPU time": figures["time"], "bytes": figures["prepared_bytes"] / figures["raw_bytes"]}
     for name, ratio in ratios.items():
         _measure.row(
@@ -197,5 +326,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help="measure in this process (used internally)")
-    work() if parser.parse_args().worker else main()
+    parser.add_argument("--only", choices=BY_HAND, help="one kind of mesh")
+    parser.add_argument("--worker", choices=BY_HAND, help="measure in this process (used internally)")
+    asked = parser.parse_args()
+    if asked.worker:
+        work(asked.worker)
+    else:
+        for one in [asked.only] if asked.only else BY_HAND:
+            show(one)

@@ -2,7 +2,8 @@
 
 python benchmarks/bench_pipeline.py
 
-The reference is not measured: with this schedule it returns a batch of the wrong size.
+The CPU time is that of both processes: on a machine with other work it is less noisy than the time of a batch. Training
+is in bench_mesh.py. The reference is not measured: with this schedule it returns a batch of the wrong size.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Callable
 import _measure
 import torch
 import torch.distributed as dist
+from _collectives import counted, on_all_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-# accel also runs the Python code of the model's forward, broadcasts rank 0's inputs, and concatenates the chunks.
+# accel also runs the Python code of the model's forward, tells the other ranks what a batch looks like, broadcasts the
+# inputs that they read, and concatenates the chunks.
 TARGET = 1.1
 WIDTH, BLOCKS, BATCH, CHUNKS = 256, 8, 32, 4
 ROUNDS = 15
@@ -68,9 +71,20 @@ def work(library: str) -> None:
         ours, plain = prepared(), raw()
     if plain is not None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-    times = _measure.in_turns({"raw": raw, "prepared": prepared}, ROUNDS, clock=time.perf_counter)
+    steps = {"raw": raw, "prepared": prepared}
+    sent = {name: counted(step) for name, step in steps.items()}
+    times = _measure.in_turns(steps, ROUNDS, clock=time.perf_counter)
+    processor = on_all_ranks(_measure.in_turns(steps, ROUNDS, clock=time.process_time))
     if accelerator.is_main_process:
-        _measure.report({"raw": sorted(times["raw"])[ROUNDS // 2] * 1e3, "ratio": _measure.ratio(times, "prepared")})
+        _measure.report(
+            {
+                "raw": sorted(times["raw"])[ROUNDS // 2] * 1e3,
+                "ratio": _measure.ratio(times, "prepared"),
+                "processor": _measure.ratio(processor, "prepared"),
+                **{f"{name}_calls": item.calls for name, item in sent.items()},
+                **{f"{name}_bytes": item.sent for name, item in sent.items()},
+            }
+        )
     accelerator.end_training()
 
 
@@ -79,11 +93,14 @@ def main() -> None:
     figures = _measure.worker(sys.executable, __file__, "--library", "accel", processes=2)
     _measure.heading(f"A batch of {BATCH} in {CHUNKS} chunks through {BLOCKS} blocks on two processes")
     _measure.row("torch.distributed.pipelining", f"{figures['raw']:.0f} ms")
-    _measure.row(
-        "accel, relative to that",
-        f"{figures['ratio']:.3f} x",
-        f"target: at most {TARGET:.2f}: {_measure.verdict(figures['ratio'], TARGET)}",
-    )
+    for label, name in (("", "raw"), ("accel", "prepared")):
+        _measure.row(label, f"{figures[f'{name}_calls']:.0f} messages, {figures[f'{name}_bytes'] / 1e6:.2f} MB sent")
+    for label, name in (("time", "ratio"), ("CPU time", "processor")):
+        _measure.row(
+            f"accel, {label} relative to that",
+            f"{figures[name]:.3f} x",
+            f"target: at most {TARGET:.2f}: {_measure.verdict(figures[name], TARGET)}",
+        )
 
 
 if __name__ == "__main__":

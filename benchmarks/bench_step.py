@@ -1,6 +1,7 @@
 """The overhead of a training step over plain PyTorch: in one process, and with DDP on two.
 
     python benchmarks/bench_step.py
+    python benchmarks/bench_step.py --gpu       # one process on this machine's GPU or another accelerator
 
 One process: a tiny model, so that the step is mostly overhead, in a loop of loader, accumulate, forward, backward,
 optimizer, scheduler and zero_grad. Two processes: a model with steps of a few milliseconds, with DDP over gloo.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -45,11 +47,21 @@ def parts(
     return model, optimizer, scheduler, loader
 
 
-def plain_epoch(model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable) -> Callable[[], None]:
+def moved(loader: Iterable, device: torch.device) -> Iterable:
+    """The batches of a loader on a device, as a plain loop moves them."""
+    for batch in loader:
+        yield [tensor.to(device) for tensor in batch]
+
+
+def plain_epoch(
+    model: nn.Module, optimizer: Any, scheduler: Any, loader: Iterable, device: torch.device | None = None
+) -> Callable[[], None]:
     """A function that runs an epoch in plain PyTorch."""
+    model.to(device)
 
     def run() -> None:
-        for inputs, labels in loader:
+        epoch = loader if device is None else moved(loader, device)
+        for inputs, labels in epoch:
             loss = functional.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
@@ -115,11 +127,35 @@ def in_two_processes(accelerator: Any) -> dict[str, float]:
     return figures_of(_measure.in_turns(variants, DDP_ROUNDS, clock=time.perf_counter), DDP_STEPS)
 
 
-def work(library: str) -> None:
+def on_a_gpu(accelerator: Any) -> dict[str, float]:
+    """The same step with the model on an accelerator; the host waits for the device at the end of an epoch."""
+    sizes, device = {"width": 4, "depth": 1, "batches": STEPS, "batch_size": 2}, accelerator.device
+
+    def until_done(epoch: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            epoch()
+            torch.accelerator.synchronize(device)
+
+        return run
+
+    variants = {
+        "raw": plain_epoch(*parts(**sizes), device),
+        "prepared": prepared_epoch(accelerator, *accelerator.prepare(*parts(**sizes))),
+        "raw again": plain_epoch(*parts(**sizes), device),
+    }
+    epochs = {name: until_done(epoch) for name, epoch in variants.items()}
+    return figures_of(_measure.in_turns(epochs, ROUNDS, clock=time.perf_counter), STEPS)
+
+
+def work(library: str, gpu: bool) -> None:
     """Measure one library in this process."""
     torch.set_num_threads(1)
-    accelerator = importlib.import_module(library).Accelerator(cpu=True)
-    if accelerator.num_processes == 1:
+    if gpu:
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    accelerator = importlib.import_module(library).Accelerator(cpu=not gpu)
+    if gpu:
+        _measure.report(on_a_gpu(accelerator))
+    elif accelerator.num_processes == 1:
         _measure.report(in_one_process(accelerator))
     else:
         figures = in_two_processes(accelerator)
@@ -128,24 +164,38 @@ def work(library: str) -> None:
     accelerator.end_training()
 
 
-def main() -> None:
+def show_overheads(title: str, figures_by_library: dict[str, dict[str, float]]) -> None:
+    """Print microseconds of a step in one process."""
+    _measure.heading(title)
+    ours = figures_by_library["accel"]
+    _measure.row("raw PyTorch", f"{ours['raw']:.0f} us", f"(noise: {(ours['noise'] - 1) * ours['raw']:+.1f} us)")
+    for label, figures in figures_by_library.items():
+        target = (
+            f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
+        )
+        _measure.row(f"{label}, overhead", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
+
+
+def main(gpu: bool) -> None:
     """Print the tables and compare the figures with the targets."""
     found = _measure.libraries()
+    if gpu:
+        workers = found.items()
+        show_overheads(
+            f"A step in one process on {torch.accelerator.current_accelerator()}",
+            {
+                label: _measure.worker(python, __file__, "--gpu", "--library", module)
+                for label, (python, module) in workers
+            },
+        )
+        return
     one = {label: _measure.worker(python, __file__, "--library", module) for label, (python, module) in found.items()}
     two = {
         label: _measure.worker(python, __file__, "--library", module, processes=2)
         for label, (python, module) in found.items()
     }
 
-    _measure.heading("A step in one process")
-    ours = one["accel"]
-    _measure.row("raw PyTorch", f"{ours['raw']:.0f} us", f"(noise: {(ours['noise'] - 1) * ours['raw']:+.1f} us)")
-    for label, figures in one.items():
-        target = (
-            f"target: at most {MICROSECONDS_TARGET:.0f} us: {_measure.verdict(figures['extra'], MICROSECONDS_TARGET)}"
-        )
-        _measure.row(f"{label}, overhead", f"{figures['extra']:+.1f} us", target if label == "accel" else "")
-
+    show_overheads("A step in one process", one)
     _measure.heading("A step with DDP on two processes")
     ours = two["accel"]
     _measure.row("raw DDP", f"{ours['raw']:.0f} us", f"(noise: {ours['noise']:.3f} x)")
@@ -159,5 +209,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--library", help="measure this library in this process (used internally for the worker processes)"
     )
-    chosen = parser.parse_args().library
-    work(chosen) if chosen else main()
+    parser.add_argument("--gpu", action="store_true", help="in one process on an accelerator")
+    given = parser.parse_args()
+    if given.gpu and not torch.accelerator.is_available():
+        parser.error("--gpu: this machine has no accelerator that torch can use. Leave it out to measure on the CPU.")
+    work(given.library, given.gpu) if given.library else main(given.gpu)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from accel_checkpoint.sharded.metadata import parse_metadata
 from accel_checkpoint.sharded.writer import shard_state
 from accel_state import PartialState
 from accel_state.testing import run_world
@@ -101,8 +102,8 @@ def real(tensors: int) -> dict[str, Any]:
     return {"first": first[:2], "second": second[:2], "torch": theirs}
 
 
-def simulated(world: int, tensors: int) -> tuple[int, float, float, float]:
-    """Bytes and CPU of rank 0's plan, and CPU and MiB of the metadata of all ranks."""
+def simulated(world: int, tensors: int) -> tuple[int, float, float, float, float]:
+    """Bytes and CPU of rank 0's plan, CPU and MiB of the metadata of all ranks, and CPU of reading it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -115,8 +116,11 @@ def simulated(world: int, tensors: int) -> tuple[int, float, float, float]:
     with without_collection():
         content = pickle.dumps(finalize.keywords["make"]())
     taken = time.process_time() - begin
+    begin = time.process_time()
+    parse_metadata(content, "metadata")
+    reading = time.process_time() - begin
     dist.destroy_process_group()
-    return sent, seconds, taken, len(content) / 2**20
+    return sent, seconds, taken, len(content) / 2**20, reading
 
 
 def main() -> None:
@@ -133,11 +137,12 @@ def main() -> None:
             sent = max(result[name][0] for result in results)
             milliseconds = 1e3 * max(result[name][1] for result in results)
             print(f"| {world} | {name} | {sent:,} | {milliseconds:.0f} |", flush=True)
-    print("\n| simulated ranks | bytes sent | CPU ms of a rank | metadata, once: CPU s | MiB |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+    print("\n| simulated ranks | bytes sent | CPU ms of a rank | metadata, once: CPU s | MiB | reading it: CPU s |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for world in options.simulated:
-        sent, seconds, taken, size = simulated(world, options.tensors)
-        print(f"| {world:,} | {sent} | {seconds * 1e3:.0f} | {taken:.1f} | {size:.0f} |", flush=True)
+        sent, seconds, taken, size, reading = simulated(world, options.tensors)
+        row = f"{seconds * 1e3:.0f} | {taken:.1f} | {size:.0f} | {reading:.1f}"
+        print(f"| {world:,} | {sent} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

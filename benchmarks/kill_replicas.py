@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -183,6 +183,9 @@ def booked(folder: Path, restarts_all: bool) -> Booked:
 class Harness:
     """One run of a command, with the kills of a schedule."""
 
+    environment: Mapping[str, str] | None = None
+    """The variables of the command; None for those of this process."""
+
     def __init__(self, words: Sequence[str], folder: Path, processes: int, kills: Sequence[Kill], pause: float) -> None:
         self.words, self.folder, self.processes, self.pause = words, folder, processes, pause
         self.kills, self.planned, self.recovering = kills, list(kills), list[Kill]()
@@ -206,7 +209,7 @@ class Harness:
         """
         began = time.time()
         with (self.folder / "log").open("wb") as log:
-            process = subprocess.Popen(self.words, stdout=log, stderr=log)
+            process = subprocess.Popen(self.words, stdout=log, stderr=log, env=self.environment)
         try:
             while process.poll() is None:
                 self._look(restarts_all)
@@ -226,10 +229,14 @@ class Harness:
     def _look(self, restarts_all: bool) -> None:
         self._note_recovered()
         self._end_stopped()
-        if self.recovering or not self.planned:
+        if self.recovering:
             return
-        watch, kill = self.watch, self.planned[0]
-        alive = watch.alive()
+        watch, alive = self.watch, self.watch.alive()
+        if not self.planned:
+            # The last one returns too: one that ends after the others have finished is a failure.
+            self._set_pace(self.pause if len(alive) < self.processes else 0.0)
+            return
+        kill = self.planned[0]
         late = watch.committed - kill.after
         self._set_pace(OVERDUE_PAUSE if late > 5 else self.pause if late >= -2 or len(alive) < self.processes else 0.0)
         if late < 0 or len(alive) < (1 if restarts_all else 2):
@@ -242,11 +249,15 @@ class Harness:
             return  # with its delay after another step
         self.planned.pop(0)
         kill.at, kill.before = time.time(), watch.committed
-        os.kill(life.pid, kill.number)
+        self.kill(life, kill)
         self._set_pace(0.0)
         self.recovering.append(kill)
         if restarts_all and kill.number == signal.SIGSTOP:
             self.stopped.append((life.pid, kill.at + STOP_LIMIT))
+
+    def kill(self, life: Life, kill: Kill) -> None:
+        """Do to a process what was planned."""
+        os.kill(life.pid, kill.number)
 
     def _note_recovered(self) -> None:
         self.watch.look()

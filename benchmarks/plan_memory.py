@@ -17,6 +17,8 @@ import gc
 import json
 import sys
 import tempfile
+from bisect import bisect
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-BATCH, LENGTH = 2, 1024
+LENGTH = 1024
+STEPS = 5
 FSDP1 = {"use_fsdp": "true", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FSDP2 = {**FSDP1, "fsdp_version": "2"}
 CHECKPOINTING = {"fsdp_activation_checkpointing": "true"}
@@ -60,72 +63,94 @@ def mesh(**sizes: int) -> dict[str, str]:
     return {"use_parallelism_config": "true"} | {f"parallelism_config_{axis}_size": str(n) for axis, n in sizes.items()}
 
 
-# By name: ranks, options of accel launch, what is another in the model, the optimizer and its implementation.
-CASES: dict[str, tuple[int, dict[str, str], dict[str, Any], str, str]] = {
-    "one process": (1, {}, {}, "adamw", "for_loop"),
-    "one process, sgd": (1, {}, {}, "sgd", "foreach"),
-    "one process, 64,000 words, bf16": (1, BF16, LARGE, "adamw", "foreach"),
-    "one process, 64,000 words, fused": (1, {}, LARGE, "adamw", "fused"),
-    "ddp": (2, {}, {}, "adamw", "for_loop"),
-    "ddp, 64,000 words, 3 micro batches": (2, {"gradient_accumulation_steps": "3"}, LARGE, "sgd_momentum", "foreach"),
-    "fsdp1": (2, FSDP1, {}, "adamw", "for_loop"),
-    "fsdp1, checkpointing, bf16": (2, {**FSDP1, **CHECKPOINTING, **BF16}, LARGE, "adam", "foreach"),
-    "fsdp2": (2, FSDP2, {}, "adamw", "foreach"),
-    "fsdp2, checkpointing": (2, {**FSDP2, **CHECKPOINTING}, {}, "adamw", "foreach"),
-    "fsdp2, selective checkpointing": (2, {**FSDP2, **SELECTIVE}, {}, "adamw", "foreach"),
-    "fsdp2, checkpointing of every second block": (2, {**FSDP2, **SECOND}, {}, "adamw", "for_loop"),
-    "fsdp2, checkpointing, bf16, 64,000 words": (2, {**FSDP2, **CHECKPOINTING, **BF16}, LARGE, "adamw", "foreach"),
-    "fsdp2, 3 micro batches": (2, {**FSDP2, "gradient_accumulation_steps": "3"}, {}, "adamw", "for_loop"),
-    "fsdp2, 4 ranks": (4, {**FSDP2, **BF16}, {}, "sgd_momentum", "for_loop"),
-    "hsdp": (4, {**FSDP2, **mesh(dp_replicate=2, dp_shard=2)}, {}, "adamw", "for_loop"),
-    "tp": (2, mesh(tp=2), {}, "adamw", "for_loop"),
-    "tp x fsdp2, 64,000 words": (4, {**FSDP2, **mesh(tp=2, dp_shard=2)}, LARGE, "adamw", "for_loop"),
-    "cp": (2, {**FSDP2, **mesh(cp=2)}, {}, "adamw", "for_loop"),
-    "sp": (2, {**FSDP2, **mesh(sp=2)}, {}, "adamw", "for_loop"),
-    "experts, fsdp2": (2, FSDP2, EXPERTS, "adamw", "for_loop"),
-    "pp": (2, mesh(pp=2), {}, "adamw", "for_loop"),
-    "pp x tp": (4, mesh(pp=2, tp=2), {}, "adamw", "for_loop"),
+@dataclass(frozen=True)
+class Case:
+    """A configuration: options of accel launch, what is another in the model, and samples of a rank."""
+
+    ranks: int
+    options: dict[str, str]
+    changed: dict[str, Any]
+    optimizer: str
+    implementation: str
+    schedule: str | None = None  # of a pipeline
+    batch: int = 2
+
+
+CASES: dict[str, Case] = {
+    "one process": Case(1, {}, {}, "adamw", "for_loop"),
+    "one process, sgd": Case(1, {}, {}, "sgd", "foreach"),
+    "one process, 64,000 words, bf16": Case(1, BF16, LARGE, "adamw", "foreach"),
+    "one process, 64,000 words, fused": Case(1, {}, LARGE, "adamw", "fused"),
+    "ddp": Case(2, {}, {}, "adamw", "for_loop"),
+    "ddp, 64,000 words, 3 micro batches": Case(
+        2, {"gradient_accumulation_steps": "3"}, LARGE, "sgd_momentum", "foreach"
+    ),
+    "fsdp1": Case(2, FSDP1, {}, "adamw", "for_loop"),
+    "fsdp1, checkpointing, bf16": Case(2, {**FSDP1, **CHECKPOINTING, **BF16}, LARGE, "adam", "foreach"),
+    "fsdp2": Case(2, FSDP2, {}, "adamw", "foreach"),
+    "fsdp2, checkpointing": Case(2, {**FSDP2, **CHECKPOINTING}, {}, "adamw", "foreach"),
+    "fsdp2, selective checkpointing": Case(2, {**FSDP2, **SELECTIVE}, {}, "adamw", "foreach"),
+    "fsdp2, checkpointing of every second block": Case(2, {**FSDP2, **SECOND}, {}, "adamw", "for_loop"),
+    "fsdp2, checkpointing, bf16, 64,000 words": Case(2, {**FSDP2, **CHECKPOINTING, **BF16}, LARGE, "adamw", "foreach"),
+    "fsdp2, 3 micro batches": Case(2, {**FSDP2, "gradient_accumulation_steps": "3"}, {}, "adamw", "for_loop"),
+    "fsdp2, 4 ranks": Case(4, {**FSDP2, **BF16}, {}, "sgd_momentum", "for_loop"),
+    "hsdp": Case(4, {**FSDP2, **mesh(dp_replicate=2, dp_shard=2)}, {}, "adamw", "for_loop"),
+    "tp": Case(2, mesh(tp=2), {}, "adamw", "for_loop"),
+    "tp x fsdp2, 64,000 words": Case(4, {**FSDP2, **mesh(tp=2, dp_shard=2)}, LARGE, "adamw", "for_loop"),
+    "cp": Case(2, {**FSDP2, **mesh(cp=2)}, {}, "adamw", "for_loop"),
+    "sp": Case(2, {**FSDP2, **mesh(sp=2)}, {}, "adamw", "for_loop"),
+    "experts, fsdp2": Case(2, FSDP2, EXPERTS, "adamw", "for_loop"),
+    "pp": Case(2, mesh(pp=2), {}, "adamw", "for_loop"),
+    "pp x tp": Case(4, mesh(pp=2, tp=2), {}, "adamw", "for_loop"),
+    "pp, interleaved zero bubble": Case(2, mesh(pp=2), {}, "adamw", "for_loop", "interleaved_zero_bubble"),
+    "pp, zbv": Case(2, mesh(pp=2), {}, "adamw", "for_loop", "zbv", batch=4),
+    "pp, dualpipev": Case(2, mesh(pp=2), {}, "adamw", "for_loop", "dualpipev", batch=4),
 }
 
 
-def measure(folder: str, optimizer: str, implementation: str, options: dict[str, str], axes: dict[str, int]) -> int:
+def measure(folder: str, case: Case, axes: dict[str, int]) -> int:
     """The largest sum of this rank's allocations in the second of two steps, in bytes."""
     import os
 
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from accel import Accelerator
+    from accel import Accelerator, ParallelismConfig
+    from accel.parallel.axis_settings import PipelineParallelConfig
     from accel_launch.config.read import load_settings
     from accel_plan.models import build_model, model_config
     from accel_plan.step import build_optimizer
 
     torch.set_num_threads(1)
-    os.environ.update(load_settings(options, environ={"HF_HOME": "nowhere"}).environment())
-    accelerator = Accelerator(cpu=True)
+    os.environ.update(load_settings(case.options, environ={"HF_HOME": "nowhere"}).environment())
+    given: dict[str, Any] = {}
+    if case.schedule is not None:
+        given["parallelism_config"] = ParallelismConfig(pp_handler=PipelineParallelConfig(case.schedule))
+    accelerator = Accelerator(cpu=True, **given)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(0)
         model: Any = build_model(model_config(folder))
         model.to_empty(device="cpu")
         model.init_weights()
-        given = build_optimizer(optimizer, implementation, model.parameters())
-        model, prepared = accelerator.prepare(model, given)
-        del given
+        optimizer = build_optimizer(case.optimizer, case.implementation, model.parameters())
+        model, prepared = accelerator.prepare(model, optimizer)
+        del optimizer
         gc.collect()
-        for step in range(2):
+        for step in range(STEPS):
             with record_function(f"step {step}"):
                 pass
             for _ in range(accelerator.gradient_accumulation_steps):
                 with accelerator.accumulate(model):
-                    train(accelerator, model, prepared, axes, (BATCH, LENGTH))
+                    train(accelerator, model, prepared, axes, (case.batch, LENGTH))
     events = profiler.profiler.kineto_results.events()
-    begin = min(event.start_ns() for event in events if event.name() == "step 1")
+    begins = sorted(event.start_ns() for event in events if event.name().startswith("step "))
     memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    total = peak = 0
+    total, peaks = 0, [0] * (STEPS + 1)
     for when, size in memory:
         total += size
-        peak = max(peak, total) if when >= begin else 0
+        step = bisect(begins, when)
+        peaks[step] = max(peaks[step], total)
     accelerator.wait_for_everyone()
-    return peak
+    return min(peaks[2:])
 
 
 def compare(folder: Path, name: str) -> tuple[int, list[int]]:
@@ -133,15 +158,24 @@ def compare(folder: Path, name: str) -> tuple[int, list[int]]:
     from accel_launch.config.read import load_settings
     from accel_plan.plan import PlanRequest, make_plan
 
-    ranks, options, changed, optimizer, implementation = CASES[name]
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1000, **changed}))
-    settings = load_settings({**options, "num_processes": str(ranks)}, environ={"HF_HOME": "nowhere"})
-    request = {"optimizer": optimizer, "implementation": implementation, "batch_size": BATCH, "seq_length": LENGTH}
-    plan = make_plan(PlanRequest(settings, str(folder), **request))  # type: ignore[arg-type]
+    case = CASES[name]
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1000, **case.changed}))
+    options = {**case.options, "num_processes": str(case.ranks), "cpu": "true"}
+    plan = make_plan(
+        PlanRequest(
+            load_settings(options, environ={"HF_HOME": "nowhere"}),
+            str(folder),
+            optimizer=case.optimizer,
+            implementation=case.implementation,
+            batch_size=case.batch,
+            seq_length=LENGTH,
+            schedule=case.schedule,
+        )
+    )
     assert plan.peak is not None
     axes = {axis: size for axis, (_, size) in plan.coordinates.items()}
-    found = run_world(measure, ranks, str(folder), optimizer, implementation, options, axes, timeout=280)
-    return plan.peak.total, found[: ranks // axes.get("pp", 1)]  # the first stage
+    found = run_world(measure, case.ranks, str(folder), case, axes, timeout=280)
+    return plan.peak.total, found[: case.ranks // axes.get("pp", 1)]  # the first stage
 
 
 def main() -> int:
@@ -156,7 +190,9 @@ def main() -> int:
             error = planned / min(measured) - 1
             worst = max(worst, abs(error))
             ranks = ", ".join(f"{value / 1e6:.1f}" for value in measured)
-            print(f"{name:<44}{CASES[name][0]:>6}{planned:>12}{min(measured):>12}{error:>+8.2%}   {ranks}", flush=True)
+            print(
+                f"{name:<44}{CASES[name].ranks:>6}{planned:>12}{min(measured):>12}{error:>+8.2%}   {ranks}", flush=True
+            )
     print(f"largest error {worst:.2%}, allowed {LIMIT:.0%}")
     return int(worst > LIMIT)
 

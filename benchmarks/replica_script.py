@@ -1,4 +1,6 @@
-"""The training script of kill_replicas.py: each process writes what it computes to a file of its own.
+"""The training script of kill_replicas.py and machines_come_and_go.py.
+
+Each process writes what it computes to a file of its own.
 
 A line is [kind, step, sample ids, loss, seconds]; "computed" before a step is voted on, "done" after it was applied.
 """
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration
+from accel.utils import broadcast_object_list
 
 SEED = 20
 
 
 @dataclass
 class Settings:
-    """What kill_replicas.py passes as JSON."""
+    """What the harness passes as JSON."""
 
     folder: str
     steps: int
@@ -32,6 +36,7 @@ class Settings:
     batch: int = 8
     samples: int = 8000
     save_every: int = 0
+    logical_shards: int = 0  # of an elastic loader; 0 for a loader of another kind
 
 
 class Records:
@@ -61,27 +66,39 @@ class Pace:
             time.sleep(0.02)
 
 
+def data_config(settings: Settings) -> DataLoaderConfiguration:
+    """An elastic loader, or one whose order is drawn from the seed."""
+    if settings.logical_shards:
+        return DataLoaderConfiguration(elastic=True, logical_shards=settings.logical_shards, data_seed=SEED)
+    return DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
+
+
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     folder, steps, save_every = Path(settings.folder), settings.steps, settings.save_every
+    shards = settings.logical_shards
     torch.manual_seed(SEED)
     project = ProjectConfiguration(str(folder / "states"), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(
         cpu=True,
         project_config=project if save_every else None,
         project_dir=None if save_every or not os.environ.get("ACCELERATE_MONITOR") else folder / "states",
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED),
+        dataloader_config=data_config(settings),
+        deterministic_reduction=bool(shards),
+        save_on_signal=bool(shards),
     )
     number = os.environ.get("ACCELERATE_FT_REPLICA") or str(accelerator.process_index)
     records, pace = Records(folder, number), Pace(folder)
-    records.write("start", os.getpid(), number)
+    # The same for all processes of a start.
+    (start,) = broadcast_object_list([uuid.uuid4().hex])
+    records.write("start", os.getpid(), number, start, accelerator.num_processes)
     x = torch.randn(settings.samples, 64, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, (x.sum(1) > 0).long(), torch.arange(settings.samples))
     width = settings.width
     hidden = (nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), nn.ReLU())
     model = nn.Sequential(*hidden, nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(data, batch_size=settings.batch, shuffle=True)
+    loader = DataLoader(data, batch_size=settings.batch * (shards or 1), shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if save_every or "ACCELERATE_FT" in os.environ:
         accelerator.resume()
@@ -89,10 +106,13 @@ def main() -> None:
     while optimizer.steps_taken < steps:
         for inputs, labels, ids in loader:
             step = optimizer.steps_taken
-            pace.begin()
+            counts = not shards or loader.logical_shard.weight > 0
+            if not shards or loader.logical_shard.slot == 0:
+                pace.begin()
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
-                records.write("computed", step, ids.tolist(), loss.item())
+                if counts:
+                    records.write("computed", step, ids.tolist(), loss.item())
                 pace.wait(0.7)  # a replica that is killed here aborts the step for all
                 accelerator.backward(loss)
                 pace.wait(1.0)  # and here the others have its gradients

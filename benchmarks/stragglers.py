@@ -7,9 +7,11 @@ Each case trains a model with DDP on 2 to 4 ranks. After some steps one of them 
 process is bound to its core ("host"). A case is found if the first rank that the monitor names is the slow one, and
 right if the part is, too. Undisturbed runs are made next to a process that is busy now and then, on any core.
 
-Run it on a machine that does nothing else: on one whose cores are all in use, every rank waits for a processor, and the
-one that shares its core differs little from the others. For the same reason a case of "host" has at most as many ranks
-as there are cores. With ``--results``, each result is appended to a file, and cases that are in it are not run again.
+On a machine whose cores are all in use, every rank waits for a processor, and the one that shares its core differs
+little from the others. So each case begins when the machine is quiet, and is run again if other processes took more
+than a tenth of the processors meanwhile; ``--patience`` says for how many seconds in all it waits for that. For the
+same reason a case of "host" has at most as many ranks as there are cores. With ``--results``, each result is appended
+to a file, and cases that are in it are not run again.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -39,6 +42,7 @@ from accel_state.testing import preload, run_world
 PARTS = {"data": "data", "disk": "data", "compute": "compute", "host": "host"}
 WIDTH = 160
 STEPS_AFTER = 45
+MOST_OTHERS = 0.1
 NOISE = """
 import time
 while True:
@@ -128,8 +132,9 @@ def _busy(core: int | None) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", f"{bind}while True: pass"])
 
 
-def train(case: Case, folder: str) -> list[float]:
-    """Train on one rank; returns the seconds of each step."""
+def train(case: Case, folder: str) -> float:
+    """Train on one rank; returns the processor seconds of it and of the process that shares its core."""
+    began = time.process_time()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = Accelerator(monitor=True, project_dir=folder)
@@ -138,7 +143,7 @@ def train(case: Case, folder: str) -> list[float]:
     loader = torch.utils.data.DataLoader(rows, batch_size=None, sampler=range(10_000))
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
     cores = sorted(os.sched_getaffinity(0))
-    busy = None
+    busy, used = None, 0.0
     times = [time.perf_counter()]
     try:
         for step, inputs in zip(range(case.begin + STEPS_AFTER), loader, strict=False):
@@ -156,24 +161,47 @@ def train(case: Case, folder: str) -> list[float]:
             times.append(time.perf_counter())
     finally:
         if busy is not None:
-            busy.kill()
-            busy.wait()
+            used = _ended(busy)
     accelerator.end_training()
-    return times
+    return used + time.process_time() - began
+
+
+def _ended(process: subprocess.Popen[bytes]) -> float:
+    """End a process; returns its processor seconds."""
+    times = psutil.Process(process.pid).cpu_times()
+    process.kill()
+    process.wait()
+    return times.user + times.system
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Run a case; returns what the monitor named first, and the step at which it was named."""
+    """Run a case; returns what the monitor named first, the step at which it was named, and what other processes used.
+
+    An undisturbed run is made next to a process that is busy now and then.
+    """
+    noise = subprocess.Popen([sys.executable, "-c", NOISE]) if case.kind is None else None
+    began, busy_before = time.perf_counter(), _busy_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        run_world(train, case.world, case, folder, timeout=180)
+        try:
+            used = sum(run_world(train, case.world, case, folder, timeout=180))
+        finally:
+            used_by_noise = 0.0 if noise is None else _ended(noise)
+        available = (time.perf_counter() - began) * (os.cpu_count() or 1)
+        others = max(0.0, _busy_seconds() - busy_before - used - used_by_noise) / available
         lines = [json.loads(line) for line in (Path(folder) / "monitor" / "rank-00000.jsonl").read_text().splitlines()]
     found = [line for line in lines if line["kind"] == "straggler"]
     steps = [line for line in lines if line["kind"] == "sample"]
     if not found:
-        return {"named": None}
+        return {"named": None, "others": others}
     first = found[0]
     at = next((line["step"] for line in steps if line["at"] >= first["at"]), first["last"])
-    return {"named": first["rank"], "part": first["part"], "step": at, "last": first["last"]}
+    return {"named": first["rank"], "part": first["part"], "step": at, "last": first["last"], "others": others}
+
+
+def _busy_seconds() -> float:
+    """Seconds that all processors of the machine have worked, or were taken from it."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 class Results:
@@ -181,10 +209,11 @@ class Results:
 
     Args:
         file: lines of JSON, one a case.
+        patience: seconds, in all, to wait for a quiet machine and to run cases again.
     """
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None, patience: float) -> None:
+        self._file, self._patience = file, patience
         lines = file.read_text().splitlines() if file is not None and file.exists() else []
         self._known = {json.dumps(line["case"]): line["result"] for line in map(json.loads, lines)}
 
@@ -192,21 +221,25 @@ class Results:
         """The result of a case, which is run unless it is known."""
         key = json.dumps(asdict(case))
         if key not in self._known:
-            self._known[key] = run_disturbed(case) if case.kind is None else run(case)
+            self._known[key] = self._run(case)
             if self._file is not None:
                 with self._file.open("a") as stream:
                     stream.write(json.dumps({"case": asdict(case), "result": self._known[key]}) + "\n")
         return self._known[key]
 
-
-def run_disturbed(case: Case) -> dict[str, Any]:
-    """Run a case next to a process that is busy now and then."""
-    noise = subprocess.Popen([sys.executable, "-c", NOISE])
-    try:
-        return run(case)
-    finally:
-        noise.kill()
-        noise.wait()
+    def _run(self, case: Case) -> dict[str, Any]:
+        while True:
+            began = time.monotonic()
+            while self._patience > time.monotonic() - began and psutil.cpu_percent(1.0) > 100 * MOST_OTHERS:
+                pass  # cpu_percent waits
+            waited = time.monotonic() - began
+            result = run(case)
+            if result["others"] <= MOST_OTHERS:
+                self._patience -= waited
+                return result
+            self._patience -= time.monotonic() - began
+            if self._patience <= 0:
+                return result
 
 
 def main() -> None:
@@ -216,15 +249,18 @@ def main() -> None:
     parser.add_argument("--undisturbed", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep results here, and run what is missing")
+    parser.add_argument("--patience", type=float, default=3600.0, metavar="SECONDS", help="to wait for a quiet machine")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    preload("accel", "accel.accelerator", "accel_monitor", "torch.nn.parallel")
-    results = Results(arguments.results)
-    found, right, total, delays = Counter(), Counter(), Counter(), []
+    # Ranks import nothing: it would take three times as long as their steps. An optimizer imports torch._dynamo.
+    preload("accel", "accel.accelerator", "accel_monitor.accelerator", "torch.nn.parallel", "torch._dynamo")
+    results = Results(arguments.results, arguments.patience)
+    found, right, total, delays, disturbed = Counter(), Counter(), Counter(), [], 0
     for number in range(arguments.cases):
         kind = list(PARTS)[number % len(PARTS)]
         case = draw(arguments.seed, number, kind)
         result = results.of(case)
+        disturbed += result["others"] > MOST_OTHERS
         total[kind] += 1
         is_found = result["named"] == case.rank
         is_right = is_found and result["part"] == PARTS[kind]
@@ -238,6 +274,7 @@ def main() -> None:
     for number in range(arguments.undisturbed):
         case = draw(arguments.seed, number, None)
         result = results.of(case)
+        disturbed += result["others"] > MOST_OTHERS
         if result["named"] is not None:
             alarms += 1
             print(f"  false alarm {asdict(case)}: {result}", flush=True)
@@ -248,6 +285,7 @@ def main() -> None:
     if delays:
         print(f"steps to the report: median {statistics.median(delays):g}, largest {max(delays)}")
     print(f"false alarms in {arguments.undisturbed} undisturbed runs: {alarms}")
+    print(f"runs in which other processes took more than {MOST_OTHERS:.0%} of the processors: {disturbed}")
 
 
 if __name__ == "__main__":

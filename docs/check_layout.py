@@ -153,12 +153,13 @@ def search(site: Path) -> list[str]:
     return failures
 
 
-def screenshots(site: Path, folder: Path, pages: list[str]) -> None:
+def screenshots(site: Path, folder: Path, pages: list[str], dark: bool) -> None:
     """Write a picture of each page at each width."""
+    scheme = ["--force-dark-mode"] if dark else []
     folder.mkdir(parents=True, exist_ok=True)
     for page in pages:
         for width in WIDTHS:
-            picture = folder / f"{page.replace('/', '-').removesuffix('.html')}-{width}.png"
+            picture = folder / f"{page.replace('/', '-').removesuffix('.html')}-{width}{'-dark' if dark else ''}.png"
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
                 address = (site / page).resolve().as_uri()
                 # A window is at least 500 pixels wide: narrower pages are shown in a frame.
@@ -168,6 +169,7 @@ def screenshots(site: Path, folder: Path, pages: list[str]) -> None:
                     frame.write_text(f'<body style="margin:0"><iframe src="{address}" style="{style}"></iframe>')
                     address = frame.as_uri()
                 words = (
+                    *scheme,
                     f"--window-size={max(width, 500)},1600",
                     f"--screenshot={picture}",
                     "--virtual-time-budget=4000",
@@ -181,10 +183,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", type=Path, default=Path(__file__).parent.parent / "site")
     parser.add_argument("--screenshots", nargs="+", metavar=("DIR", "PAGE"), help="write pictures instead of checking")
+    parser.add_argument("--dark", action="store_true", help="screenshots in the dark colours")
     options = parser.parse_args()
     if options.screenshots:
         folder, *pages = options.screenshots
-        screenshots(options.site, Path(folder), pages or ["index.html"])
+        screenshots(options.site, Path(folder), pages or ["index.html"], options.dark)
         return 0
     problems = [*layout(options.site), *search(options.site)]
     for problem in problems:

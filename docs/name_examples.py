@@ -2,7 +2,8 @@
 
 `name_examples/*.txt` has them, `tests/test_name_examples.py` runs them, and `reference_extension.py` shows them. A file
 begins with code that all of its examples share. `== accel.utils.gather` starts the example of that name; a "!" after
-the name marks one that needs several processes, a GPU or another library, and is only compiled.
+the name marks one that needs several processes, a GPU or another library, and is only compiled. A "*" marks one that
+is in the docstring, where editors show it: those of the names that are used most.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,7 @@ class Example:
     text: str
     shared: str
     runs: bool
+    in_docstring: bool
 
 
 @cache
@@ -35,25 +38,44 @@ def read(file: Path) -> tuple[Example, ...]:
     found = []
     for entry in entries:
         head, _, text = entry.partition("\n")
-        found.append(Example(head.rstrip(" !"), text.strip(), shared, not head.endswith("!")))
+        name, in_docstring = head.rstrip(" !*"), head.endswith("*")
+        text = example_of(docstring(name)) if in_docstring else text.strip()
+        found.append(Example(name, text, shared, not head.endswith("!"), in_docstring))
     return tuple(found)
+
+
+def docstring(name: str) -> str:
+    """The docstring of a public name."""
+    return inspect.getdoc(resolve(name)[-1]) or ""
+
+
+def example_of(docstring: str) -> str:
+    """The section of examples of a docstring, which is its last one."""
+    return textwrap.dedent(docstring.partition("\nExamples:\n")[2]).strip()
+
+
+def resolve(name: str) -> list[Any]:
+    """The module of a public name, and what each further part of the name is."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            values: list[Any] = [importlib.import_module(".".join(parts[:length]))]
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            values.append(getattr(values[-1], part))
+        return values
+    raise ModuleNotFoundError(name)
 
 
 def canonical(name: str) -> str:
     """Where a public name is defined: `accel.Accelerator.print` is `accel.accelerator.Accelerator.print`."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            if inspect.isclass(value):
-                owner = next(base for base in value.__mro__ if part in vars(base))
-                return f"{owner.__module__}.{owner.__qualname__}.{part}"
-            value = getattr(value, part)
-        return f"{value.__module__}.{value.__qualname__}"
-    raise ModuleNotFoundError(name)
+    *_, holder, value = resolve(name)
+    if inspect.isclass(holder):
+        part = name.rpartition(".")[2]
+        owner = next(base for base in holder.__mro__ if part in vars(base))
+        return f"{owner.__module__}.{owner.__qualname__}.{part}"
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 @cache

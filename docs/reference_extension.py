@@ -1,4 +1,4 @@
-"""griffe extension: appends the examples of `name_examples/` to the docstrings of the reference."""
+"""griffe extension: appends the other examples of `name_examples/` to the docstrings of the reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import griffe
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Installed with Megatron-core only; its sources import without it.
+sys.path.append(str(Path(__file__).parents[1] / "packages/accel-megatron/src"))
 from name_examples import examples
 
 
@@ -19,6 +21,8 @@ class NameExamples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe for each object that it has read."""
         if (obj.is_class or obj.is_function) and (example := examples().get(obj.path)):
+            if example.in_docstring:
+                return
             if obj.docstring is None:
                 obj.docstring = griffe.Docstring("", parent=obj, parser="google")
             # The docstring itself, which knows how it is to be parsed.

@@ -70,7 +70,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 
 
 def train(arguments: argparse.Namespace) -> None:
-    project = ProjectConfiguration(project_dir=arguments.output_dir, automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(
+        project_dir=arguments.output_dir,
+        automatic_checkpoint_naming=True,
+        total_limit=2,
+        upload_to=arguments.upload_to,
+    )
     accelerator = Accelerator(project_config=project, gradient_accumulation_steps=2, save_on_signal=True)
     set_seed(arguments.seed, device_specific=True)
 
@@ -110,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--output_dir", default="runs/resume", help="directory of the checkpoints and the final weights"
     )
+    parser.add_argument("--upload_to", help="URL of a store, such as s3://bucket/run, to copy the checkpoints to")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--save_every", type=int, default=10, help="optimizer steps between checkpoints")
     parser.add_argument("--num_workers", type=int, default=2, help="data loader workers per process")

@@ -8,6 +8,10 @@ Both print the same sha256. So does a run that is killed and started again on an
     accel launch --cpu --num_processes 4 examples/world_size.py --output_dir runs/world_size --die_after 54
     accel launch --cpu --num_processes 3 examples/world_size.py --output_dir runs/world_size
 
+and one on machines that come and go, which share the directory:
+
+    accel launch --cpu --num_machines 2:8 --main_process_ip 10.77.0.1 examples/world_size.py --output_dir runs
+
 The batch size is the global one. Each global batch is computed in logical shards, whose gradients are added in an order
 that depends on their number only; all random numbers, of augmentation in the workers and of dropout in the model too,
 depend on the seed, the epoch and the position in it.
@@ -77,6 +81,7 @@ def train(arguments: argparse.Namespace) -> None:
         project_config=ProjectConfiguration(
             arguments.output_dir or None, automatic_checkpoint_naming=bool(arguments.output_dir), total_limit=2
         ),
+        save_on_signal=bool(arguments.output_dir),
     )
     set_seed(arguments.seed)
     model = network()

@@ -22,7 +22,7 @@ addopts = --import-mode=importlib -p no:cacheprovider
 markers =
     slow
     gpu
-timeout = 120
+timeout = 600
 """
 # As in the conftest.py of the workspace, which is not installed with a wheel.
 PROFILE = """

@@ -62,6 +62,11 @@ model_name = "bert"
 def train(name="bert", lr=0.1):
     assert (name, lr) == ("bert", 0.1)
 """,
+    ("docs/index.md", "from accel import init_empty_weights"): f"""{_SMALL_MODEL}
+accelerator.save_model(build_model(), "checkpoint")
+inputs = torch.randn(2, 64)
+""",
+    ("docs/guides/performance.md", "loader = DataLoader("): "dataset = TensorDataset(features, labels)",
     ("docs/guides/pipelined-inference.md", "from accel_bigmodel import prepare_pippy"): f"""{_SMALL_MODEL}
 input_ids = torch.randn(4, 64)
 """,
@@ -120,9 +125,16 @@ RAISES: dict[tuple[str, str], str] = {
 
 # Snippets that cannot run here, and why; they are compiled.
 NOT_RUN: dict[tuple[str, str], str] = {
+    ("docs/guides/checkpoints.md", 'project = ProjectConfiguration(\n    "/local/run"'): (
+        "needs an object store: packages/accel/tests/test_object_storage.py"
+    ),
     ("docs/guides/parallelism.md", "from accel.utils import causal_lm_loss"): (
         "needs a model on a mesh: packages/accel/tests/test_mesh_loss.py"
     ),
+    (
+        "docs/guides/parallelism.md",
+        "from accel import Accelerator, ParallelismConfig\nfrom accel.utils import TorchTensor",
+    ): "needs 8 GPUs: packages/accel/tests/test_async_tp.py",
     ("docs/guides/deepspeed.md", "from accel import Accelerator, DeepSpeedPlugin"): (
         "compiles DeepSpeed's CPU optimizer; packages/accel/tests/test_deepspeed_training.py trains with it"
     ),

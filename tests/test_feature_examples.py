@@ -66,8 +66,12 @@ ACCURACY = r"accuracy: (\d\.\d{3})"
 
 
 def mesh(axis: str, script: str) -> Example:
-    options = ("--use_parallelism_config", f"--parallelism_config_{axis}_size", "2")
+    options = mesh_options(axis)
     return Example(script, r"last loss: (.*)", same_loss_as_alone(script), launch=options, needs="transformers")
+
+
+def mesh_options(axis: str) -> tuple[str, ...]:
+    return ("--use_parallelism_config", f"--parallelism_config_{axis}_size", "2")
 
 
 def same_loss_as_alone(script: str) -> Callable[[str], None]:
@@ -78,9 +82,20 @@ def same_loss_as_alone(script: str) -> Callable[[str], None]:
     return check
 
 
-def same_loss_as_one_process(found: str) -> None:
-    alone = number_of(Example("moe.py", r"last loss: (.*)", at_most(9), processes=1, words=("--steps", "20")))
-    assert float(found) == pytest.approx(float(alone), abs=2e-4)
+def distributed(
+    script: str, *launch: str, tolerance: float = 2e-4, processes: int = 2, needs: str = "transformers"
+) -> Example:
+    """20 steps of a script, whose loss is that of one process."""
+    words = ("--steps", "20")
+
+    def check(found: str) -> None:
+        alone = number_of(Example(script, r"last loss: (.*)", at_most(9), processes=1, words=words))
+        assert float(found) == pytest.approx(float(alone), abs=tolerance)
+
+    return Example(script, r"last loss: (.*)", check, processes, words, launch, needs)
+
+
+FSDP2 = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
 
 LOSS_OF_ONE_PROCESS = "by_feature/tensor_parallel.py"
@@ -125,18 +140,15 @@ RUNS = [
     mesh("pp", "by_feature/pipeline_parallel.py"),
     mesh("cp", "by_feature/context_parallel.py"),
     mesh("sp", "by_feature/sequence_parallel.py"),
-    Example(
+    distributed(
         "moe.py",
-        r"last loss: (.*)",
-        same_loss_as_one_process,
+        *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
+        *("--parallelism_config_dp_shard_size", "4", "--parallelism_config_ep_size", "2"),
         processes=4,
-        words=("--steps", "20"),
-        launch=(
-            *("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"),
-            *("--parallelism_config_dp_shard_size", "4", "--parallelism_config_ep_size", "2"),
-        ),
-        needs="transformers",
     ),
+    distributed("muon.py", *FSDP2, tolerance=0),  # elastic loaders give gradients the same bits
+    distributed("packed_long_context.py", *mesh_options("cp"), "--parallelism_config_cp_balance", "documents"),
+    distributed("qlora.py", *FSDP2, needs="bitsandbytes"),
     Example("distributed_inference/text.py", r"(\d) prompts on rank 0, 5 in all", equal("3"), needs="transformers"),
     Example("distributed_inference/image.py", r"5 images on rank 0, (\d+) files", equal("10")),
     Example("distributed_inference/speech.py", r"frames recognised: (\d+ of \d+)", equal("460 of 460"), fast=True),

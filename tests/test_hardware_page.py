@@ -28,7 +28,7 @@ def _source(name: str) -> Path:
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: row[0][:40])
 def test_a_row_names_lines_with_its_call(row: list[str]) -> None:
-    assert len(row) == 4 and all(row)
+    assert len(row) == 5 and all(row)
     words = re.findall(r"`([\w.-]+)`", row[0]) or ["\0"]
     for name, number in PLACE.findall(row[1]):
         lines = _source(name).read_text(encoding="utf-8").splitlines()

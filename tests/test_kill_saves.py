@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import kill_saves
 
 
-def killed(place: str, background: bool, kills: int) -> int:
+def killed(place: str, background: bool, kills: int, copies: str = "") -> int:
     torch.set_num_threads(1)
-    schedule = kill_saves.Schedule(place, 20_000, background)
+    schedule = kill_saves.Schedule(place, 20_000, background, copies)
     kill_saves.run(schedule, kills, seed=3)
     return schedule.newest + schedule.in_the_middle
 
@@ -33,6 +33,13 @@ def test_on_a_file_system(tmp_path: Path, background: bool, kills: int) -> None:
 def test_on_a_server() -> None:
     with kill_saves.store() as place:
         assert run_world(killed, 1, place, False, 5, timeout=550, state=False)[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_on_a_server(tmp_path: Path) -> None:
+    with kill_saves.store() as place:
+        assert run_world(killed, 1, str(tmp_path / "place"), False, 3, place, timeout=550, state=False)[0] > 0
 
 
 def test_states_of_steps_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -47,19 +48,7 @@ def test_pods_find_each_other(tmp_path: Path) -> None:
             file.write_text(f"127.0.0.1 localhost\n{line}\n")
         pods = []
         for index in (1, 0):
-            script = f'hostname train-{index}; exec "$@"'
-            words = ["bash", "-c", script, "bash", sys.executable, "-m", "accel_launch", *rest]
-            variables = environment(JOB_COMPLETION_INDEX=str(index), KUBERNETES_SERVICE_HOST="10.96.0.1")
-            pods.append(
-                subprocess.Popen(
-                    hosts.command(index, words),
-                    cwd=tmp_path,
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            pods.append(_start(hosts, index, rest, tmp_path))
             if index:
                 line = _read_until(pods[0], "to resolve")
                 assert line.startswith(f"accel launch: waiting for the name {FIRST} to resolve"), line
@@ -68,9 +57,28 @@ def test_pods_find_each_other(tmp_path: Path) -> None:
                     with file.open("a") as opened:
                         opened.write(f"{further}\n")
         outputs = [pod.communicate(timeout=600) for pod in pods]
+        shown, _ = _start(hosts, 1, [rest[0], "--dry_run", "--json", *rest[1:]], tmp_path).communicate(timeout=100)
+    first, second = json.loads(shown)
+    assert [one["machine"] for one in (first, second)] == ["machine 0 of 2", "machine 1 of 2, this one"]
+    assert [rank["RANK"] for one in (first, second) for rank in one["ranks"]] == ["0", "1", "2", "3"]
+    assert {rank["MASTER_ADDR"] for one in (first, second) for rank in one["ranks"]} == {FIRST}
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     assert sorted(outputs[1][0].splitlines()) == ["0 10 0 0", "1 10 1 0"], outputs
     assert sorted(outputs[0][0].splitlines()) == ["2 10 0 1", "3 10 1 1"], outputs
+
+
+def _start(hosts: namespaces.Hosts, index: int, words: list[str], folder: Path) -> subprocess.Popen[str]:
+    """What the container of a pod runs."""
+    script = f'hostname train-{index}; exec "$@"'
+    command = ["bash", "-c", script, "bash", sys.executable, "-m", "accel_launch", *words]
+    return subprocess.Popen(
+        hosts.command(index, command),
+        cwd=folder,
+        env=environment(JOB_COMPLETION_INDEX=str(index), KUBERNETES_SERVICE_HOST="10.96.0.1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _read_until(pod: subprocess.Popen[str], text: str) -> str:

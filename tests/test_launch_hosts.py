@@ -192,15 +192,14 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, deaths: list
         assert f"starting all processes again (restart {number} of {len(deaths)})" in run.errors
 
 
-@pytest.mark.slow  # three rendezvous, each with its waiting times
+@pytest.mark.slow  # three starts; test_ranged_rendezvous.py is fast, without ranks
 def test_machines_join_and_leave(hosts, tmp_path) -> None:
-    """One of two machines begins; the other one joins, and is lost."""
+    """One of two machines begins; the other one joins, and leaves."""
     (tmp_path / "s.py").write_text(SIZES)
     torchless.copy_to(tmp_path)
     words = [
-        *("--cpu", "--num_machines=1:2", "--num_processes=2", "--max_restarts=3", "--rdzv_backend=c10d"),
+        *("--cpu", "--num_machines=1:2", "--num_processes=2", "--rdzv_conf=last_call_timeout=1"),
         *("--main_process_ip=10.77.0.1", "--main_process_port=29513"),
-        "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5",
     ]
 
     def start(host: int) -> subprocess.Popen[str]:
@@ -227,7 +226,8 @@ def test_machines_join_and_leave(hosts, tmp_path) -> None:
             process.communicate()
     assert started[0].returncode == 0, errors
     assert (tmp_path / "sizes").read_text() == "1\n2\n1\n"
-    assert "a process failed or machines changed" in errors
+    assert "machine host1 (10.77.0.2) has joined: starting 2 processes on 2 machines (host0, host1)" in errors
+    assert "machine host1 (10.77.0.2) has left (ended by SIGTERM): starting 1 process on 1 machine (host0)" in errors
 
 
 # Asks a port of another host to kill a replica, to show its status, and to let it join; prints what it got.

@@ -44,6 +44,7 @@ VENDORS = re.compile(rf"(?<![a-z])({_NAMES.replace(' ', '|')})(?![a-z])", re.IGN
 
 # Files and directories that name vendors, and why.
 VENDORS_NAMED = {
+    "accel_monitor/flops.py": "names of torch's kernels of attention",
     "accel_launch/torchrun_options.py": "values of torchrun's options, and variables of libraries",
     "accel_compat/parsers.py": "tpu_command_parser and tpu_command_launcher are names of the reference's command",
     "accel_compat/test_utils/__init__.py": "require_cuda is a name that test suites import",
@@ -53,6 +54,7 @@ VENDORS_NAMED = {
     "accel_state/collectives/xla.py": "the variant of this name",
     "accel_state/collectives/registry.py": "registers it",
     "accel_state/_torch_compat.py": "names of the private functions of torch_xla",
+    "accel/parallel/async_products.py": "torch has its operators over symmetric memory for the GPUs of one vendor",
     "accel/strategies/xla.py": "the variant of this name",
     "accel/strategies/xla_spmd.py": "the variant of this name",
     "accel/setup/registry.py": "registers them",

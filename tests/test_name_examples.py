@@ -17,7 +17,7 @@ from workspace import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 try:
     from exports import _exports
-    from name_examples import examples
+    from name_examples import docstring, examples, resolve
 finally:
     sys.path.pop(0)
 
@@ -72,6 +72,27 @@ def test_every_name_has_an_example() -> None:
     for example in examples().values():
         for line in doctest.DocTestParser().get_examples(example.text + "\n"):
             compile(line.source, example.name, "single")
+
+
+def sections_missing(name: str, value: Any) -> list[str]:
+    """The sections that the docstring of a class or function should have and has not."""
+    text = docstring(name)
+    described = set(re.findall(r"^ {4}\*{0,2}(\w+): ", text, re.MULTILINE))
+    signature = inspect.signature(value)
+    parameters = {parameter for parameter in signature.parameters if parameter != "self"}
+    missing = [f"Args: {parameter}" for parameter in sorted(parameters - described)]
+    if not inspect.isclass(value) and signature.return_annotation not in (None, "None"):
+        missing += [] if re.search(r"^(Returns|Yields):$", text, re.MULTILINE) else ["Returns"]
+    missing += [section for section in ("Raises", "Examples") if not re.search(rf"^{section}:$", text, re.MULTILINE)]
+    return missing
+
+
+def test_docstrings_of_the_most_used_names_have_all_sections() -> None:
+    shown = [example for example in examples().values() if example.in_docstring]
+    assert len(shown) >= 40
+    incomplete = {example.name: sections_missing(example.name, resolve(example.name)[-1]) for example in shown}
+    assert not {name: missing for name, missing in incomplete.items() if missing}
+    assert all(example.runs and ">>> " in example.text for example in shown)
 
 
 @pytest.mark.slow  # 300 examples, in one process that forks for each package

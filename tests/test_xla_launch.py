@@ -108,7 +108,7 @@ def test_a_notebook(folder) -> None:
     )
     first, trained, refused = printed.splitlines()
     assert first == "Launching training on all TPU chips." and trained.startswith("xla:0 XLA 1 no XlaStrategy -0.80")
-    assert "is in use in this process already" in refused and "Restart the notebook" in refused
+    assert "this process already uses an XLA device" in refused and "Restart the notebook" in refused
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_compilation_profiler_and_precision(results) -> None:
 
 def test_what_would_train_nothing_or_compile_always_is_told(results) -> None:
     (message,) = results["offers"]["recompiled"]
-    assert "training steps were compiled anew" in message and "Pad all batches" in message
+    assert "training steps were recompiled" in message and "Pad all batches" in message
     assert "holds a parameter of shape (1, 2) on cpu" in results["offers"]["stale"]
 
 

@@ -301,7 +301,7 @@ def offers(accelerator: Any, folder: Path) -> dict[str, Any]:
             accelerator.backward(model(torch.ones(length, 2, device=device)).sum())
             optimizer.step()
             optimizer.zero_grad()
-    results["recompiled"] = [message for message in said if "compiled anew" in message]
+    results["recompiled"] = [message for message in said if "were recompiled" in message]
     moved = nn.Linear(2, 1)
     stale = torch.optim.SGD(moved.parameters(), lr=0.1)
     moved.to(device)

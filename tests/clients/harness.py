@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -33,7 +34,7 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 # What a trainer logs about the time it took.
 _TIMES = ("runtime", "per_second", "flos", "memory", "time")
 # A case that takes longer than this has hung: the process ends, and run.py goes on with the next case in a new one.
-CASE_SECONDS = 300
+CASE_SECONDS = int(os.environ.get("CASES_SECONDS", 300))
 
 # The CPU seconds of each step of the case that runs, on this rank; their lower quartiles are printed beside the result.
 STEP_SECONDS: list[float] = []
@@ -173,6 +174,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    # The stack of a rank that hangs, and of those that the launcher ends with it. This includes imports and the end.
+    faulthandler.register(signal.SIGTERM, chain=True)
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     root = Path(os.environ["CASES_FOLDER"])
     results: dict[str, Any] = {"accelerate": importlib.util.find_spec("accelerate").origin}  # type: ignore[union-attr]
     done = set(arguments.skip)
@@ -206,6 +210,7 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
 
     before = dict(os.environ)
     if TURNS:
+        faulthandler.cancel_dump_traceback_later()
         TURNS.wait()
     faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     torch.manual_seed(0)
@@ -236,7 +241,7 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
     result["seconds"] = round(time.perf_counter() - start, 1)
     if len(STEP_SECONDS) >= ENOUGH_STEPS:
         result["step"] = statistics.quantiles(STEP_SECONDS, n=4)[0]
-    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.use_deterministic_algorithms(False)

@@ -3,109 +3,19 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from harness import RANK, Cases, StepClock, as_json, files, repeated, timed, weights
+from harness import Cases, StepClock, as_json, files, repeated, weights
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BitsAndBytesConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from tiny_models import MODELS, TOKENS, facts, load, saved, spread, used
+from transformers import BitsAndBytesConfig
 
 cases = Cases()
-TOKENS = torch.arange(40).view(2, 20) * 3 % 120 + 3
-
-
-def llama(tied: bool = False) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
-    )
-
-
-def t5() -> T5ForConditionalGeneration:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=128,
-            d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=2,
-        )
-    )
-
-
-def mixtral() -> MixtralForCausalLM:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-            bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )
-    )  # fmt: skip
-
-
-MODELS = {"llama": llama, "llama_tied": lambda: llama(True), "gpt2": gpt2, "t5": t5, "mixtral": mixtral}
-
-
-def saved(folder: Path, name: str, shard: str = "150KB") -> Path:
-    torch.manual_seed(0)
-    target = folder / name
-    if RANK == 0 and not target.exists():
-        part = folder / f"{name}.part"  # the other ranks must not see a directory that is half full
-        MODELS[name]().save_pretrained(part, max_shard_size=shard)
-        part.rename(target)
-    while not target.exists():
-        time.sleep(0.05)
-    return target
-
-
-def load(path: Path, **options: Any) -> Any:
-    kind = AutoModelForSeq2SeqLM if path.name == "t5" else AutoModelForCausalLM
-    return kind.from_pretrained(path, **options).eval()
-
-
-@torch.no_grad()
-def used(model: Any) -> dict[str, Any]:
-    """Logits and a generated sequence."""
-    more = {"decoder_input_ids": TOKENS[:, :5]} if model.config.model_type == "t5" else {}
-    logits = timed(lambda: model(input_ids=TOKENS, **more).logits)
-    generated = model.generate(input_ids=TOKENS, max_new_tokens=6, do_sample=False)
-    return {"logits": logits, "generated": generated.tolist()}
-
-
-def facts(model: Any) -> dict[str, Any]:
-    return {
-        "map": {k: str(v) for k, v in getattr(model, "hf_device_map", {}).items()},
-        "meta": sorted(name for name, p in model.named_parameters() if p.is_meta),
-        "hooks": sorted(name for name, m in model.named_modules() if hasattr(m, "_hf_hook")),
-    }
 
 
 def add(name: str, model: str, worlds: tuple[int, ...] = (1,), **options: Any) -> None:
@@ -120,19 +30,6 @@ def add(name: str, model: str, worlds: tuple[int, ...] = (1,), **options: Any) -
         return result
 
     cases.add(name, case, worlds)
-
-
-def spread(path: Path) -> dict[str, str]:
-    """A map with the embeddings in memory and every other layer on the disk."""
-    with accelerate.init_empty_weights():
-        model = MODELS[path.name]()
-    names = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in names)
-        if (not inside and not list(module.children())) or type(module).__name__ in (model._no_split_modules or ()):
-            names.append(name)
-    tied = {name.rpartition(".")[0] for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
-    return {name: "disk" if index % 2 and name not in tied else "cpu" for index, name in enumerate(names)}
 
 
 for _model in MODELS:
@@ -313,55 +210,29 @@ def peft_merge_offloaded(folder: Path) -> Any:
     return results
 
 
-class Parts(torch.nn.Module):
-    """Layers, buffers, and a buffer of the model itself."""
+def peft_merge_files(quantization: BitsAndBytesConfig | None) -> Any:
+    """An adapter is merged into the files of its base: by PEFT, and with accel by its command too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
-        self.last = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        self.register_buffer("scale", torch.full((4,), 1.5))
+    def case(folder: Path) -> Any:
+        base = folder / "base"
+        load(saved(folder, "llama"), quantization_config=quantization, dtype=torch.float32).save_pretrained(base)
+        lora(load(base)).save_pretrained(folder / "adapter")
+        whole = load(base) if quantization is None else load(base).dequantize()
+        expected = PeftModel.from_pretrained(whole, folder / "adapter").merge_and_unload().state_dict()
+        found = expected
+        if find_spec("accel") is not None:
+            from accel.utils import merge_adapter_weights
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x))) * self.scale
+            merge_adapter_weights(base, folder / "adapter", folder / "merged")
+            found = load(folder / "merged").state_dict()
+        assert found.keys() == expected.keys()
+        return [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+    return case
 
 
-@cases((1,))
-def compressed_tensors_conversions(folder: Path) -> Any:
-    """compressed-tensors converts a model from accelerate's offloading, back, and again."""
-    from compressed_tensors.offload import from_accelerate, to_accelerate
-    from safetensors.torch import save_file
-
-    def parts() -> Parts:
-        torch.manual_seed(0)
-        return Parts().eval()
-
-    def from_disk() -> Any:
-        with accelerate.init_empty_weights():
-            model = Parts()
-        names = {"first": "cpu", "norm": "cpu", "last": "disk", "scale": "cpu"}
-        return accelerate.load_checkpoint_and_dispatch(
-            model.eval(), folder / "parts", device_map=names, offload_folder=folder / "disk", offload_buffers=True
-        )
-
-    (folder / "parts").mkdir()
-    save_file(parts().state_dict(), folder / "parts" / "model.safetensors", metadata={"format": "pt"})
-    models = {
-        "in memory": parts,
-        "hooks": lambda: accelerate.dispatch_model(parts(), {"": "cpu"}, force_hooks=True),
-        "dispatched": from_disk,
-    }
-    x, results = torch.ones(2, 4), {}
-    for name, build in models.items():
-        model, outputs = build(), []
-        for convert in (None, from_accelerate, to_accelerate, from_accelerate, to_accelerate):
-            if convert is not None:
-                convert(model)
-            outputs.append(model(x))
-        accelerate.hooks.remove_hook_from_submodules(model)
-        on_meta = [name for name, value in model.named_parameters() if value.is_meta]
-        results[name] = {"outputs": outputs, "on meta": on_meta}
-    return results
+cases.add("peft_merge_files", peft_merge_files(None), (1,))
+cases.add("peft_merge_files_of_4_bits", peft_merge_files(FOUR), (1,))
 
 
 @cases((1,))

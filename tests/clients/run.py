@@ -45,8 +45,11 @@ FILES = (
     "sentence_cases.py",
     "diffusers_cases.py",
     "interface_cases.py",
+    "compressed_cases.py",
     "deepspeed_cases.py",
 )
+# In an environment of its own: it requires older versions of Transformers and compressed-tensors.
+LLMCOMPRESSOR = ("llmcompressor_cases.py", "compressed_cases.py")
 TOLERANCE = 1e-5  # reductions in another order
 RECORDED_TOLERANCE = 1e-3  # processors and versions of libraries round differently, and training amplifies it
 # A case whose steps seem to take this much longer while both libraries run is measured as steps.py does.
@@ -55,12 +58,14 @@ SESSION_SECONDS = 1800
 QUICK: dict[int, dict[str, str]] = {
     1: {
         "loading_cases.py": "auto_llama,disk_alternate_t5,eight_auto_llama,four_auto_gpt2,peft_merge_disk",
+        "trainer_cases.py": "trainer_cp",
+        "trl_cases.py": "sft_packed_cp,sft_qlora",
         "diffusers_cases.py": "*offload,diffusers_from_pretrained",
         "interface_cases.py": "*",
     },
     2: {
-        "trainer_cases.py": "plain,accumulation_tokens_across,resume_middle,seq2seq,fsdp2,evaluate_iterable",
-        "trl_cases.py": "sft_lora,dpo,grpo",
+        "trainer_cases.py": "plain,trainer_cp,accumulation_tokens_across,resume_middle,seq2seq,fsdp2,evaluate_iterable",
+        "trl_cases.py": "sft_lora,sft_packed_cp,sft_qlora,dpo,grpo",
         "sentence_cases.py": "sentences_resumed",
         "diffusers_cases.py": "diffusers_training_resumed",
         "interface_cases.py": "*",
@@ -69,6 +74,10 @@ QUICK: dict[int, dict[str, str]] = {
 }
 # The rows of the summary: names of cases, and what the row is called. A case belongs to the first row that fits.
 CLIENTS = (
+    ("trainer_tp", "Transformers' Trainer and TRL SFT with tp or cp, compared with one process"),
+    ("trainer_cp", "Transformers' Trainer and TRL SFT with tp or cp, compared with one process"),
+    ("sft*_cp", "Transformers' Trainer and TRL SFT with tp or cp, compared with one process"),
+    ("sft_qlora", "TRL SFT with QLoRA under FSDP 2, compared with one process"),
     ("trainer_cases.py", "Transformers' Trainer: training, evaluation, prediction, data loaders, resuming"),
     ("seq2seq*", "Transformers' Seq2SeqTrainer: training, generation"),
     ("fsdp1*", "Transformers' Trainer with FSDP 1, saved and resumed"),
@@ -88,7 +97,14 @@ CLIENTS = (
     ("diffusers_*", "diffusers: pipelines and models that are offloaded"),
     ("sentences*", "sentence-transformers: training, resumed"),
     ("loading_cases.py", "`from_pretrained` with device maps and disk, `generate`"),
-    ("client_imports", "names that the clients import"),
+    ("convert_*", "compressed-tensors: conversions from and to accelerate's offloading"),
+    ("load_offloaded_*", "compressed-tensors: models loaded offloaded, changed and saved"),
+    ("oneshot_*_offloaded", "llmcompressor's `oneshot`: loaded with `load_offloaded_model`"),
+    ("oneshot_plain_*", "llmcompressor's `oneshot`: models in memory"),
+    ("oneshot_cpu_*", "llmcompressor's `oneshot`: a device map on the CPU"),
+    ("oneshot_disk_*", "llmcompressor's `oneshot`: all layers on the disk"),
+    ("oneshot_*", "llmcompressor's `oneshot`: some layers on the disk"),
+    ("*_imports", "names that the clients import"),
     ("refusals_*", "exceptions on bad input"),
 )
 COLUMNS = (
@@ -133,8 +149,22 @@ DIFFERENCES = (
     Expected("diffusers_training_resumed", (1, 2), "resumed = uninterrupted; the reference's is not"),
     Expected("diffusers_sequential_cpu_offload", (1,), "equal to the model in memory; the reference fails"),
     Expected("diffusers_from_pretrained", (1,), "numbers equal; nothing is reserved for layers", ("disk map",)),
+    Expected("convert_dispatched_disk", (1,), "equal to the model in memory; the reference cannot load this"),
+    Expected("convert_cpu_offload*", (1,), "equal to the model in memory; the reference fails"),
+    Expected("convert_dispatched_mixed_inner", (1,), "numbers equal; the root is converted, too", ("hooks",)),
     Expected("resize_and_move", (1,), "exceptions of moving an offloaded model", ("to", "half")),
 )  # fmt: skip
+# Cases whose processes share each batch, or shard a model in 4 bits, which the reference does not do on CPUs: several
+# processes have to compute what one does. The values are the parts of the result that may differ.
+AS_ALONE: dict[str, tuple[str, ...]] = {
+    "trainer_tp": (),
+    "trainer_cp": (),
+    "sft_cp": (),
+    "sft_padding_free_cp": (),
+    "sft_packed_cp": (),
+    # TRL keeps adapters in bfloat16, in which one process computes the norm of the gradients; a state has other names.
+    "sft_qlora": ("grad_norm", "weights"),
+}
 # Bad input that the two treat differently. All other must raise what a handler for the reference's exception catches.
 REFUSALS = {
     "the reference accepts it": """
@@ -152,7 +182,7 @@ REFUSALS = {
     "checked when the script is launched": "precision",
 }
 # What cannot be done with either: each must fail with the same exception.
-FAILURES = ("peft_on_alternate_*", "peft_train_alternate_*")
+FAILURES = ("peft_on_alternate_*", "peft_train_alternate_*", "sft_packing_cp", "oneshot_*_awq_*")
 
 
 @dataclass
@@ -188,11 +218,12 @@ def main() -> int:
     )
     parser.add_argument("--numbers-only", action="store_true", help="do not measure steps")
     parser.add_argument("--steps-only", action="store_true", help="do not compare what the cases compute")
+    parser.add_argument("--llmcompressor", action="store_true", help="the cases of its environment, and their table")
     parser.add_argument("--record", action="store_true", help=f"write the reference's results to {RECORDED.name}")
     parser.add_argument("--summary", type=Path, help="a file for the table of compat.md, or a page that has it already")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    files = [file for file in FILES if fits(file, arguments.files)]
+    files = [file for file in (LLMCOMPRESSOR if arguments.llmcompressor else FILES) if fits(file, arguments.files)]
     if "deepspeed_cases.py" in files and importlib.util.find_spec("deepspeed") is None:
         print("DeepSpeed is not installed: its cases are skipped")
         files.remove("deepspeed_cases.py")
@@ -208,13 +239,13 @@ def main() -> int:
     if not arguments.steps_only:
         failed, total, suspects = compare(plans, arguments.reference, rows, arguments.record)
     slower = 0
-    if arguments.reference and not arguments.quick and not arguments.numbers_only:
+    if arguments.reference and not (arguments.quick or arguments.numbers_only or arguments.llmcompressor):
         slower = measure(plans, suspects, arguments.reference, rows)
     summary = summarise(rows)
     if arguments.reference:
         print("\n" + summary)
     if arguments.summary and arguments.reference:
-        write_table(arguments.summary, summary)
+        write_table(arguments.summary, summary, "--llmcompressor" if arguments.llmcompressor else "")
     if not arguments.steps_only:
         print(f"{total - failed} of {total} cases as they should be")
     if slower:
@@ -239,6 +270,7 @@ def compare(
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
     failed = total = 0
     suspects: dict[int, steps.Plan] = {}
+    alone: dict[str, Any] = {}
     print(f"{'processes':<10}{'case':<36}{'result':<66}{'step: accel':>12}{'reference':>11}", flush=True)
     for processes, plan in plans.items():
         pythons = [sys.executable, *([reference] if reference else [])]
@@ -254,6 +286,10 @@ def compare(
             tolerance = 0.0
             if not reference:
                 other, tolerance = recorded.get(f"{file} {processes}", {}).get(name), RECORDED_TOLERANCE
+            if processes == 1:
+                alone[name] = other or result
+            elif name in AS_ALONE:
+                other = alone.get(name)
             good, text = judge(name, processes, result, other, tolerance)
             rows[client_of(name, file), processes].count(good, text)
             times = [entry["step"] * 1000 for entry in (result, theirs.get(name, {})) if "step" in entry]
@@ -327,8 +363,11 @@ def client_of(name: str, file: str) -> str:
 
 def summarise(rows: dict[tuple[str, int], Row]) -> str:
     """The table of docs/guides/compat.md."""
-    libraries = ("transformers", "trl", "peft", "diffusers", "sentence-transformers", "deepspeed", "bitsandbytes")
-    order = [*(label for _, label in CLIENTS), *FILES]
+    libraries = (
+        *("transformers", "trl", "peft", "diffusers", "sentence-transformers", "deepspeed", "bitsandbytes"),
+        *("llmcompressor", "compressed-tensors"),
+    )
+    order = [*(label for _, label in CLIENTS), *FILES, *LLMCOMPRESSOR]
     lines = [
         f"Versions: torch {version('torch').partition('+')[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in libraries if importlib.util.find_spec(name.replace("-", "_")))
@@ -349,17 +388,19 @@ def summarise(rows: dict[tuple[str, int], Row]) -> str:
     return "\n".join(lines)
 
 
-def write_table(page: Path, table: str) -> None:
-    """Put the table between the two markers of a page; a file without markers becomes the table."""
-    start, end = "<!-- table of scripts/test-clients -->\n", "<!-- end of the table -->"
+def write_table(page: Path, table: str, option: str = "") -> None:
+    """Put the table between the markers of a page, those with the option; a file without markers becomes the table."""
+    command = " ".join(["scripts/test-clients", *filter(None, [option])])
+    start, end = f"<!-- table of {command} -->\n", "<!-- end of the table -->"
     before, found, rest = (page.read_text(encoding="utf-8") if page.exists() else "").partition(start)
     after = rest.partition(end)[2]
     page.write_text(f"{before}{start}\n{table}\n\n{end}{after}" if found and after else f"{table}\n", encoding="utf-8")
 
 
 VARIABLES = {
-    "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "wide")]),
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled",
 }  # fmt: skip
 
 
@@ -391,12 +432,25 @@ def run(python: str, plan: dict[str, str], processes: int) -> dict[str, Any]:
                 return results
             print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
             running = written["running"]
-            if running is None or running in FILES:
-                plan = {file: names for file, names in plan.items() if FILES.index(file) > FILES.index(running or file)}
+            if running is None or running in plan:
+                order = list(plan)
+                plan = {file: plan[file] for file in order[order.index(running or order[0]) + 1 :]}
                 running = f"({running or 'the start'})"
-            results[running] = {"error": f"exit code {done.returncode}", "file": next(iter(plan), FILES[0])}
+            results[running] = {"error": why_ended(done.returncode, done.stderr), "file": next(iter(plan), FILES[0])}
             if not plan:
                 return results
+
+
+def why_ended(code: int, errors: str) -> str:
+    """The exit code of a process of cases, or where its ranks stood when the time of a case was over."""
+    if "Timeout (" not in errors:
+        return f"exit code {code}"
+    stacks = []
+    for thread in re.split(r"hread 0x\w+", errors):
+        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', thread)
+        if any(Path(file).name == "harness.py" for file, _, _ in frames):
+            stacks.append(" < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames[:5]))
+    return f"hangs in {', and in '.join(stacks)}"
 
 
 def judge(
@@ -430,6 +484,8 @@ def judge(
     if "refusals" in ours["value"]:
         return judge_refusals(ours["value"]["refusals"], theirs["value"]["refusals"])
     ignore = expected.ignore if expected else ()
+    if processes > 1 and name in AS_ALONE:
+        ignore, tolerance = AS_ALONE[name], TOLERANCE
     if not tolerance and not differences(ours["value"], theirs["value"], 0.0, ignore):
         return True, expected.why if expected else "equal to the bit"
     tolerance = tolerance or TOLERANCE

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from harness import WORLD, Cases, clock_of_trainer, endless, files, history, weights
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
@@ -127,6 +128,24 @@ def trained(folder: Path, *args: Any, **options: Any) -> dict[str, Any]:
         "files": files(folder / "out") if (folder / "out").exists() else [],
         "tokens": trainer.state.num_input_tokens_seen,
     }
+
+
+def on_mesh(folder: Path, axis: str, predicts: bool = False) -> dict[str, Any]:
+    """Trained and evaluated by ranks that share each batch, or by one process; samples are padded."""
+
+    def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = pad(rows)
+        more = -batch["input_ids"].shape[1] % 4  # cp splits sequences into two pieces for each rank
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {name: torch.nn.functional.pad(value, (0, more), value=fill[name]) for name, value in batch.items()}
+
+    config = {"parallelism_config": ParallelismConfig(**{f"{axis}_size": WORLD})} if WORLD > 1 else {}
+    trainer = make(folder, Blocks(lengths=True), data_collator=padded, eval_strategy="epoch", **config)
+    output = trainer.train()
+    found = {"loss": output.training_loss, "log": history(trainer), "weights": weights(full_state(trainer))}
+    if predicts:
+        found["predictions"] = torch.tensor(trainer.predict(Blocks(11, start=3000)).predictions).double().abs().mean()
+    return found
 
 
 def add(name: str, *args: Any, worlds: tuple[int, ...] = (1, 2), **options: Any) -> None:
@@ -499,3 +518,7 @@ for _version in (1, 2):
 cases.add("fsdp1_shard_grad_op", _fsdp(1, reshard_after_forward="shard_grad_op"), (2,))
 cases.add("fsdp2_no_reshard", _fsdp(2, reshard_after_forward=False), (2,))
 cases.add("fsdp2_cpu_offload", _fsdp(2, cpu_offload=True), (2,))
+
+
+cases.add("trainer_tp", lambda folder: on_mesh(folder, "tp", predicts=True))
+cases.add("trainer_cp", lambda folder: on_mesh(folder, "cp"))

@@ -9,18 +9,31 @@ from typing import Any
 
 import datasets
 import torch
+from accelerate import ParallelismConfig
 from harness import RANK, WORLD, Cases, clock_of_trainer, endless, files, history, weights
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import (
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     PrinterCallback,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+    pack_dataset,
+)
 
 cases = Cases()
 ZEN = "".join(_zen.d.get(letter, letter) for letter in _zen.s)
@@ -39,8 +52,14 @@ def tokenizer() -> Any:
     return fast
 
 
-def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
-    """A model that was loaded from a folder: trainers load their reference model from the same one."""
+def model(kind: Any = LlamaForCausalLM, loading: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A model that was loaded from a folder: trainers load their reference model from the same one.
+
+    Args:
+        kind: its class.
+        loading: arguments of ``from_pretrained``.
+        options: of its configuration.
+    """
     torch.manual_seed(1)
     made = kind(
         LlamaConfig(
@@ -53,7 +72,7 @@ def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
     made.config.architectures = [kind.__name__]
     made.config.save_pretrained(folder)  # save_pretrained of the model writes on rank 0 only
     save_file(made.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    return kind.from_pretrained(folder)
+    return kind.from_pretrained(folder, **(loading or {}))
 
 
 TEXTS = [{"text": line} for line in LINES]
@@ -141,6 +160,44 @@ add(
     save_strategy="epoch",
     **FSDP,
 )
+
+
+# Ranks that share each batch: the numbers are those of one process.
+def shared(folder: Path, data: list[dict[str, Any]], axis: str = "", **options: Any) -> dict[str, Any]:
+    mesh = {"parallelism_config": ParallelismConfig(**{f"{axis}_size": WORLD})} if WORLD > 1 else {}
+    given = {"per_device_train_batch_size": 4, "pad_to_multiple_of": 4, **mesh, **options}
+    return trained(folder, SFTTrainer, SFTConfig, data, given)
+
+
+def documents() -> list[dict[str, Any]]:
+    """Lines of text that TRL has packed into sequences of 64 tokens."""
+    letters = tokenizer()
+    rows = [letters(f"{line}</s>").input_ids for line in LINES]
+    packed = pack_dataset(datasets.Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in rows]), 64, "bfd")
+    return packed.to_list()
+
+
+def qlora(folder: Path) -> dict[str, Any]:
+    """Adapters on a model in 4 bits, which two ranks shard. TRL keeps the adapters in bfloat16."""
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    options = {"save_strategy": "epoch", "save_only_model": True, **(FSDP if WORLD > 1 else {})}
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    base = model(loading={"quantization_config": quantized})
+    found = trained(folder, SFTTrainer, SFTConfig, TEXTS, options, model=base, peft_config=lora)
+    if WORLD > 1 and not any(isinstance(item, DTensor) and item.dtype == torch.uint8 for item in base.parameters()):
+        raise RuntimeError("the weights in 4 bits are not sharded")
+    saved = sorted((folder / "out").glob("checkpoint-*/adapter_model.safetensors"))
+    adapters = load_file(saved[-1]) if RANK == 0 and saved else {}
+    found["adapters"] = {name: list(value.shape) for name, value in adapters.items()}
+    return found
+
+
+# Not `packing=True`: TRL refuses it with cp, whatever computes attention.
+cases.add("sft_cp", lambda folder: shared(folder, TEXTS, "cp"))
+cases.add("sft_padding_free_cp", lambda folder: shared(folder, TEXTS, "cp", padding_free=True, max_length=None))
+cases.add("sft_packed_cp", lambda folder: shared(folder, documents(), "cp", padding_free=True, max_length=None))
+cases.add("sft_packing_cp", lambda folder: shared(folder, TEXTS, "cp", packing=True, max_length=64), worlds=(2,))
+cases.add("sft_qlora", qlora)
 add("dpo", DPOTrainer, DPOConfig, PAIRS)
 add("dpo_accumulation", DPOTrainer, DPOConfig, PAIRS, gradient_accumulation_steps=2)
 # On two processes TRL waits for ever here, with the reference, too.

@@ -24,6 +24,7 @@ PACKAGES = (
     "accel-data",
     "accel-fp8",
     "accel-launch",
+    "accel-monitor",
     "accel-state",
     "accel-track",
 )

@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network namespaces with a cable (veth) between them, each with a name of its own."""
+"""Hosts on one machine: network namespaces with a name of their own, two with a cable (veth) between them, more with a
+switch (a bridge in another namespace).
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ def missing() -> str:
 
 
 class Hosts:
-    """The hosts host0 and host1, at 10.77.0.1 and 10.77.0.2; a context."""
+    """The hosts host0, host1 and so on, at 10.77.0.1, 10.77.0.2, ...; a context."""
 
-    addresses = ("10.77.0.1", "10.77.0.2")
-
-    def __init__(self) -> None:
-        self.names = tuple(f"accel-{os.getpid()}-{index}" for index in (0, 1))
-        self.cables = tuple(f"ac{os.getpid() % 10**6}v{index}" for index in (0, 1))
+    def __init__(self, count: int = 2) -> None:
+        self.addresses = tuple(f"10.77.0.{index + 1}" for index in range(count))
+        self.names = tuple(f"accel-{os.getpid()}-{index}" for index in range(count))
+        self.cables = tuple(f"ac{os.getpid() % 10**6}v{index}" for index in range(count))
+        self._switch = "" if count == 2 else f"accel-{os.getpid()}-switch"
 
     def __enter__(self) -> Hosts:
         try:
@@ -43,9 +45,12 @@ class Hosts:
         return self
 
     def _make(self) -> None:
-        for name in self.names:
+        for name in filter(None, (*self.names, self._switch)):
             _ip("netns", "add", name)
-        _ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
+        if self._switch:
+            self._make_switch()
+        else:
+            _ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
         known = "".join(f"{address} host{index}\n" for index, address in enumerate(self.addresses))
         for name, cable, address in zip(self.names, self.cables, self.addresses, strict=True):
             _ip("link", "set", cable, "netns", name)
@@ -58,14 +63,23 @@ class Hosts:
             # No name server can be reached from here, and each question to one would cost seconds.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
 
+    def _make_switch(self) -> None:
+        inside = ("-n", self._switch)
+        _ip(*inside, "link", "add", "switch", "type", "bridge")
+        _ip(*inside, "link", "set", "switch", "up")
+        for index, cable in enumerate(self.cables):
+            plug = f"plug{index}"
+            _ip("link", "add", cable, "type", "veth", "peer", "name", plug, "netns", self._switch)
+            _ip(*inside, "link", "set", plug, "master", "switch", "up")
+
     def __exit__(self, *_: object) -> None:
-        for name in self.names:
+        for name in filter(None, (*self.names, self._switch)):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
-    def set_cable(self, plugged: bool) -> None:
-        """Cut the cable at host1, or mend it."""
-        _ip("-n", self.names[1], "link", "set", self.cables[1], "up" if plugged else "down")
+    def set_cable(self, plugged: bool, host: int = 1) -> None:
+        """Cut the cable at a host, or mend it."""
+        _ip("-n", self.names[host], "link", "set", self.cables[host], "up" if plugged else "down")
 
     def command(self, host: int, words: list[str]) -> list[str]:
         """A command as it is run on one of the hosts."""

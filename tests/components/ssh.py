@@ -25,6 +25,7 @@ UsePAM no
 PasswordAuthentication no
 PermitRootLogin yes
 AcceptEnv *
+Subsystem sftp internal-sftp
 """
 CLIENT = """\
 Host *
@@ -54,7 +55,7 @@ class SshServer:
 
     def __enter__(self) -> SshServer:
         self._ports = contextlib.ExitStack()
-        port = self._ports.enter_context(reserved_port())
+        self.port = port = self._ports.enter_context(reserved_port())
         for name in ("host_key", "key"):
             command = [str(find("ssh-keygen")), "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

@@ -1,6 +1,15 @@
-"""Tests that do not run with the simulated GPU, or end with a refusal there, and why."""
+"""Tests that do not run with a device in the place of the CPU, or end with a refusal there, and why."""
 
 from __future__ import annotations
+
+import os
+
+_CPU_BITS = "compares bits with what the CPU computes, which adds in another order"
+
+_BELOW_ROUNDING = "finds by a difference that is smaller than what the comparison with a CPU allows"
+_NCCL = "communicates tensors of the CPU itself, which NCCL does not send"
+_TORCHAO = "on a GPU, torchao is chosen if it is installed"
+_SIMULATED = os.environ.get("ACCEL_TEST_DEVICE") == "simgpu"
 
 _NO_ACCELERATOR = "states what holds on a machine without accelerators"
 _PLAN = "accel plan computes without memory, on the CPU of any machine"
@@ -8,7 +17,6 @@ _COMPILER = "torch compiles no code for the simulated GPU"
 
 # Part of a test's id -> why it is skipped.
 SKIPPED: dict[str, str] = {
-    "test_accelerator.py::test_a_rank_that_waits_for_another": "the simulated GPU computes at once, in the host's time",
     "test_reading_paths.py": "counts the calls of a run on the CPU",
     "test_readmes.py::test_the_examples_print_what_the_readme_says[accel-quant": "the outputs are those of a CPU",
     "test_accelerators.py::test_the_next_weights_arrive_while": "times copies and products of a real device",
@@ -38,17 +46,42 @@ SKIPPED: dict[str, str] = {
         ),
         "compares to the last bit with a map that computes on the CPU, where bitsandbytes has other kernels",
     ),
+    "test_attach.py::test_a_forked_process_leaves": "torch runs no backward pass in a fork of a process with a device",
+    "test_refused_combinations.py": "refuses what only the CPU, and what DeepSpeed on the CPU, cannot compute",
+}
+_SKIPPED_IF_SIMULATED: dict[str, str] = {
+    "test_accelerator.py::test_a_rank_that_waits_for_another": "the simulated GPU computes at once, in the host's time",
     "compiled": _COMPILER,
     "accel-fp8/tests/test_compile.py": _COMPILER,
-    "test_attach.py::test_a_forked_process_leaves": "torch runs no backward pass in a fork of a process with a device",
     "test_saving.py::test_wrapping_and_compiling": _COMPILER,
-    "test_refused_combinations.py": "refuses what only the CPU, and what DeepSpeed on the CPU, cannot compute",
     "test_training.py::test_a_model_in_half_precision_can_be_exported": _COMPILER,
+}
+_SKIPPED_ON_A_GPU: dict[str, str] = {
+    "test_training.py::test_clipping_in_one_process_equals_plain_pytorch": _CPU_BITS,
+    "accel-quant/tests/test_loading.py::test_an_offloaded_model_is_saved_whole": _CPU_BITS,
+    "test_training.py::test_a_model_in_half_precision_can_be_exported": "gives torch.export inputs on the CPU",
+    "accel/tests/test_fp8.py::test_a_model_trains_in_8_bits[None-native": _TORCHAO,
+    "accel/tests/test_fp8.py::test_prepared_twice_copied_and_unwrapped": _TORCHAO,
+    "accel/tests/test_fp8.py::test_evaluation_and_autocast": _TORCHAO,
+    "test_training.py::test_communication_hooks_compress_and_still_train[bf16-no": _BELOW_ROUNDING,
+    "test_training.py::test_communication_hooks_compress_and_still_train[no-bf16": _BELOW_ROUNDING,
+    "test_mesh_tp_sequence.py::test_dropout_between_layers": "one process draws on the CPU, whose generator is another",
+    "test_training.py::test_a_model_that_outlives_its_process_group": _NCCL,
+    "test_mesh_context.py::test_attention_over_shared_sequences": _NCCL,
+    "test_mesh_context.py::test_what_would_be_computed_wrongly": _NCCL,
+    "test_mesh_loss.py::test_losses_on_shards": _NCCL,
+    "test_sharded_loading.py::test_every_rank_gets_its_shards": _NCCL,
+    "test_sharded_specs.py::test_bytes_read_are_those_needed": _NCCL,
+    "test_sharded_specs.py::test_metadata_is_that_of_torch": _NCCL,
+    "accel-checkpoint/tests/test_api.py::test_sharded_tensors_are_refused": _NCCL,
+    "accel-fp8/tests/test_distributed.py::test_two_ranks_train_as_one_process_does": _NCCL,
 }
 
 # Part of a test's id -> words of the error that it must end with.
 REFUSED: dict[str, str] = {
     "test_debug.py::test_mismatches_raise_on_every_rank": "got tensors on cpu, but this process communicates through",
+}
+_REFUSED_IF_SIMULATED: dict[str, str] = {
     "test_training.py::test_communication_hooks_compress_and_still_train[bf16-no": "BF16 all reduce communication hook",
     "test_training.py::test_communication_hooks_compress_and_still_train[no-bf16": "BF16 all reduce communication hook",
     **dict.fromkeys(
@@ -67,10 +100,12 @@ REFUSED: dict[str, str] = {
 
 
 def reason_to_skip(nodeid: str) -> str | None:
-    """Why a test does not run with the simulated GPU; None if it does."""
-    return next((reason for part, reason in SKIPPED.items() if part in nodeid), None)
+    """Why a test does not run with the device; None if it does."""
+    skipped = SKIPPED | (_SKIPPED_IF_SIMULATED if _SIMULATED else _SKIPPED_ON_A_GPU)
+    return next((reason for part, reason in skipped.items() if part in nodeid), None)
 
 
 def refusal(nodeid: str) -> str | None:
-    """Words of the error that a test must end with on the simulated GPU; None if it must pass."""
-    return next((words for part, words in REFUSED.items() if part in nodeid), None)
+    """Words of the error that a test must end with on the device; None if it must pass."""
+    refused = REFUSED | (_REFUSED_IF_SIMULATED if _SIMULATED else {})
+    return next((words for part, words in refused.items() if part in nodeid), None)

@@ -20,6 +20,17 @@ if NAME == "simgpu":
     os.environ.setdefault("SIMGPU_DEVICES", "4")  # for tests with four ranks
     import torch_simgpu
 
+if NAME == "cuda":
+    from accel_state import testing
+
+    _preload = testing.preload
+
+    def preload_without_transformers(*modules: str) -> None:
+        """Transformers imports torchao if it is installed, which starts CUDA: forked ranks could not use it then."""
+        _preload(*(name for name in modules if not name.startswith(("transformers", "preloaded_deepspeed"))))
+
+    testing.preload = preload_without_transformers
+
 _reports = Path(tempfile.mkdtemp(prefix="simgpu-")) / "races"
 
 

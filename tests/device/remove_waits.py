@@ -76,6 +76,7 @@ TESTS = {
     "accel/fault_tolerance/": [
         "packages/accel/tests/test_fault_tolerance.py::test_gradients_have_the_same_bits_on_any_number_of_replicas"
     ],
+    "accel/fsdp/activation_offload.py": ["tests/device/test_activation_offload.py"],
     "accel/fsdp/": [f"{COPIES}::test_a_gathered_tensor_where_files_without_names_cannot_be_opened"],
     "accel/functions/fsdp2.py": _copied("weights_of_a_model_in_host_memory"),
     "accel/parallel/documents.py": [f"{COPIES}::test_documents_are_split_by_their_lengths"],
@@ -104,7 +105,9 @@ TESTS = {
         f"{API}::test_a_save_in_the_background_has_the_values_of_its_call",
         f"{API}::test_the_error_of_a_save_in_the_background_is_raised",
     ],
-    "accel_checkpoint/manifest.py": [f"{BACKGROUND}::test_workers_raise_the_first_error_and_do_without_threads"],
+    "accel_checkpoint/manifest.py": [
+        "packages/accel-checkpoint/tests/test_manifest.py::test_no_job_is_started_after_an_error"
+    ],
     "accel_checkpoint/writer.py": [f"{API}::test_a_save_in_the_background_has_the_values_of_its_call"],
     "accel_checkpoint/staging.py": [
         f"{ACCEL}::{name}" for name in ("test_a_state_saved_in_the_background_is_copied_to_the_host", "test_load_state")
@@ -114,6 +117,9 @@ TESTS = {
         "packages/accel-launch/tests/test_elastic.py::test_the_last_line_of_output_is_not_lost"
     ],
     "accel_launch/doctor/": [f"{ACCEL}::test_commands_that_describe_the_machine[doctor]"],
+    "accel_monitor/device_times.py": [
+        "tests/device/test_monitor.py::test_a_devices_events_divide_the_steps_and_nothing_waits"
+    ],
     "accel_monitor/": [f"{STREAMING}::test_losses_that_the_monitor_looks_at_are_those_of_their_step"],
     "accel_quant/loading.py": [f"{COPIES}::test_a_weight_that_is_quantized_on_the_device_is_complete_on_the_disk"],
     "accel_quant/": [f"{COPIES}::test_a_weight_is_quantized_on_the_cpu_when_it_has_arrived_there"],

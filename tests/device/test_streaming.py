@@ -16,9 +16,8 @@ from accel.fault_tolerance.run_state import capture
 from accel_bigmodel import cpu_offload, disk_offload
 from accel_bigmodel.offload import staging
 from accel_monitor.bad_steps import BadSteps
-from accel_monitor.monitor import value_of
-from accel_monitor.recorder import Recorder
-from accel_monitor.reporter import _value
+from accel_monitor.recorder import LOSS, NORM, Recorder
+from accel_monitor.values import DeviceValues, number
 from accel_state.context import isolated
 from accel_track.snapshot import Snapshot
 
@@ -173,7 +172,7 @@ def test_a_state_for_another_replica_is_that_of_the_loops_stream() -> None:
 
 
 def test_losses_that_the_monitor_looks_at_are_those_of_their_step() -> None:
-    recorder = Recorder()
+    recorder, values = Recorder(), DeviceValues(DEVICE)
     bad = BadSteps(recorder)
     side = torch.Stream(DEVICE)
     side.wait_stream(torch.simgpu.current_stream())
@@ -182,12 +181,14 @@ def test_losses_that_the_monitor_looks_at_are_those_of_their_step() -> None:
         for step in range(1, 30):
             loss.fill_(float("inf") if step == 12 else step)
             norm.fill_(100.0 if step == 20 else 1.0)
-            recorder.loss, recorder.norm = value_of(loss), value_of(norm)
+            recorder.note(LOSS, values.take(loss))
+            recorder.note(NORM, values.take(norm))
             recorder.step_done()
             loss.fill_(float("nan"))  # as the next replay of a graph does
             norm.fill_(float("nan"))
+        values.settle(5.0)
         with ThreadPoolExecutor(1) as monitor:  # its current stream is not that of the loop
-            assert monitor.submit(_value, recorder.loss).result() == 29
             found = monitor.submit(bad.check).result()
+            assert monitor.submit(number, recorder.loss).result() == 29
     assert [(event["step"], event["what"]) for event in found] == [(12, "loss"), (20, "norm")]
     assert torch.simgpu.races() == []

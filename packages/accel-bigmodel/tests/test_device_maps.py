@@ -289,6 +289,23 @@ def test_a_map_that_is_not_cleaned_names_the_members_of_the_model() -> None:
     assert infer_auto_device_map(nn.ReLU(), limits, clean_result=False) == {"": "cpu"}
 
 
+def test_parts_of_one_device_are_named_together() -> None:
+    def cleaned(device_map: dict, top: str = "") -> dict:
+        return clean_device_map(dict(device_map), top)
+
+    # The only entry of a module may leave out its other parts.
+    assert cleaned({"a.b": 0, "c": 1}) == cleaned({"a.b": 0, "c": 1}, "a") == {"a.b": 0, "c": 1}
+    split = {"a.b.x": 0, "a.b.y": 0, "a.c": 1, "d.x": 2, "d.y": 2}
+    assert cleaned(split) == {"a.b": 0, "a.c": 1, "d": 2}
+    assert cleaned(split, "a") == {"a.b": 0, "a.c": 1, "d.x": 2, "d.y": 2}
+    assert cleaned({"ab.c.x": 0, "ab.c.y": 0, "ab.d": 1, "a": 1}, "ab") == {"ab.c": 0, "ab.d": 1, "a": 1}
+    assert cleaned({"ab.c.x": 0, "ab.c.y": 0}, "ab.c") == {"ab.c": 0}
+    # A module's own entry is for its other parts.
+    for top in ("", "a"):
+        assert cleaned({"a": 0, "a.b": 1, "a.c": 1}, top) == {"a": 0, "a.b": 1, "a.c": 1}
+    assert cleaned({"a": 0, "a.b": 0, "c": 1}) == {"a": 0, "c": 1}
+
+
 def test_verbose_tells_each_decision(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(Small(), {0: 140, 1: 200}, verbose=True)
     told = capsys.readouterr().out
@@ -338,8 +355,9 @@ def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
     model = Small()
     with pytest.raises(ConfigurationError, match="batchnorm.weight.*linear2.bias"):
         check_device_map(model, {"linear1": "cpu", "batchnorm.bias": "cpu", "batchnorm.running_mean": "cpu"})
-    with pytest.warns(UserWarning, match="names linear3"):
+    with pytest.warns(UserWarning, match="names linear3") as told:
         check_device_map(model, {"": "cpu", "linear3": "disk"})
+    assert told[0].filename == __file__
     check_device_map(model, {"": 0})
     with pytest.raises(ConfigurationError, match="'gpu' is not a device"):
         dispatch_model(model, {"": "gpu"})
@@ -347,9 +365,15 @@ def test_a_map_that_does_not_fit_the_model_is_refused() -> None:
         dispatch_model(model, {"linear1": 0, "batchnorm": 0, "linear2": "cpu"})
     with pytest.warns(UserWarning, match="names lm_head"):
         dispatch_model(model, {"": "cpu", "lm_head": "disk"})
-    check_device_map(
-        model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), "linear2.weight": "disk", "linear2.bias": "cpu"}
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_tensor = {"linear2.weight": "disk", "linear2.bias": "cpu", "batchnorm.running_mean": "cpu"}
+        check_device_map(model, {"linear1": "cpu", "batchnorm": torch.device("cpu"), **by_tensor})
+        model.again = model.linear1
+        model.batchnorm2 = nn.BatchNorm1d(4)
+        model.batchnorm2.weight, model.batchnorm2.running_mean = model.batchnorm.weight, model.batchnorm.running_mean
+        shared = dict.fromkeys(("again", "batchnorm2.weight", "batchnorm2.running_mean"), "cpu")
+        check_device_map(model, {"": "cpu", **shared})
 
 
 def test_buffers_that_do_not_fit_beside_offloaded_layers_are_warned_of() -> None:
@@ -357,10 +381,32 @@ def test_buffers_that_do_not_fit_beside_offloaded_layers_are_warned_of() -> None
     with pytest.warns(UserWarning, match="0.*offload_buffers=True"):
         device_map = infer_auto_device_map(model, {0: 100, "cpu": "1MB"})
     assert device_map == {"": "cpu"}
+    # 88 bytes of buffers fit alone, and not next to the layer of 80 that visits the device.
+    small = nn.Sequential(nn.BatchNorm1d(10, affine=False), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"take 88 bytes on device 0.*\(80 bytes of 100 bytes\)"):
+        infer_auto_device_map(small, {0: 100, "cpu": "1MB"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         infer_auto_device_map(model, {0: 100, "cpu": "1MB"}, offload_buffers=True)
         infer_auto_device_map(model, {0: "1MB", "cpu": "1MB"})
+
+
+@pytest.mark.parametrize(("shared", "fits"), [("weight", 16), ("table", 13)])
+def test_a_layer_that_shares_a_tensor_visits_with_it(shared: str, fits: int) -> None:
+    block = Whole([24 if shared == "weight" else 3] * 3, 0)
+    first, second, last = block.layers
+    if shared == "table":
+        for layer in (first, second):
+            layer.register_buffer("table", torch.empty(24, device="meta"))
+        last.register_buffer("table", first.table)
+    else:
+        last.weight = first.weight
+    last.bias = nn.Parameter(torch.empty(10, device="meta"))
+    # The last layer needs 136 or 148 bytes, the others 96 or 108; the block does not fit.
+    for size, place in ((fits, 0), (fits + 1, "cpu")):
+        model = nn.ModuleList([Leaf(size), block])
+        found = infer_auto_device_map(model, {0: 200, "cpu": 10**6}, ["Whole"], offload_buffers=True)
+        assert location_of("0.weight", found) == place and location_of("1.layers.2.weight", found) == "cpu"
 
 
 @pytest.mark.parametrize("name", ["float16", "torch.float16", torch.float16])
@@ -375,12 +421,22 @@ def test_dtypes_have_names(name) -> None:
     assert get_balanced_memory(model, {0: 10**6, 1: 10**6}, dtype=name, special_dtypes=every)[0] < 10**6
 
 
+DESCRIBED = """\
+linear1         0            64 bytes
+batchnorm       0            72 bytes
+linear2.weight  disk         80 bytes
+linear2.bias    cpu          20 bytes
+sum             0: 136 bytes, disk: 80 bytes, cpu: 20 bytes"""
+
+
 def test_the_map_can_be_read() -> None:
-    text = describe_device_map(Small(), {"linear1": 0, "batchnorm": 0, "linear2": "disk"})
-    assert text.splitlines()[0].split() == ["linear1", "0", "64", "bytes"]
-    assert "0: 136 bytes, disk: 100 bytes" in text
+    model, device_map = Small(), {"linear1": 0, "batchnorm": 0, "linear2.weight": "disk", "linear2.bias": "cpu"}
+    assert describe_device_map(model, device_map) == DESCRIBED
+    assert describe_device_map(model, {"": "cpu"}) == "(model)  cpu         236 bytes\nsum      cpu: 236 bytes"
     with pytest.raises(ConfigurationError, match="has no device map"):
-        describe_device_map(Small())
+        describe_device_map(model)
+    model.hf_device_map = device_map
+    assert describe_device_map(model) == DESCRIBED
 
 
 def test_ties_across_devices_are_warned_of() -> None:
@@ -411,6 +467,7 @@ def test_layers_and_fallback() -> None:
 
 def test_a_map_with_an_index_that_this_machine_lacks() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigurationError, match="cpu:3"):
-        dispatch_model(model, {"": "cpu:3"})
+    for index in (1, 3):
+        with pytest.raises(ConfigurationError, match=f"'cpu:{index}', and this machine has 1 of cpu"):
+            dispatch_model(model, {"": f"cpu:{index}"})
     assert dispatch_model(model, {"": "cpu:0"}) is model

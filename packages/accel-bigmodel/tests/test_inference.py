@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
+from accel_bigmodel import inference
 from accel_bigmodel.inference import build_pipeline, find_pippy_batch_size, pippy_forward, prepare_pippy
+from accel_bigmodel.pipeline.broadcast import receive_object, send_object, wait_for
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 from accel_state.testing import run_world
@@ -260,6 +265,57 @@ def test_in_a_single_process_it_is_the_model_itself() -> None:
     assert model.hf_split_points == []
     assert not model(x).requires_grad
     PartialState._reset_state()
+
+
+class Reading(nn.Module):
+    """Reads `x` in its first layer, and in its last lines too if sequences are long; `scale` in its last line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        out = self.second(self.first(x)) * scale
+        return out + x if x.shape[1] > 2 else out
+
+
+def run_unread():
+    torch.manual_seed(0)
+    whole = Reading().requires_grad_(False)
+    x, scale = torch.randn(4, 2, 4), torch.randn(4, 1, 1)
+    expected = whole(x, scale)
+    model = prepare_pippy(
+        copy.deepcopy(whole), ["second"], example_args=(x[:2].clone(), scale[:2].clone()), gather_output=True
+    )
+    with mock.patch.object(inference, "start_broadcast", wraps=inference.start_broadcast) as sent:
+        found = model(x, scale)
+    torch.testing.assert_close(found, expected)
+    if PartialState().process_index == 0:  # the scale alone has values that the second rank reads
+        assert [[tuple(item.shape) for item in call.args[0]] for call in sent.call_args_list] == [[(4, 1, 1)]]
+    torch.testing.assert_close(model(scale=scale, x=x), expected)  # not as in the example: all is sent
+    long = torch.randn(4, 3, 4)  # another path of the model, which reads what the example left alone
+    torch.testing.assert_close(model(long, scale), whole(long, scale))
+    odd = torch.randn(3, 2, 4)
+    torch.testing.assert_close(model(odd, scale[:3]), whole(odd, scale[:3]))
+
+
+def test_what_the_first_stage_alone_reads_is_not_sent() -> None:
+    run_world(run_unread, 2)
+
+
+def exchange_objects() -> None:
+    device = PartialState().device
+    # Pickled, these are shorter than the first message, fill it to the byte, and are longer.
+    for size in (0, 2000, *range(2005, 2020), 5000):
+        item = {"text": "x" * size}
+        if PartialState().process_index == 0:
+            wait_for(send_object(item, device))
+        else:
+            assert receive_object(device) == item
+
+
+def test_objects_of_every_length_arrive() -> None:
+    run_world(exchange_objects, 2)
 
 
 def test_the_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:

@@ -101,6 +101,7 @@ VALID: dict[str, bytes] = {
     "one": file_of({"a": F32}, bytes(range(8))),
     "order of data": file_of({"b": {**F32, "data_offsets": [8, 16]}, "a": F32}, bytes(range(16))),
     "metadata": file_of({"__metadata__": {"format": "pt"}, "a": F32}, bytes(8)),
+    "values without names": file_of({"a": ["F32", [2], [0, 8]]}, bytes(range(8))),
     "no elements": file_of({"a": {"dtype": "F64", "shape": [0, 3], "data_offsets": [0, 0]}}, b""),
     "scalar": file_of({"a": {"dtype": "I16", "shape": [], "data_offsets": [0, 2]}}, b"ab"),
     "further keys": file_of({"a": {**F32, "more": {"x": [1, None, 1.5]}}}, bytes(8)),

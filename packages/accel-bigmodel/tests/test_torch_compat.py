@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -19,10 +23,29 @@ def test_tables_of_a_module() -> None:
     assert module[0].weight is replacement
 
 
+def test_the_meta_device_leaves_no_half_imported_compiler() -> None:
+    code = "from accel_bigmodel._torch_compat import on_meta\nwith on_meta(): import torch._dynamo"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with compat.on_meta():
+        assert torch.ones(1).device.type == "meta"
+
+
 def test_fake_tensors_and_storages() -> None:
     with compat.FakeTensorMode():
         tensor = torch.ones(2, 3)
     assert compat.storage_key(tensor) == compat.storage_key(tensor[0]) != compat.storage_key(torch.ones(1))
+
+
+def test_what_changes_a_tensor_in_place_is_noticed() -> None:
+    changes = [lambda one: one.add_(1), lambda one: one.t_(), lambda one: one.unsqueeze_(0)]
+    changes += [lambda one: one.mul_(torch.ones(2, requires_grad=True)), lambda one: one.requires_grad_()]
+    for mode in (compat.FakeTensorMode(), nullcontext()):
+        with mode:
+            for change in changes:
+                tensor = torch.empty(2, 2)
+                assert compat.is_untouched(tensor) and (tensor + 1).shape == (2, 2) and compat.is_untouched(tensor)
+                change(tensor)
+                assert not compat.is_untouched(tensor)
 
 
 def test_conversions_pass_through_one_method() -> None:

@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 import sys
+import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load, save, verify
+from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load, rng_state, save, verify
+from accel_checkpoint.writer import without_sums
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -85,6 +88,25 @@ def test_weights_are_read_by_the_library(tmp_path: Path) -> None:
     assert set(stored) == {"first.weight", "first.bias", "second.bias", "count"}
     assert torch.equal(stored["first.weight"], state["model"].first.weight)
     assert not list((tmp_path / "one").glob("random_states*"))
+
+
+@pytest.mark.parametrize("form", ["tensors", "numbers"])
+def test_generators_of_earlier_states_are_restored_too(tmp_path: Path, form: str) -> None:
+    random.seed(3), np.random.seed(4), torch.manual_seed(5)
+    save({"x": 1}, tmp_path / "one")
+    [path] = (tmp_path / "one").glob("random_states_0.pkl")
+    state = torch.load(path, weights_only=True)
+    assert state["random_state"][1].dtype == state["numpy_random_seed"][1].dtype == torch.int64
+    if form == "numbers":
+        state["random_state"] = random.getstate()
+        state["numpy_random_seed"] = (
+            *np.random.get_state()[:1],
+            np.random.get_state()[1].tolist(),
+            *np.random.get_state()[2:],
+        )
+    expected = random.gauss(0, 1), np.random.rand(), torch.rand(()).item()
+    rng_state.restore_rng(state, PartialState(cpu=True).device_backend, path)
+    assert (random.gauss(0, 1), np.random.rand(), torch.rand(()).item()) == expected
 
 
 def test_old_checkpoints_are_deleted_and_others_are_kept(tmp_path: Path) -> None:
@@ -297,3 +319,74 @@ def test_torch_compat() -> None:
     assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 7)
     placements = torch.distributed.tensor.Shard(0), torch.distributed.tensor.Replicate()
     assert _torch_compat.local_shape_and_offset((5, 4), (2, 2), (1, 0), placements) == ((2, 4), (3, 0))
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_files_have_digests_instead_of_sums(tmp_path: Path, option: bool) -> None:
+    """torch reads them; and what the script saves itself has the sums that it asks for."""
+    state = parts()
+    torch.serialization.set_crc32_options(option)
+    try:
+        save(state, tmp_path / "state")
+        assert torch.serialization.get_crc32_options() is option
+    finally:
+        torch.serialization.set_crc32_options(True)
+    file = tmp_path / "state" / "optimizer.bin"
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is not None
+    assert torch.load(file, weights_only=True)["param_groups"] == state["optimizer"].state_dict()["param_groups"]
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+        load(tmp_path / "state", parts(1))
+
+
+def test_blocks_without_sums_may_overlap() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(without_sums())
+    second.enter_context(without_sums())
+    first.close()
+    second.close()
+    assert torch.serialization.get_crc32_options() is True
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "Rprop", "Adafactor")},
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "LBFGS": {"max_iter": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_of_torch_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of matrices and vectors, with a parameter that has had no gradient."""
+    # Versions of torch differ in the module that some classes name; in this one the contents are checked.
+    monkeypatch.setattr(getattr(torch.optim, name), "__module__", f"torch.optim.{name.lower()}")
+
+    def built() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
+        return {"model": model, "optimizer": getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])}
+
+    def step(state: dict[str, Any]) -> None:
+        def closure() -> torch.Tensor:
+            state["optimizer"].zero_grad()
+            loss = state["model"]["used"](torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        state["optimizer"].step(closure)
+
+    first, second = built(), built()
+    step(first)
+    save(first, tmp_path / "state")
+    load(tmp_path / "state", second)
+    for state in (first, second):
+        step(state)
+    for name, value in weights(first).items():
+        torch.testing.assert_close(second["model"].state_dict()[name], value, rtol=0, atol=0)

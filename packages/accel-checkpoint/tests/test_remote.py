@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
+from components import ssh
 from fsspec.implementations.memory import MemoryFileSystem
-from s3_server import SECRET, client, keys, s3_server, uploads
+from s3_server import KINDS, SECRET, client, keys, s3_server, uploads
 from torch import nn
 
 from accel_checkpoint import AsyncSaver, CheckpointError, list_checkpoints, load, newest_complete, save, verify
 from accel_checkpoint.commands.checkpoint import run
-from accel_checkpoint.manifest import FileRecord, record_file
+from accel_checkpoint.manifest import record_file
 from accel_checkpoint.remote import directory as remote_directory
-from accel_checkpoint.remote.directory import RemoteDirectory
 from accel_checkpoint.remote.reading import RemoteFiles
 from accel_checkpoint.sharded import reader
 from accel_checkpoint.sharded.writer import TensorWriter
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
 from accel_state.storage import store as storage
+from accel_state.storage.s3_transfer import _S3, transfer
 from accel_state.storage.store import MarkerTakenError, Store, StoreError, is_gone, owner
 from accel_state.storage.url import RemotePath
 
@@ -176,17 +178,6 @@ def test_a_store_that_lists_late(faulty: type[Faulty]) -> None:
     assert load("faulty://bucket/a")["step"] == 1
 
 
-def test_a_store_that_lists_the_table_of_a_rank_late(faulty: type[Faulty]) -> None:
-    """Without the table, the files of the rank would be taken for what killed processes have left."""
-    directory = RemoteDirectory(RemotePath("faulty://bucket/a"), "data-1-x")
-    store, table = Store(directory.target), {"r1": asdict(FileRecord(1, ("d",)))}
-    store.write("data-1-x/.records_1.json", json.dumps(table).encode())
-    faulty.late = 2
-    assert directory.records_of_others([1]) == {"r1": FileRecord(1, ("d",))} and not faulty.late
-    with pytest.raises(CheckpointError, match=r"records_2"):
-        directory.records_of_others([1, 2])
-
-
 def test_a_save_that_ends_while_another_process_cleans(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     save(state(), "faulty://bucket/a")
     store = Store(RemotePath("faulty://bucket/a"))
@@ -233,16 +224,16 @@ def test_files_of_shards_are_held_one_group_at_a_time(
 
 def test_two_runs_that_save_to_one_place(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     save(state(), "faulty://bucket/a")
-    real = remote_directory.RemoteDirectory._require_sent
+    real = remote_directory.RemoteSave.require
     inner = []
 
-    def other_run_first(self: Any, manifest: Any) -> None:
+    def other_run_first(self: Any, *arguments: Any) -> None:
         if not inner:
             inner.append(1)
             save(state(7), "faulty://bucket/a")
-        real(self, manifest)
+        real(self, *arguments)
 
-    monkeypatch.setattr(remote_directory.RemoteDirectory, "_require_sent", other_run_first)
+    monkeypatch.setattr(remote_directory.RemoteSave, "require", other_run_first)
     with pytest.raises(MarkerTakenError, match="faulty://bucket/a"):
         save(state(2), "faulty://bucket/a")
     assert load("faulty://bucket/a")["step"] == 7
@@ -317,28 +308,93 @@ def s3() -> Iterator[dict[str, str]]:
         yield variables
 
 
-def test_on_a_server(s3: dict[str, str]) -> None:
-    for number in range(3):
-        saved = save(state(number), f"s3://bucket/run/checkpoint_{number}", step=number, keep=1)
-    assert [info.path for info in list_checkpoints("s3://bucket/run")] == [saved] and load(saved)["step"] == 2
-    assert [key for key in keys("run/") if key.endswith(MANIFEST)] == [f"checkpoint_2/{MANIFEST}"]
-    # A process that was killed in the middle of an upload in parts, of this checkpoint and of none.
-    for key in ("run/checkpoint_2/data-1000-dead/part", "elsewhere/part"):
-        client().create_multipart_upload(Bucket="bucket", Key=key)
-    save(state(8), saved)
-    assert uploads() == ["elsewhere/part"] and load(saved)["step"] == 8
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_servers_of_several_kinds(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with s3_server(kind):
+        for number in range(3):
+            saved = save(state(number), f"s3://bucket/run/checkpoint_{number}", step=number, keep=1)
+        assert [info.path for info in list_checkpoints("s3://bucket/run")] == [saved] and load(saved)["step"] == 2
+        assert [key for key in keys("run/") if key.endswith(MANIFEST)] == [f"checkpoint_2/{MANIFEST}"]
+        # A process that was killed in the middle of an upload in parts, of this checkpoint and of none.
+        for key in ("run/checkpoint_2/data-1000-dead/part", "elsewhere/part"):
+            client().create_multipart_upload(Bucket="bucket", Key=key)
+        save(state(8), saved)
+        assert load(saved)["step"] == 8
+        assert kind == "rclone" or uploads() == ["elsewhere/part"]
+        compare_markers(kind)
+        # rclone takes what it should refuse, and that is said once.
+        assert [record.levelname for record in caplog.records if "conditional" in record.message] == (
+            ["WARNING"] if kind == "rclone" else []
+        )
 
 
-def test_the_server_compares_markers(s3: dict[str, str]) -> None:
+@pytest.mark.component
+@pytest.mark.skipif(bool(ssh.missing()), reason=ssh.missing())
+def test_over_sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("paramiko", reason="paramiko is not installed")
+    folder = tmp_path / "ssh"
+    folder.mkdir()
+    with ssh.SshServer(folder) as server:
+        (tmp_path / ".ssh").mkdir()
+        shutil.copy(folder / "key", tmp_path / ".ssh" / "id_ed25519")
+        monkeypatch.setenv("HOME", str(tmp_path))  # where the client looks for keys
+        place = f"sftp://{getpass.getuser()}@127.0.0.1:{server.port}{tmp_path}/run"
+        try:
+            for number in range(3):
+                saved = save(state(number), f"{place}/checkpoint_{number}", step=number, keep=1)
+            save(state(8), saved)
+            assert [info.path for info in list_checkpoints(place)] == [saved]
+            found = load(saved)
+            assert found["step"] == 8 and found["weights"].eq(8).all()
+            assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["checkpoint_2"]
+            data = [entry.name for entry in (tmp_path / "run/checkpoint_2").iterdir() if entry.is_dir()]
+            assert len(data) == 1
+            # Another run has saved meanwhile.
+            store = Store(RemotePath(str(saved)))
+            with pytest.raises(MarkerTakenError):
+                store.write_marker(MANIFEST, b"{}", None, "probe")
+        finally:
+            close_connections("sftp")
+
+
+def close_connections(protocol: str) -> None:
+    """End the connections of a protocol's file systems, and their threads."""
+    kind = fsspec.get_filesystem_class(protocol)
+    for system in list(kind._cache.values()):
+        system.client.close()
+    kind.clear_instance_cache()
+
+
+def compare_markers(kind: str) -> None:
+    """Markers are written only in the place of the one that was read."""
     store = Store(RemotePath("s3://bucket/marker"))
-    store.write_marker("m", b"first", None)
-    with pytest.raises(MarkerTakenError):
-        store.write_marker("m", b"second", None)
-    with pytest.raises(FileExistsError):  # the server itself refuses
-        store._create("m", b"third")
-    store.write_marker("m", b"first", None)  # an attempt whose answer was lost
-    store.write_marker("m", b"second", b"first")
+    store.write_marker("m", b"first", None, "probe")
+    for content, replaced in ((b"second", None), (b"third", b"other")):
+        with pytest.raises(MarkerTakenError):
+            store.write_marker("m", content, replaced, "probe")
+    store.write_marker("m", b"first", None, "probe")  # an attempt whose answer was lost
+    store.write_marker("m", b"second", b"first", "probe")
     assert store.read("m") == b"second"
+    # Another run writes after this one has looked: the server itself refuses, if it can.
+    for replaced, other in ((None, b"other"), (b"mine", b"theirs")):
+        store = Store(RemotePath(f"s3://bucket/race-{replaced is None}"))
+        if replaced is not None:
+            store.write("m", replaced)
+        look = store.read
+
+        def late(path: str, store: Store = store, look: Any = look, other: bytes = other) -> bytes | None:
+            found: bytes | None = look(path)
+            if found != other:
+                store.write(path, other)
+            return found
+
+        store.read = late  # type: ignore[method-assign]
+        if kind == "rclone":
+            store.write_marker("m", b"new", replaced, "probe")
+        else:
+            with pytest.raises(MarkerTakenError):
+                store.write_marker("m", b"new", replaced, "probe")
+            assert look("m") == other
 
 
 def test_large_files_are_sent_in_parts(s3: dict[str, str], tmp_path: Path) -> None:
@@ -349,6 +405,19 @@ def test_large_files_are_sent_in_parts(s3: dict[str, str], tmp_path: Path) -> No
     head = client().head_object(Bucket="bucket", Key="large/x")
     assert head["ContentLength"] == len(content) and "-" in head["ETag"]  # of several parts
     assert store.read_ranges([("x", 5, 9), ("x", 100, 101)]) == [content[5:9], content[100:101]]
+
+
+def test_what_transfers_files(s3: dict[str, str], tmp_path: Path) -> None:
+    """s3transfer, but not where a key is not in the environment, which it would not find."""
+    (tmp_path / "file").write_bytes(b"content")
+    with transfer(Store(RemotePath("s3://bucket/x"))._fs) as by:
+        assert isinstance(by, _S3)
+        by.put(str(tmp_path / "file"), "bucket/x/file")
+        with pytest.raises(FileNotFoundError):
+            by.get("bucket/x/nothing", str(tmp_path / "other"))
+    with transfer(fsspec.filesystem("s3", key="k", secret="s")) as by:
+        assert not isinstance(by, _S3)
+    assert keys("x/") == ["file"]
 
 
 def test_no_bucket_and_no_secret_in_the_error(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     yield
-    save_process.stop()
+    save_process.saves.stop()
     torch.serialization.add_safe_globals(allowed)
 
 
@@ -69,7 +69,7 @@ def s3() -> Iterator[None]:
 
 def pid() -> int:
     """The process for saves of this one, as soon as there is one."""
-    return int(until(lambda: save_process._started and save_process._started.pid))
+    return int(until(lambda: save_process.saves._process and save_process.saves._process.pid))
 
 
 def until(found: Callable[[], Any]) -> Any:
@@ -120,7 +120,7 @@ def test_the_same_bytes(tmp_path: Path) -> None:
         with torch.no_grad():
             values["base"].add_(1)  # training continues
         saver.wait()
-        assert save_process._started is not None
+        assert save_process.saves._process is not None
         assert contents(tmp_path / "waited") == contents(tmp_path / "beside")
         with torch.no_grad():
             values["base"].sub_(1)
@@ -256,7 +256,7 @@ def ranks(folder: str) -> list[float]:
         for step in range(3):
             state = {"weights": torch.full((9,), float(step)), "own": torch.full((5,), float(rank))}
             saver.save(state, f"{folder}/checkpoint_{step}", step=step, per_rank=["own"], keep=2)
-    assert save_process._started is not None
+    assert save_process.saves._process is not None
     loaded = load(f"{folder}/checkpoint_2")
     return [loaded["weights"].sum().item(), loaded["own"].sum().item()]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
+import random
 import re
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accel_checkpoint.names import CheckpointError
-from accel_checkpoint.sharded import reader
+from accel_checkpoint.sharded import archive, reader
 from accel_checkpoint.sharded import writer as sharded_writer
 from accel_checkpoint.sharded.metadata import read_metadata
 from accel_checkpoint.sharded.reader import read_shards
@@ -236,6 +240,62 @@ def test_tensors_are_spread_by_bytes() -> None:
     assert max(loads) - min(loads) <= 3 and sum(loads) == sum(sizes.values())
     limited = spread(sizes, {name: [2] for name in sizes}, 3)
     assert set(limited.values()) == {2}
+
+
+def saved_archive(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (100, 64)])
+def test_the_data_of_an_archive_are_where_zipfile_finds_them(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    content = saved_archive(torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape))
+    with zipfile.ZipFile(io.BytesIO(content)) as opened:
+        data, description = opened.read("archive/data/0"), opened.read("archive/data.pkl")
+    # Nothing between the first and the last bytes is read.
+    hidden = bytearray(content)
+    hidden[archive.HEAD_BYTES : -archive.TAIL_BYTES] = bytes(len(hidden[archive.HEAD_BYTES : -archive.TAIL_BYTES]))
+    found = archive.data_range(memoryview(hidden))
+    assert found is not None and (content[found[0] : found[1]], found[2]) == (data, description)
+
+
+def test_sizes_of_more_than_32_bits_are_found_in_the_extra_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in archives of more than 4 GiB: beyond its limit zipfile writes them, and the end, like that."""
+    value = torch.arange(1000.0)
+    source = zipfile.ZipFile(io.BytesIO(saved_archive(value)))
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as target:
+        for name in ("data.pkl", "byteorder", "data/0"):
+            with target.open(f"archive/{name}", "w", force_zip64=True) as file:
+                file.write(source.read(f"archive/{name}"))
+    content = memoryview(buffer.getvalue())
+    assert b"PK\6\6" in buffer.getvalue() and struct.pack("<HHQQ", 1, 16, 4000, 4000) in buffer.getvalue()
+    found = archive.data_range(content)
+    assert found is not None and torch.equal(
+        torch.frombuffer(bytearray(content[found[0] : found[1]]), dtype=value.dtype), value
+    )
+
+
+def test_other_contents_have_no_range() -> None:
+    """Two tensors, compressed or cut archives, and damaged ones: nothing is raised, and no range leads outside."""
+    tensor = torch.arange(6.0)
+    content = saved_archive(tensor)
+    assert archive.data_range(memoryview(saved_archive([tensor, tensor + 1]))) is None
+    assert archive.data_range(memoryview(b"")) is None
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as target:
+        for info in zipfile.ZipFile(io.BytesIO(content)).infolist():
+            target.writestr(info.filename, zipfile.ZipFile(io.BytesIO(content)).read(info))
+    assert archive.data_range(memoryview(buffer.getvalue())) is None
+    for length in range(len(content)):
+        assert archive.data_range(memoryview(content)[:length]) is None
+    draw = random.Random(0)
+    for _ in range(400):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content) - 600, len(content))] = draw.randrange(256)
+        found = archive.data_range(memoryview(damaged))
+        assert found is None or 0 <= found[0] <= found[1] <= len(content)
 
 
 class CountingFiles(MappedFiles):

@@ -118,7 +118,26 @@ def test_rows_of_batches_without_arrays() -> None:
     assert concat_batches([["a"], ["b", "c"]]) == ["a", "b", "c"]
 
 
+def test_what_has_no_entry_per_sample_comes_from_the_first_batch() -> None:
+    one = {"x": torch.tensor([0, 1]), "scale": torch.tensor(1.0), "classes": ["a", "b", "c"], "title": "one"}
+    other = {"x": torch.tensor([2]), "scale": torch.tensor(2.0), "classes": ["d", "e", "f"], "title": "other"}
+    joined = concat_batches([one, other])
+    assert joined.pop("x").tolist() == [0, 1, 2]
+    assert joined == {"scale": torch.tensor(1.0), "classes": ["a", "b", "c"], "title": "one"}
+
+
+def test_values_are_joined_by_key_and_not_by_position() -> None:
+    batches = [{"x": torch.tensor([1]), "y": torch.tensor([5])}, {"y": torch.tensor([6]), "x": torch.tensor([2])}]
+    joined = concat_batches(batches)
+    assert (joined["x"].tolist(), joined["y"].tolist()) == ([1, 2], [5, 6])
+    for keys in ("x",), ("x", "z"), ("x", "y", "z"):
+        with pytest.raises(ValueError, match="different keys"):
+            concat_batches([{"x": torch.zeros(1), "y": torch.zeros(1)}, {key: torch.zeros(1) for key in keys}])
+
+
 def test_what_cannot_be_joined() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        concat_batches([(torch.zeros(1), torch.ones(1)), (torch.zeros(1),)])
     with pytest.raises(ValueError, match="first dimension"):
         concat_batches([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="different structures"):

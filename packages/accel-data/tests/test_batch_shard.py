@@ -236,3 +236,24 @@ def test_a_shard_that_lightning_makes_anew_says_what_to_do() -> None:
     sampler = SequentialSampler(range(22))
     with pytest.raises(ConfigurationError, match=r"again with batch_size, drop_last.*use_distributed_sampler=False"):
         BatchSamplerShard(sampler, batch_size=2, drop_last=False)
+
+
+def test_which_ranks_have_the_same_number_of_steps() -> None:
+    """Only for the others do ranks compare what they read."""
+    plain = BatchSampler(SequentialSampler(range(9)), 2, False)
+    dropping = BatchSampler(SequentialSampler(range(9)), 2, True)
+    assert BatchSamplerShard(plain, even_batches=False).has_even_steps
+    assert not BatchSamplerShard(plain, 2, even_batches=False).has_even_steps
+    assert not BatchSamplerShard(plain, 3, even_batches=False).has_even_steps
+    assert BatchSamplerShard(plain, 3).has_even_steps
+    assert BatchSamplerShard(dropping, 3, even_batches=False).has_even_steps
+    assert ItemShard(range(9), even_batches=False).has_even_steps and ItemShard(range(9), 2).has_even_steps
+    assert not any(ItemShard(range(9), world, even_batches=False).has_even_steps for world in (2, 3))
+
+
+def test_the_length_of_a_stream_of_items_is_known_at_its_end() -> None:
+    assert list(ItemShard(range(5))) == [0, 1, 2, 3, 4]
+    shard = ItemShard(range(5), 2, 1)
+    assert list(shard) == [1, 3, 0] and shard.progress.length == 5
+    shard.begin_at(EpochStart(position=2))
+    assert list(shard) == [3, 0] and shard.progress.length == 5

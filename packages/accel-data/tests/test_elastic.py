@@ -10,7 +10,7 @@ import copy
 import pickle
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,15 @@ from torch.utils.data import (
 )
 
 from accel_data import ElasticLoader, LogicalShard, prepare_data_loader, skip_first_batches
-from accel_data.elastic import shard_ranges
+from accel_data.elastic import (
+    FOR_SAMPLE,
+    ElasticPlan,
+    ElasticSampler,
+    ShardedItems,
+    ShardRequest,
+    seed_generators,
+    shard_ranges,
+)
 from accel_state import ConfigurationError
 
 Key = tuple[int, int, int]  # epoch, position, shard
@@ -59,6 +67,9 @@ class Items(Dataset):
 
 class Joint(Items):
     """Samples that are read together."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        raise AssertionError("samples are read together")
 
     def __getitems__(self, indices: list[int]) -> list[list[float]]:
         return [sample(index) for index in indices]
@@ -180,10 +191,12 @@ class Case:
             return DataLoader(data, batch_sampler=Buckets(self.length), **settings)
         samplers: dict[str, Any] = {
             "shuffle": lambda: RandomSampler(data),
-            "joint": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(torch.seed() % 1000)),
+            "joint": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(torch.initial_seed())),
             "replacement": lambda: RandomSampler(data, replacement=True, num_samples=self.length + 3),
             "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(self.length)], self.length),
-            "subset": lambda: SubsetRandomSampler(range(self.length), generator=torch.Generator()),
+            "subset": lambda: SubsetRandomSampler(
+                range(self.length), generator=torch.Generator().manual_seed(torch.initial_seed())
+            ),
             "numpy": lambda: FromNumpy(self.length),
             "plain batches": lambda: RandomSampler(data),
         }
@@ -249,8 +262,7 @@ def steps(loader: ElasticLoader, epochs: int) -> Iterator[tuple[Key, LogicalShar
                 loader.end_of_dataloader,
             )
             drawn = (torch.rand(()).item(), float(np.random.rand()), random.random())
-            kept = batch[: loader.real_samples].tolist()
-            yield (shard.epoch, shard.position, shard.index), shard, Record(kept, drawn)
+            yield (shard.epoch, shard.position, shard.index), shard, Record(batch.tolist(), drawn)
 
 
 def run(loaders: list[ElasticLoader], stop: int | None = None) -> tuple[dict[Key, Record], list[Any]]:
@@ -265,6 +277,9 @@ def run(loaders: list[ElasticLoader], stop: int | None = None) -> tuple[dict[Key
                 break
         states.append(loader.state_dict())
         stepping.close()
+        if stop is None:
+            ends = [key for key, shard, _ in found if shard.last]
+            assert ends == list({key[0]: key for key, *_ in found}.values()), "the last micro batch of each epoch"
         rows.append(found)
     assert len({len(found) for found in rows}) == 1, "all ranks have the same number of micro batches"
     records: dict[Key, Record] = {}
@@ -298,6 +313,7 @@ def check(drawn: Case) -> None:
 def test_any_number_of_ranks_and_workers() -> None:
     for number in range(30):
         check(case(number))
+    check(replace(case(7), stop=6))  # between two steps of a batch sampler of another kind
 
 
 @pytest.mark.slow  # hundreds of runs, some with workers
@@ -345,7 +361,85 @@ def test_sizes() -> None:
     assert [alone.logical_shard.weight for _ in alone if alone.logical_shard is not None] == [0.0] * 5
 
 
+def test_the_number_of_steps() -> None:
+    assert [loader_of(length=length).steps_per_epoch for length in (32, 33, 40, 41)] == [4, 5, 5, 6]
+    batches = Buckets(20)
+    batches.batch_size = 3  # batches of this size at most, in up to three shards, two at a time
+    loader = prepare_data_loader(
+        DataLoader(Items(20), batch_sampler=batches), num_processes=2, process_index=0, elastic=True, logical_shards=4
+    )
+    assert (len(loader), loader.steps_per_epoch) == (40, 20)
+    stream = prepare_data_loader(
+        DataLoader(Stream(11), batch_size=4, drop_last=True), num_processes=1, process_index=0, elastic=True
+    )
+    assert [int(batch[0]) for batch in stream] == list(range(8))
+
+
+def test_steps_of_several_global_batches() -> None:
+    """Gradient accumulation: a shard of each batch after another; the last step has the batches that are left."""
+    plan = ElasticPlan(4, 2, 1, 0, False, False, seed=0, window=2)
+    sampler = ElasticSampler(BatchSampler(range(20), 4, False), plan)
+    requests = list(sampler)
+    assert [request.indices for request in requests] == [
+        *([0, 1], [4, 5], [2, 3], [6, 7]),
+        *([8, 9], [12, 13], [10, 11], [14, 15]),
+        *([16, 17], [18, 19]),
+    ]
+    shards = [request.shard for request in requests]
+    assert [shard.ends_shard for shard in shards] == [False, True] * 4 + [True, True]
+    assert [shard.ends_step for shard in shards] == [False, False, False, True] * 2 + [False, True]
+    assert [shard.last for shard in shards] == [False] * 9 + [True]
+    assert [shard.weight for shard in shards] == [0.25] * 8 + [0.5] * 2
+    # Without lockstep a rank that has no shard left repeats one, and has no padding otherwise.
+    apart = [replace(plan, num_processes=3, process_index=rank, lockstep=False) for rank in range(3)]
+    found = [[(s.index, s.weight) for s in one.shards(0, [0], 4, 4, 4, True)] for one in apart]
+    assert found == [[(0, 0.5)], [(1, 0.5)], [(0, 0.0)]]
+    many = [replace(plan, logical_shards=4, num_processes=3, process_index=rank, lockstep=False) for rank in range(3)]
+    assert [[s.index for s in one.shards(0, [0], 4, 4, 4, True)] for one in many] == [[0, 3], [1], [2]]
+
+
+def test_one_seed_for_the_samples_of_a_shard() -> None:
+    shard = ElasticPlan(4, 2, 1, 0, False, False, seed=0).shards(0, [0], 4, 4, 4, True)[0]
+    each, one = (ShardedItems(Items(4), seeds).__getitems__(ShardRequest(shard, [0, 1])) for seeds in (True, False))
+    assert each.samples[0] == one.samples[0] and each.samples[1][1:] != one.samples[1][1:]
+    seed_generators(shard.seed_for(FOR_SAMPLE))
+    assert one.samples == [sample(0), sample(1)]
+
+
+def test_the_epoch_reaches_the_sampler_inside() -> None:
+    class Told(FromNumpy):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    told = Told(8)
+    loader = prepare_data_loader(
+        DataLoader(Items(8), batch_sampler=BatchSampler(told, 4, False)),
+        num_processes=1,
+        process_index=0,
+        elastic=True,
+    )
+    for epoch in range(3):
+        list(loader)
+        assert told.epoch == epoch
+
+
+def test_an_order_stays_what_it_is() -> None:
+    """A run resumes with the order that an older version began."""
+    loader = prepare_data_loader(
+        DataLoader(range(8), batch_size=8, sampler=SubsetRandomSampler(range(8))),
+        num_processes=1,
+        process_index=0,
+        elastic=True,
+        data_seed=1,
+    )
+    assert torch.cat(list(loader)).tolist() == [3, 0, 7, 6, 4, 1, 5, 2]
+
+
 def test_skipping_whole_steps() -> None:
+    positioned = prepare_data_loader(
+        DataLoader(Positioned(8), batch_size=4), num_processes=1, process_index=0, elastic=True
+    )
+    assert [int(index) for batch in skip_first_batches(positioned, 4) for index in batch[0]] == [4, 5, 6, 7]
     expected = [batch.tolist() for batch in loader_of(world=2)][4:]
     assert [batch.tolist() for batch in skip_first_batches(loader_of(world=2), 4)] == expected
     with pytest.raises(ConfigurationError, match="cannot skip 3 batches .* Skip 2 or 4"):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, prepare_data_loader
-from accel_data.iterable_shard import can_shard_at_source, is_already_split, shard_at_source
+from accel_data.iterable_shard import (
+    CountedBatch,
+    StatefulIterableDatasetShard,
+    can_shard_at_source,
+    is_already_split,
+    shard_at_source,
+)
 from accel_state.errors import ConfigurationError
 
 flags = st.booleans()
@@ -138,6 +144,16 @@ def test_kinds_of_loaders_for_iterable_data() -> None:
     assert isinstance(prepare_data_loader(DataLoader(Stream(3)), dispatch_batches=True), DataLoaderDispatcher)
 
 
+class Pinnable:
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+def test_a_batch_is_pinned_with_its_counts() -> None:
+    """As the loader's thread does it, with a batch that pins itself: tensors need a GPU."""
+    assert CountedBatch(Pinnable(), 3, 7, "order").pin_memory() == CountedBatch("pinned", 3, 7, "order")
+
+
 def test_data_that_is_split_already() -> None:
     data = Stream(4)
     assert not is_already_split(data)
@@ -184,3 +200,36 @@ def test_the_epoch_is_passed_on() -> None:
     assert [[batch.item() for batch in loader] for _ in range(3)] == [[0], [1], [2]]
     workers = prepare_data_loader(DataLoader(Shuffled(2), num_workers=1, persistent_workers=True))
     assert [[batch.item() for batch in workers] for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+
+
+class Resumable(Stream):
+    """Reads on where its state says."""
+
+    position = 0
+
+    def __iter__(self) -> Any:
+        begin, self.position = self.position, 0
+        for number in range(begin, self.length):
+            self.position = number + 1
+            yield number
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_resumed_stream_is_completed_from_its_start() -> None:
+    """Which the data set does not yield again: eleven samples on two ranks, with batches of two."""
+    whole = StatefulIterableDatasetShard(Resumable(11), 2, num_processes=2, process_index=1)
+    assert list(whole) == [2, 3, 6, 7, 10, 0] == list(whole)
+    first = iter(whole)
+    assert [next(first), next(first)] == [2, 3]
+    state = whole.state_dict()
+    assert state == {"position": 4}
+    resumed = StatefulIterableDatasetShard(Resumable(11), 2, num_processes=2, process_index=1)
+    resumed.load_state_dict(state)
+    assert list(resumed) == [6, 7, 10, 0]
+    assert list(resumed) == [2, 3, 6, 7, 10, 0], "the next epoch begins at the start"

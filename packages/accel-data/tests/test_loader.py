@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_data import DataLoaderShard, SkipDataLoader, get_sampler, prepare_data_loader, skip_first_batches
+from accel_state.errors import ConfigurationError
 from accel_state.state import GradientState
 
 Pair = namedtuple("Pair", "left right")
@@ -300,6 +301,18 @@ def test_a_skip_is_the_rest_of_the_epoch_that_would_have_come() -> None:
     assert lists(skip_first_batches(other, 2)) == first[2:]
     assert lists(other) == second
     assert lists(skip_first_batches(build(), 100)) == []
+
+
+def test_a_skip_is_a_number_of_batches() -> None:
+    plain = DataLoader(range(4), batch_size=2)
+    for count in (0, 0.0):
+        assert lists(skip_first_batches(plain, count)) == [[0, 1], [2, 3]]
+    assert lists(skip_first_batches(plain, 1.0)) == [[2, 3]]
+    for wrong in (1.5, "1", None):
+        with pytest.raises(ConfigurationError, match=f"num_batches={wrong!r} must be an integer"):
+            skip_first_batches(plain, wrong)
+    with pytest.raises(TypeError, match="skip_first_batches.*Pass a DataLoader"):
+        skip_first_batches([[0, 1], [2, 3]], 1)
 
 
 def test_a_skip_of_iterable_data() -> None:

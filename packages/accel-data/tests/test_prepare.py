@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 import accel_data
 from accel_data import (
+    BatchSamplerShard,
     DataLoaderConfiguration,
     DataLoaderDispatcher,
     DataLoaderShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
     prepare_data_loader,
     skip_first_batches,
 )
@@ -133,3 +136,33 @@ def test_batches_are_moved_only_if_asked() -> None:
     assert {batch.device.type for batch in prepare_data_loader(plain, device=meta, put_on_device=True)} == {"meta"}
     assert {batch.device.type for batch in prepare_data_loader(plain, device=meta)} == {"cpu"}
     assert {batch.device.type for batch in prepare_data_loader(plain, put_on_device=True)} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_processes", "x"), ("num_processes", 1.5), ("process_index", []), ("split_batches", "false")),
+        *(("even_batches", None), ("dispatch_batches", "x"), ("put_on_device", "cpu"), ("use_seedable_sampler", 2)),
+        *(("rng_types", "torch"), ("rng_types", 5), ("elastic", "x"), ("already_sharded", [])),
+    ],
+)
+def test_arguments_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        prepare_data_loader(DataLoader(range(8), batch_size=2), **{"num_processes": 1, "process_index": 0, name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", ["x", float("nan"), 1.5, []])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    with pytest.raises(ConfigurationError, match="data_seed"):
+        SeedableRandomSampler(range(3), data_seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch_size", 0), ("batch_size", "x"), ("drop_last", "x"), ("split_batches", None)]
+)
+def test_arguments_of_shards(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        IterableDatasetShard([1, 2], **{name: value})  # type: ignore[arg-type]
+    if name == "split_batches":
+        with pytest.raises(ConfigurationError, match=name):
+            BatchSamplerShard(BatchSampler(range(4), 2, False), split_batches=value)  # type: ignore[arg-type]

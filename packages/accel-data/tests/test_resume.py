@@ -497,6 +497,7 @@ def test_without_torchdata_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "torchdata.stateful_dataloader", raising=False)
     with pytest.raises(MissingDependencyError, match=r"pip install 'accel-data\[stateful\]'"):
         build("sequential", use_stateful_dataloader=True)
+    assert [batch.tolist() for batch in skip_first_batches(DataLoader(range(4), batch_size=2), 1)] == [[2, 3]]
 
 
 def main(path: str) -> None:

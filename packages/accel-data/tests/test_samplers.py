@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_data import SeedableRandomSampler, SkipBatchSampler, get_sampler, prepare_data_loader
 from accel_data.epoch_rng import SamplerRng
 from accel_data.rng_state import capture_rng, from_plain, preserve_rng, restore_rng, to_plain
-from accel_data.samplers import PermutationSource, StreamSource, random_access_source
+from accel_data.samplers import (
+    PermutationSource,
+    StreamSource,
+    is_plain_batch_sampler,
+    permutation,
+    random_access_source,
+    skip_permutation,
+)
 from accel_state.errors import ConfigurationError
 
 
@@ -24,6 +32,9 @@ def test_a_seedable_sampler_is_drawn_from_seed_plus_epoch() -> None:
     sampler.set_epoch(0)
     torch.rand(3)
     assert sampler.permutation().tolist() == [11, 0, 9, 6, 10, 3, 4, 5, 8, 7, 1, 2]
+    large = SeedableRandomSampler(range(12), data_seed=12345)
+    assert list(large) == torch.randperm(12, generator=torch.Generator().manual_seed(12345)).tolist()
+    assert large.is_permutation and not SeedableRandomSampler(range(3), num_samples=2).is_permutation
 
 
 def test_the_seed_defaults_to_that_of_torch_and_may_be_the_largest() -> None:
@@ -78,6 +89,58 @@ def test_indices_of_a_permutation_are_converted_as_they_are_used() -> None:
     assert list(source.batches(0, 4, 8, 0)) == []
 
 
+def test_a_source_is_the_sampler_that_it_stands_for() -> None:
+    """Its order, and the state of the generator after an epoch, from which the next order is drawn."""
+    assert random_access_source(SequentialSampler(range(9))).take(2, 5) == [2, 3, 4]  # type: ignore[union-attr]
+    generators = [torch.Generator().manual_seed(4) for _ in range(2)]
+    source = random_access_source(RandomSampler(range(9), generator=generators[0]))
+    assert source is not None
+    taken = source.take(0, 9)
+    assert taken == list(RandomSampler(range(9), generator=generators[1]))
+    source.close()
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 625, (1 << 18) + 1, (1 << 18) + 2, 700_000])
+def test_a_generator_skips_a_permutation_without_drawing_it(length: int) -> None:
+    drawn, skipped = (torch.Generator().manual_seed(length) for _ in range(2))
+    torch.randperm(length, generator=drawn)
+    calls: list[str] = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    skip_permutation(0, torch.Generator())  # the first call of a process looks at how torch draws
+    with Calls():
+        skip_permutation(length, skipped)
+    assert torch.equal(drawn.get_state(), skipped.get_state())
+    assert "randperm" not in calls and "empty" in calls
+
+
+def test_plain_batch_samplers() -> None:
+    class Buckets(BatchSampler):
+        """Its batches need not be consecutive runs."""
+
+    plain = BatchSampler(SequentialSampler(range(9)), 2, False)
+    assert is_plain_batch_sampler(plain) is True
+    assert not is_plain_batch_sampler(Buckets(plain.sampler, 2, False))
+    assert not is_plain_batch_sampler([[0, 1]])
+
+
+def test_the_checksum_of_a_stream_is_told_once() -> None:
+    def checksums(indices: list[int]) -> list[int]:
+        told: list[int] = []
+        stream = StreamSource(iter(indices), head_size=0, on_end=told.append)
+        for _ in range(4):
+            stream.read(3)
+        return told
+
+    assert len(checksums([0, 1, 2, 3, 4])) == 1
+    assert checksums([0, 1, 2, 3, 4]) == checksums([0, 1, 2, 3, 4]) != checksums([0, 1, 2, 4, 3])
+
+
 def test_a_stream_remembers_its_head() -> None:
     stream = StreamSource(iter(range(200_000)), head_size=3)
     stream.skip(150_000)
@@ -85,6 +148,16 @@ def test_a_stream_remembers_its_head() -> None:
     assert stream.read(2) == [150_000, 150_001]
     stream.skip(10**9)
     assert stream.read(1) == []
+    in_parts = StreamSource(iter(range(9)), head_size=3)
+    assert [in_parts.read(2), in_parts.read(2)] == [[0, 1], [2, 3]] and in_parts.head == [0, 1, 2]
+
+
+def test_the_first_indices_of_a_stream_are_told_once() -> None:
+    told: list[list[Any]] = []
+    stream = StreamSource(iter(range(9)), head_size=0, on_first=told.append)
+    stream.skip(0)
+    stream.read(2), stream.read(2)
+    assert told == [[0, 1]]
 
 
 def test_a_random_sampler_is_given_the_generator_it_would_have_made_itself() -> None:
@@ -101,14 +174,26 @@ def test_a_random_sampler_is_given_the_generator_it_would_have_made_itself() -> 
         assert torch.randperm(9, generator=sampler.generator).tolist() == expected
 
 
-def test_random_state_is_left_as_it_was_and_survives_plain_values() -> None:
+@pytest.mark.parametrize("form", ["tensors", "numbers"])
+def test_random_state_is_left_as_it_was_and_survives_plain_values(form: str) -> None:
     import random
 
     import numpy as np
 
-    state = from_plain(to_plain(capture_rng()))
+    plain = to_plain(capture_rng())
+    if form == "numbers":  # as it was saved earlier
+        (kind, words, *rest), python = plain["numpy"], plain["python"]
+        plain |= {"numpy": (kind, words.tolist(), *rest), "python": (python[0], tuple(python[1].tolist()), python[2])}
+    state = from_plain(plain)
     with preserve_rng():
         first = torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)
     assert (torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)) == first
     restore_rng(state)
     assert (torch.rand(()).item(), np.random.rand(), random.gauss(0, 1)) == first
+
+
+def test_permutations_of_more_than_int32_can_count() -> None:
+    """On the meta device, where they take no memory."""
+    with torch.device("meta"):
+        for length, dtype in ((2**31 - 1, torch.int32), (2**31, torch.int64), (2**33, torch.int64)):
+            assert permutation(length, None).dtype == dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel_data.shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
@@ -22,6 +22,7 @@ def positions(plan: ShardPlan, rank: int, step: int) -> list[int]:
 
 
 @given(lengths, sizes, worlds, flags, flags, st.integers(0, 130))
+@example(10, 4, 2, False, False, 0)  # an uneven end: half a batch on rank 0, none on rank 1
 def test_ranks_put_together_are_the_stream(
     length: int, size: int, world: int, drop_last: bool, even: bool, start: int
 ) -> None:
@@ -126,5 +127,11 @@ def test_a_rank_outside_the_world_is_refused() -> None:
     check_rank(4, 3)
     with pytest.raises(ConfigurationError, match=r"process_index=4.*of 4 processes.*\[0, 3\]"):
         check_rank(4, 4)
-    with pytest.raises(ConfigurationError, match=r"num_processes=0 must be at least 1"):
+    with pytest.raises(ConfigurationError, match=r"process_index=-1.*of 4 processes.*\[0, 3\]"):
+        check_rank(4, -1)
+    with pytest.raises(ConfigurationError, match="num_processes=0"):
         check_rank(0, 0)
+
+
+def test_a_single_process_is_a_world() -> None:
+    check_rank(1, 0)

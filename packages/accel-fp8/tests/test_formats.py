@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from accel_fp8 import E4M3, E5M2, Float8Format, matmul_error_bound, rounding_error_bound
+from accel_fp8 import E4M3, E5M2, Float8Format, matmul, matmul_error_bound, rounding_error_bound
+from accel_fp8._torch_compat import scaled_mm
 from accel_fp8.autograd import _rowwise
 from accel_fp8.matmul import _in_wider_dtype, computes_in_8_bits, has_instruction, multiply
 from accel_fp8.scaling import SMALLEST_AMAX, delayed_scale, largest_of_rows, largest_value, quantize, scale_for
@@ -127,9 +132,27 @@ def test_rows_that_are_no_multiple_of_16_are_padded() -> None:
 
 
 @pytest.mark.skipif(is_torch_version("<", "2.7"), reason="torch 2.6 multiplies 8-bit matrices on GPUs only")
-def test_the_cpu_multiplies_in_8_bits_here_and_nothing_does_so_for_integers() -> None:
-    assert computes_in_8_bits(torch.device("cpu"))
+def test_a_cpu_that_is_fast_enough_multiplies_in_8_bits_and_nothing_does_so_for_integers() -> None:
+    fast = matmul._is_fast_on_cpu(torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    assert computes_in_8_bits(torch.device("cpu")) == fast
     assert not has_instruction("cpu", torch.int32, torch.int32, torch.float32, False)
+
+
+def test_products_of_a_cpu_that_take_many_times_as_long_are_computed_in_a_wider_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.2)
+        return scaled_mm(*args, **kwargs)
+
+    def decide() -> bool:
+        eight = torch.float8_e4m3fn
+        return matmul._try_instruction.__wrapped__("cpu", eight, eight, torch.float32, False)
+
+    if not decide():
+        pytest.skip("torch has no fast kernel for this processor")
+    monkeypatch.setattr(matmul, "scaled_mm", slow)
+    assert not decide()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -151,3 +174,24 @@ def test_margin_leaves_room_and_tiny_tensors_have_a_finite_scale() -> None:
     assert scale_for(torch.tensor(1.0), E4M3.dtype, margin=3) == 448.0 / 8
     tiny = scale_for(torch.tensor(SMALLEST_AMAX / 1e10), E5M2.dtype)
     assert tiny.isfinite() and tiny.reciprocal() > 0
+
+
+class _Calls(TorchFunctionMode):
+    """The functions of torch that are called, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.made.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("product", [multiply, _in_wider_dtype])
+def test_a_product_does_not_end_with_a_conversion_that_changes_nothing(product) -> None:
+    """Compiled by torch 2.11, an autograd function whose forward pass ends so gives no gradient."""
+    operand, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    with _Calls() as calls:
+        product(operand, operand, one, one, torch.float32)
+    assert calls.made and calls.made[-1] is not torch.Tensor.to

@@ -71,7 +71,9 @@ class Shell:
         """Start ``accel WORDS`` where torch is imported already: for launchers of several processes."""
         return ForkedLauncher(list(map(str, words)), self.folder, {**self.env, **env})
 
-    def accel(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    def accel(
+        self, *words: str | Path, timeout: float = TIMEOUT_SECONDS, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run ``accel WORDS``."""
         return subprocess.run(
             [sys.executable, "-m", "accel_launch", *map(str, words)],
@@ -79,7 +81,7 @@ class Shell:
             env={**self.env, **env},
             text=True,
             capture_output=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=timeout,
             check=False,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from accel_launch.commands import k8s, sky
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, MissingDependencyError
 
 IMAGE = ("--image", "registry.example.com/train:1")
 
@@ -22,6 +23,18 @@ def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
     assert k8s.run(["manifest", *IMAGE, *words]) == 0
     return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def test_names_of_pods_that_are_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """A JobSet's pods are called NAME-node-0-INDEX-abcde."""
+    name = "a" * 49
+    assert written(capsys, "--kind", "Job", "--name", name, "s.py")
+    for kind in ("JobSet", "TrainJob"):
+        with pytest.raises(ConfigurationError, match="at most 48 characters"):
+            k8s.run(["manifest", *IMAGE, "--kind", kind, "--name", name, "s.py"])
+        assert written(capsys, "--kind", kind, "--name", name[1:], "s.py")
+    with pytest.raises(ConfigurationError, match="--detach and --cancel contradict"):
+        k8s.run(["submit", *IMAGE, "--detach", "--cancel", "s.py"])
 
 
 def task(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -183,9 +196,26 @@ def test_what_a_task_refuses(capsys: pytest.CaptureFixture[str], words: list[str
         task(capsys, *words)
 
 
+@pytest.mark.parametrize(("make", "what"), [(written, "pods"), (task, "nodes")])
+def test_a_range_of_machines_in_a_file_is_refused(capsys, tmp_path: Path, make: Any, what: str) -> None:
+    """It would be left out in silence, since --nodes gives their number."""
+    file = tmp_path / "range.yaml"
+    file.write_text("num_machines: 2:8\nmain_process_ip: 10.0.0.1\n")
+    with pytest.raises(ConfigurationError, match=f"2:8 in .*a fixed number of {what}, which --nodes"):
+        make(capsys, "--nodes", "2", "--config_file", str(file), "t.py")
+
+
 def test_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     assert k8s.run(["manifest", *IMAGE, "--output", str(file), "train.py"]) == 0
     assert f"kubectl apply -f {file}" in capsys.readouterr().err and yaml.safe_load(file.read_text())["kind"]
     with pytest.raises(ConfigurationError, match="exists. Choose another name"):
         sky.run(["--output", str(file), "train.py"])
+
+
+def test_submit_says_how_to_install_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(MissingDependencyError, match="accel k8s submit needs the module kubernetes. .*pip install"):
+        k8s.run(["submit", *IMAGE, "train.py"])
+    with pytest.raises(ConfigurationError, match="'apply' is not a command of accel k8s. Allowed: manifest, submit"):
+        k8s.run(["apply"])

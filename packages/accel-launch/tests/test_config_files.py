@@ -558,7 +558,7 @@ def test_dry_run_passes_the_settings(
     [
         (
             "num_proceses: 2",
-            "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known: additional_args, ",
+            "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known: activation_",
         ),
         ("zero_stage: 2", "zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
         ("tpu_cluster2: 2", "Did you mean tpu_cluster?"),

@@ -131,6 +131,7 @@ def unchanged(path: Path) -> Iterator[None]:
 @example(b"a: !!timestamp x", ".yaml")
 @example(b"a: !!int x\n", ".yaml")
 @example(b"additional_args: {1: {2: 3}}\n", ".yaml")
+@example(b"main_process_ip: []\n", ".yaml")
 @example(b'role: "\\ud800"\n', ".yaml")
 @example(b'role: "\\udcff"\n', ".json")
 @example('role: "\N{GREEK SMALL LETTER ALPHA}"'.encode(), ".yaml")

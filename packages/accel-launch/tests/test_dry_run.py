@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -84,12 +85,34 @@ def test_every_machine_is_shown(dry) -> None:
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
 
 
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        # A pod of a TrainJob.
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29500",
+          "PET_MASTER_ADDR": "train-node-0-0.train", "JOB_COMPLETION_INDEX": "1"}, "train-node-0-0.train"),
+        # A node of a SkyPilot task.
+        ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "ACCELERATE_NUM_PROCESSES": "4"},
+         "10.0.0.1"),
+    ],
+)  # fmt: skip
+def test_what_a_cluster_tells_a_node(dry, variables, address) -> None:
+    """tests/test_kubernetes_pods.py has the pods of a Job, whose names are told by DNS."""
+    first, second = dry("--cpu", "s.py", **variables)
+    assert [start["machine"] for start in (first, second)] == ["machine 0 of 2", "machine 1 of 2, this one"]
+    assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == ["0", "1", "2", "3"]
+    assert {rank["MASTER_ADDR"] for start in (first, second) for rank in start["ranks"]} == {address}
+
+
 def test_a_range_of_machines(dry, tmp_path) -> None:
-    words = ("--cpu", "--num_processes=4", "--num_machines=1:2", "--main_process_ip=h", "--rdzv_backend=c10d")
-    starts = dry(*words, "--max_restarts=1", "s.py")
+    starts = dry("--cpu", "--num_processes=4", "--num_machines=1:2", "--main_process_ip=h", "s.py")
     assert [start["machine"] for start in starts] == ["machine 0 of up to 2, this one", "machine 1 of up to 2"]
     assert {rank["GROUP_WORLD_SIZE"] for start in starts for rank in start["ranks"]} == {"2"}
-    assert any(note.startswith("begins with 1 of them") for note in starts[0]["notes"])
+    assert any(
+        re.match("begins with 1 of them; ranks .* follow from the machines", note) for note in starts[0]["notes"]
+    )
+    assert any("meet at h:29500 and are given their ranks" in note for note in starts[0]["notes"])
+    assert "machine_rank" not in starts[1]["notes"][1]
     for name in ("c.yaml", "c.json"):
         write_file(tmp_path / name, nest({"num_machines": MachineRange(4, 2), "rdzv_backend": "c10d"}))
         assert read_config(tmp_path / name).entries["num_machines"].value == "2:4"
@@ -285,7 +308,7 @@ class TestDeepSpeed:
             (["--deepspeed_inclusion_filter=w2"], "'w2' is not in the hostfile. Its hosts: w0, w1"),
             (["--deepspeed_exclusion_filter=w1:7"], "w1 has no slot 7. Its slots: 0, 1, 2, 3"),
             (["--deepspeed_exclusion_filter=w1:a"], "'w1:a' is not HOST or HOST:SLOT"),
-            (["--deepspeed_exclusion_filter=w0@w1"], "leaves no slot"),
+            (["--deepspeed_exclusion_filter=w0@w1"], "leaves no slots"),
             (["--deepspeed_inclusion_filter=w1", "--num_processes=5"], "the filters leave 4 slots"),
             (["--num_machines=3"], "the hostfile lists 2: w0, w1"),
             (["--num_processes=3"], "cannot be divided evenly over 2 machines"),

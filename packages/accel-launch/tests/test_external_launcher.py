@@ -29,7 +29,7 @@ def relay(shell):
     """Run ranks (each the arguments of the worker, or a command with python -m) under a program with this exit code."""
     import accel_launch
 
-    worker = f"{next(iter(accel_launch.__path__))}/elastic/worker.py"
+    worker = f"{next(iter(accel_launch.__path__))}/elastic/start_worker.py"
     shell.write("relay.py", RELAY)
 
     def run(code: int, *ranks: str):
@@ -108,7 +108,7 @@ def test_a_failure_with_an_open_process_group_cannot_abort(shell, args) -> None:
     import accel_launch
 
     shell.write("s.py", OPEN_GROUP)
-    worker = f"{next(iter(accel_launch.__path__))}/elastic/worker.py"
+    worker = f"{next(iter(accel_launch.__path__))}/elastic/start_worker.py"
     with reserved_port() as port:
         group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         result = subprocess.run(

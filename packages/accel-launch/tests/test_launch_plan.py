@@ -311,7 +311,7 @@ class TestReplicas:
         ]
         made = plan(tmp_path, ft="true", num_replicas="3", **shards)
         with pytest.raises(ConfigurationError, match="3 replicas .* of 2 processes.*need 6 GPUs.*and 4 are"):
-            ft.FaultTolerantLauncher().run(made)
+            ft.FaultTolerantLauncher().commands(made)
         machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "127.0.0.1"}
         made = plan(tmp_path, ft="true", num_replicas="5", **machines)
         ranks = ft.FaultTolerantLauncher().commands(made)[0].ranks
@@ -334,7 +334,7 @@ class TestReplicas:
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
 
     def test_kills_from_outside_are_not_errors_of_the_script(self, tmp_path) -> None:
-        killed = ft.Replica(0, tmp_path)
+        killed = ft.LocalReplica(0, progress=tmp_path)
         # Twenty in half an hour, the first before the first step.
         assert not any(killed.count_end(-signal.SIGKILL, 90.0 * number) for number in range(20))
         # Exceptions and exit codes count, and so do crashes in native code, and hanging.
@@ -351,9 +351,12 @@ class TestReplicas:
 
     def test_a_look_comes_right_after_a_time_limit(self, tmp_path) -> None:
         made = plan(tmp_path, ft="true", replica_timeout="2", cpu="true")
-        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), tmp_path, "token")
+        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), "token", directory=tmp_path)
         running = {"processes": [None], "state": "computes"}
-        run.replicas = [ft.Replica(0, tmp_path, **running, silent=1.5), ft.Replica(1, tmp_path, **running, silent=7.0)]
+        run.replicas = [
+            ft.LocalReplica(number, progress=tmp_path, **running, silent=silent)
+            for number, silent in ((0, 1.5), (1, 7.0))
+        ]
         assert run.until_next_look() == 0.1  # nobody waits for the second one, which computes for long
         run.replicas[0].stopped = 1.96
         assert run.until_next_look() == pytest.approx(0.045)
@@ -362,7 +365,7 @@ class TestReplicas:
 
     def test_a_replica_waits_longer_before_its_first_step(self, tmp_path) -> None:
         """Others may evaluate while it joins; a step may be too short for a look to see it, so the report says it."""
-        replica = ft.Replica(0, tmp_path / "replica_0")
+        replica = ft.LocalReplica(0, progress=tmp_path / "replica_0")
         for report, computed, seconds in (("joins 7", False, 80.0), ("waits 8", True, 4.0)):
             replica.progress.write_text(report)
             replica.read()

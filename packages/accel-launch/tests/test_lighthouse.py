@@ -91,6 +91,20 @@ def test_the_way_to_the_lighthouse_of_another_machine_and_to_its_successor(machi
         tunnels[1].close()
 
 
+def test_how_far_replicas_are_reaches_the_other_machine(machines, free_port, wait_until) -> None:
+    port = free_port()
+    first, second = machines(port, 0), machines(port, 1)
+    first.announce(1234)
+    second.wait_for_lighthouse()
+    second.share({"replica_1": "computes 7"})
+    wait_until(lambda: first.elsewhere() == {"replica_1": "computes 7"}, "it arrives")
+    assert second.elsewhere() == {}
+    second.share({"replica_1": "computes 8"})
+    assert first.elsewhere() == {"replica_1": "computes 7"}, "once a second"
+    second._board.close(0)
+    wait_until(lambda: first.elsewhere() == {}, "what a machine said that is silent counts no longer")
+
+
 def test_another_token_and_another_server_are_named(machines, free_port, monkeypatch) -> None:
     port = free_port()
     machines(port, 0)

@@ -20,7 +20,7 @@ from accel_launch.questionnaire.flow import TextPrompts, ask_all, complete, labe
 from accel_state.enums import REMOVED_DYNAMO_BACKENDS
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
-from accel_state.options.declaration import GIVEN, MORE_THAN_ONE
+from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, NO_RANGE
 
 pexpect = pytest.importorskip("pexpect", reason="a terminal to answer in needs pexpect")
 
@@ -57,7 +57,7 @@ def test_conditions_are_satisfiable(name: str) -> None:
     for other, values in OPTIONS[name].asked_when.items():
         opt = OPTIONS[other]
         for value in values:
-            if value in (MORE_THAN_ONE, GIVEN, None):
+            if value in (MORE_THAN_ONE, NO_RANGE, GIVEN, None):
                 assert opt.kind is int or value != MORE_THAN_ONE
             else:
                 assert opt.parse(opt.format(value), other) == value
@@ -73,10 +73,21 @@ class TestWhatIsAsked:
             "cpu",
             "dynamo_backend",
             "use_deepspeed",
+            "activation_checkpointing",
             "mixed_precision",
         ]
         assert content["use_cpu"] is True and content["num_processes"] == 1 and content["distributed_type"] == "NO"
         assert "fsdp_config" not in content and "deepspeed_config" not in content
+
+    def test_activation_checkpointing_of_models_that_are_not_sharded(self) -> None:
+        answers = {"distributed_type": "MULTI_GPU", "activation_checkpointing": "yes", "num_processes": 2}
+        content, asked = answer({**answers, "activation_checkpointing_offload": "yes"})
+        assert content["activation_checkpointing"] is True and content["activation_checkpointing_offload"] is True
+        _, asked = answer({**answers, "activation_checkpointing_mode": "selective"})
+        assert "activation_checkpointing_offload" not in asked
+        for engine in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
+            _, asked = answer({"distributed_type": "MULTI_GPU", engine: "yes", "num_processes": 2})
+            assert "activation_checkpointing" not in asked
 
     def test_mpirun_as_documented(self) -> None:
         content, asked = answer(
@@ -97,6 +108,29 @@ class TestWhatIsAsked:
             and content["main_process_port"] == 29500
         )
         assert content["same_network"] is True and content["num_processes"] == 16
+
+    def test_ray_finds_the_machines_itself(self) -> None:
+        answers = {"distributed_type": "MULTI_GPU", "num_machines": 2, "ray": "10.0.0.1:6379", "num_processes": 16}
+        content, asked = answer({**answers, "ray_runtime_env": '{"working_dir": "."}'})
+        assert not {"machine_rank", "main_process_ip", "rdzv_backend", "mpirun_hostfile"} & set(asked)
+        expected = {"ray_address": "10.0.0.1:6379", "ray_runtime_env": {"working_dir": "."}}
+        assert content["ray_config"] == expected and content["num_machines"] == 2 and "ft" in asked
+        assert content["num_processes"] == 16 and "num_replicas" not in asked
+
+    def test_replicas_on_ray_have_no_engine_and_no_number_of_processes(self) -> None:
+        answers = {"distributed_type": "MULTI_GPU", "num_machines": 2, "ray": "auto", "ft": "yes", "num_replicas": 8}
+        content, asked = answer(answers)
+        assert content["ft"] is True and content["ft_config"] == {"num_replicas": 8}
+        assert not {"num_processes", "use_deepspeed", "use_fsdp", "use_megatron_lm"} & set(asked)
+        assert content.get("num_processes") is None
+
+    def test_a_range_of_machines_needs_no_ranks(self) -> None:
+        answers = {"distributed_type": "MULTI_GPU", "main_process_ip": "10.0.0.1", "num_processes": 16}
+        content, asked = answer({**answers, "num_machines": "2:8"})
+        assert content["num_machines"] == "2:8" and content["main_process_ip"] == "10.0.0.1"
+        assert {"main_process_ip", "machine_timeout"} <= {*asked} and not {"machine_rank", "rdzv_backend"} & {*asked}
+        _, asked = answer({**answers, "num_machines": "8", "machine_rank": 1})
+        assert {"machine_rank", "rdzv_backend"} <= {*asked}
 
     def test_deepspeed_with_a_file_skips_its_settings(self) -> None:
         answers = {
@@ -212,7 +246,8 @@ def _texts(opt: Option) -> list[str]:
     if opt.choices:
         return list(opt.choices)
     texts = {bool: ["true", "false"], int: ["1", "2", "3"], float: ["0.5", "1"]}.get(opt.kind, ["some_text"])
-    return ["0"] if opt.name == "gpu_ids" else texts
+    special = {"gpu_ids": ["0"], "ray": ["auto"], "ray_runtime_env": ['{"working_dir": "."}']}
+    return special.get(opt.name, texts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,7 +264,9 @@ def test_any_answers_give_a_file_with_the_same_settings(data: st.DataObject) -> 
     try:
         content = nest(complete(answers, {}))
     except ConfigurationError:
-        with pytest.raises(ConfigurationError, match="num_processes|machine_rank|contradict|needs|requires|without"):
+        with pytest.raises(
+            ConfigurationError, match="num_processes|machine_rank|contradict|combined|needs|requires|without"
+        ):
             complete(answers, {})
         return
     flat = check(resolve(load_groups(), {}, environ={}, config=_as_file(content)))
@@ -254,7 +291,7 @@ def _as_file(content: Mapping[str, Any]) -> Any:
 
 class TestAsText:
     def test_a_complete_session(self, shell) -> None:
-        lines = ["0", "1", "1", "", "NO", "no", "no", "no", "two", "2", "bf16"]
+        lines = ["0", "1", "1", "", "NO", "no", "no", "no", "no", "two", "2", "bf16"]
         shell.write("answers.txt", "\n".join(lines) + "\n")
         result = self._run(shell, "config", "--config_file", "c.yaml")
         assert result.returncode == 0, result.stderr
@@ -389,6 +426,7 @@ class TestOnATerminal:
             ("DeepSpeed", "n"),
             ("FullySharded", "n"),
             ("Megatron", "n"),
+            ("activations be recomputed", "n"),
             ("How many processes", "\x7f2" + ENTER),
             ("mixed precision", DOWN + DOWN + ENTER),
             ("Configuration saved in", ""),

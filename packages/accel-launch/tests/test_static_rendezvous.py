@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from accel_launch.elastic.tcp_store import serve
 from accel_launch.network.peers import Peers
 from accel_launch.network.records import KILLED, Cause, State
 from accel_launch.supervisor import Child, SignalWatch
+from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 
 
@@ -65,6 +67,11 @@ def machines(free_port):
         one.close()
 
 
+def _assert_closed(port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
 def test_each_round_has_its_own_store(machines) -> None:
     three = machines(3)
     met = three.meet([2, 0, 1])
@@ -81,6 +88,7 @@ def test_each_round_has_its_own_store(machines) -> None:
         met = three.meet([0, 2])
         info = again.result(60)
     assert [number for number, _, _ in met] == [1, 1] and three.handlers[1].round == 1
+    _assert_closed(first)
     ports = {port for _, _, port in met} | {info.port}
     assert len(ports) == 1 and not ports & {three.port, first}
     fresh = dist.TCPStore(
@@ -106,6 +114,7 @@ def test_a_relaunched_launcher_takes_over_its_rank(machines) -> None:
     assert [number for number, _, _ in two.meet([1, 0])] == [1, 1]
     with pytest.raises(RendezvousStateError, match="--machine_rank 1"):
         former.meet()
+    former.leave()
 
 
 def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines, wait_until) -> None:
@@ -126,10 +135,105 @@ def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines, wait_u
     assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
 
 
-def test_a_missing_machine_is_named(machines) -> None:
-    three = machines(3, timeout=0.3)
-    with pytest.raises(RendezvousTimeoutError, match=r"0\.3 s.*rank 1, machine rank 2"):
+@pytest.mark.parametrize("forks", [False, True])
+def test_rounds_of_a_single_machine_are_counted(machines, forks: bool) -> None:
+    alone = machines(1)
+    alone.handlers[0]._forks = forks
+    (first,), (second,) = alone.meet([0]), alone.meet([0])
+    _assert_closed(first[2])
+    assert first == (0, 0, alone.port) and second[:2] == (1, 0) and second[2] != alone.port
+    assert not alone.handlers[0].is_awaited()
+    alone.handlers[0].withdraw(Cause(KILLED, "ended", 1))  # nobody to tell
+    _assert_closed(second[2])
+
+
+def test_a_refusal_ends_the_wait_of_every_machine(machines, wait_until) -> None:
+    three = machines(3)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(three.handlers[rank].meet) for rank in (0, 1)]
+        wait_until(lambda: (board := three.handlers[0].board) is not None and 1 in board.machines(), "both are here")
+        three.handlers[0].board.refuse("machine rank 2: no device")
+        for one in waiting:
+            with pytest.raises(ConfigurationError, match="machine rank 2: no device"):
+                one.result(10)
+    with pytest.raises(ConfigurationError, match="machine rank 2: no device"):
+        three.handlers[2].meet()
+
+
+def test_a_missing_machine_is_named(machines, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("accel_launch.network.waiting.LEAST_SECONDS", 0.1)
+    monkeypatch.setattr("accel_launch.network.waiting.FIRST_NOTE_SECONDS", 0.1)
+    three = machines(3, timeout=0.8)
+    with pytest.raises(RendezvousTimeoutError, match=r"0\.8 s.*rank 1, machine rank 2"):
         three.meet([0])
+    assert "waiting for machine rank 1, machine rank 2; here: 0 (" in capsys.readouterr().err
+    many = machines(10, timeout=0.3)
+    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 8, 1 more; here: 0 \(\S+\)$"):
+        many.meet([0])
+    many = machines(9, timeout=0.3)
+    with pytest.raises(RendezvousTimeoutError, match=r"machine rank 7, machine rank 8; here: 0 \(\S+\)$"):
+        many.meet([0])
+    with pytest.raises(RendezvousTimeoutError, match=r"the machine of rank 0 at 127\.0\.0\.1:\d+: \S+"):
+        machines(2, timeout=0.3).meet([1])
+
+
+def _gives_up(handler: StaticRendezvous) -> None:
+    """Wait in vain for a machine, and withdraw, as the launcher does."""
+    handler._timeout_seconds = 0.5
+    with pytest.raises(RendezvousTimeoutError):
+        handler.meet()
+    handler.withdraw(Cause(KILLED, "no room on the disk", 3))
+    assert handler.board is None
+
+
+def _fails_to_meet(handler: StaticRendezvous) -> Exception:
+    try:
+        with pytest.raises((ConfigurationError, RendezvousClosedError)) as raised:
+            handler.meet()
+        return raised.value
+    finally:
+        handler.withdraw(Cause(KILLED, "as the others", 2))
+
+
+@pytest.mark.parametrize("quits", [0, 1])
+def test_a_machine_that_gives_up_before_the_first_round_ends_the_others(machines, wait_until, quits: int) -> None:
+    """Those that wait already, and one that comes late."""
+    three = machines(3)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(_fails_to_meet, three.handlers[1 - quits])
+        quitting = pool.submit(_gives_up, three.handlers[quits])
+        wait_until(lambda: all(one.board is not None for one in three.handlers[:2]), "both wait", 30)
+        board = three.handlers[0].board
+        wait_until(lambda: board.refusal is not None, "the others are told", 30)
+        errors = [_fails_to_meet(three.handlers[2]), waiting.result(30)]
+        quitting.result(30)
+    for error in errors:
+        assert isinstance(error, ConfigurationError)
+        assert re.fullmatch(rf"machine rank {quits} \(.*\): no room on the disk", str(error))
+
+
+def test_a_machine_that_gives_up_in_a_later_round_has_failed(machines) -> None:
+    two = machines(2)
+    two.meet([0, 1])
+    with ThreadPoolExecutor(1) as pool:
+        quits = pool.submit(_gives_up, two.handlers[0])
+        deadline = time.monotonic() + 60
+        while two.handlers[1].board.machines()[0].state is not State.FAILED:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        error = _fails_to_meet(two.handlers[1])
+        quits.result(60)
+    assert isinstance(error, RendezvousClosedError)
+    assert "machine rank 0 failed and are not started again: no room on the disk" in str(error)
+
+
+def test_a_machine_whose_processes_run_leaves_in_silence(machines) -> None:
+    two = machines(2)
+    two.meet([0, 1])
+    other = two.handlers[0].board
+    two.handlers[1].withdraw(Cause(KILLED, "not told", 3))
+    time.sleep(0.5)
+    assert other.machines()[1].state is State.RUNNING and other.machines()[1].cause is None
 
 
 @pytest.mark.parametrize(("state", "message"), [(State.FAILED, "rank 1 failed"), (State.SUCCEEDED, "rank 1 ended")])
@@ -146,9 +250,7 @@ def test_a_machine_is_heard_of_while_its_ranks_are_started(machines, wait_until,
     """Many ranks on a busy machine take longer to start than a silent machine is waited for."""
     two = machines(2)
     job = ElasticJob(sys.executable, ["-c", ""], 2, 2, RendezvousOptions(monitor_interval=0.05))
-    agent = Agent(
-        job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False), False, lambda *_: None
-    )
+    agent = Agent(job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False), lambda *_: None)
     start, told = Child.start, []
 
     def slowly(*args, **options) -> Child:

@@ -43,7 +43,8 @@ def test_nothing_is_answered_that_torchrun_no_longer_has() -> None:
     known = {flag for action in torchruns() for flag in action.option_strings}
     # Older versions of torch lack some.
     assert {flag for flag in UNUSED if flag not in known} <= {"--numa-binding", "--numa_binding"} | {
-        *("--signals-to-handle", "--signals_to_handle", "--virtual-local-rank", "--virtual_local_rank"),
+        *("--event-log-handler", "--event_log_handler", "--signals-to-handle", "--signals_to_handle"),
+        *("--virtual-local-rank", "--virtual_local_rank"),
         *(f"--duplicate{sign}std{stream}{sign}filters" for sign in "-_" for stream in ("out", "err")),
     }
 

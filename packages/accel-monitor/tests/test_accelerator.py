@@ -23,6 +23,7 @@ from accel.contract.strategy import Strategy
 from accel.fault_tolerance.run_state import capture, restore
 from accel.training import monitoring
 from accel_monitor import Part, make_ledger, read_runs
+from accel_monitor._torch_compat import PASSES_HIGHER_ORDER
 from accel_monitor.ledger import Cause
 from accel_state import ConfigurationError, MissingDependencyError
 from accel_state.ports import get_free_port
@@ -75,7 +76,7 @@ def test_a_rank_that_waits_for_another_is_told_from_one_that_is_slow(tmp_path: P
     (run,) = read_runs(tmp_path)
     assert [run.attempts[0, rank][0].last_step for rank in (0, 1)] == [8, 8]
     assert run.attempts[0, 0][0].samples[-1].samples == 32 and run.attempts[0, 1][0].finished
-    assert not run.notes
+    assert len(run.notes) == (not PASSES_HIGHER_ORDER)  # of operations that an old torch cannot count
 
 
 def test_fsdp_is_measured_as_a_whole_and_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("accel")
 from accel import Accelerator
 from accel_monitor.bad_steps import BadSteps, NormLimit, guilty_group, plain_indices
 from accel_monitor.commands.monitor import run as monitor_command
-from accel_monitor.recorder import Recorder
+from accel_monitor.recorder import INDICES, LOSS, NORM, Recorder
 from accel_state import ConfigurationError
 from accel_state.testing import run_world
 
@@ -95,7 +95,9 @@ def steps(recorder: Recorder, first: int, values: list[tuple[float, float | None
     """Steps with these losses and norms, as a loop reports them."""
     recorder.begin_at(first - 1)
     for loss, norm in values:
-        recorder.loss, recorder.norm, recorder.indices = loss, norm, [[recorder.step + 1]]
+        recorder.note(LOSS, loss)
+        recorder.note(NORM, norm)
+        recorder.note(INDICES, [recorder.step + 1])
         recorder.step_done()
 
 
@@ -177,12 +179,12 @@ def test_steps_that_were_looked_through_are_forgotten() -> None:
     recorder = Recorder()
     bad_steps = BadSteps(recorder)
     for _ in range(100):
-        recorder.loss = 1.0
+        recorder.note(LOSS, 1.0)
         recorder.step_done()
     assert bad_steps.check() == []
     recorder.forget(29)
     assert [record.step for record in recorder.latest()] == list(range(72, 101))
-    recorder.loss = math.nan
+    recorder.note(LOSS, math.nan)
     recorder.step_done()
     (found,) = bad_steps.check()
     assert found["step"] == 101 and bad_steps.check() == []

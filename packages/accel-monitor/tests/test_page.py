@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 from written_runs import write
 
 from accel_monitor import read_runs
-from accel_monitor.commands.monitor import COMMAND
-from accel_monitor.page import render, rows_of
+from accel_monitor.commands.monitor import COMMAND, coloured, has_colours
+from accel_monitor.page import _legend, render, rows_of
 from accel_state import ConfigurationError
 
 
@@ -34,6 +35,10 @@ def test_states_and_own_times(tmp_path: Path) -> None:
     # 20 s of rank 1: 12 of data, 3 forward, 4 backward, 1 waiting.
     (line,) = [line for line in render(run, 100, 40) if line.startswith("     1 ")]
     bar = line.rsplit(" ", 1)[1]
+    # The letters that the bars have, and no line is cut off.
+    legend = "D data, F forward, B backward, w waiting for others, - start-up"
+    assert legend in list(render(run, 80, 40))
+    assert list(_legend("DFBw-", 60)) == ["D data, F forward, B backward, w waiting for others,", "- start-up"]
     assert len(bar) == 100 - 66 and bar == "D" * 20 + "F" * 6 + "B" * 6 + "w" * 2
 
 
@@ -59,3 +64,18 @@ def test_the_command_prints_once_without_a_terminal(tmp_path: Path, capsys: pyte
     assert COMMAND.run([str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "1 of 2 ranks have not reported: 0" in output and "\x1b" not in output
+
+
+def test_colours_repeat_what_letters_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "     1 training        10    1.9 s DDFFBBwwww"
+    shown = coloured(line)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == line and shown.count("\x1b[30;48") == 4
+    assert coloured("2 ranks: 2 training; step 10") == "2 ranks: 2 training; step 10"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert has_colours()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours()
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colours()

@@ -16,9 +16,10 @@ from accel_monitor import make_ledger, read_runs
 from accel_monitor.html import page
 from accel_monitor.ledger import Cause
 from accel_monitor.parts import Part
-from accel_monitor.recorder import StepRecord
+from accel_monitor.recorder import Recorder, StepRecord
 from accel_monitor.records import encode_now, file_name
 from accel_monitor.report import report
+from accel_monitor.reporter import Reporter
 from accel_monitor.stragglers import OwnParts, Recent, Watch, decode_recent, encode_recent, find_straggler
 from accel_state.testing import run_world
 
@@ -75,13 +76,49 @@ def test_a_processor_that_is_away_in_a_few_steps_names_no_rank() -> None:
     assert find_straggler(ranks) is None
 
 
+def test_a_processor_that_is_away_in_every_other_short_step() -> None:
+    """The scheduler gives the processor to another process for 3 ms at once."""
+    ranks = {rank: Recent("host", "cpu", 100, [(0.0003, 0.004, 0.0002)] * 28, [0.0] * 28) for rank in range(2)}
+    ranks[1] = Recent("host", "cpu", 100, ranks[1].own, [0.0, 0.003] * 14)
+    found = find_straggler(ranks)
+    assert found is not None and (found.rank, found.part) == (1, "host")
+
+
 @pytest.mark.parametrize(("queued", "part"), [(0.0, "data"), (0.004, "data"), (0.012, "host")])
 def test_data_that_takes_long_without_a_processor_is_the_hosts(queued: float, part: str) -> None:
     ranks = reports(2, 0, 1, 0, 0.014)
     slow = ranks[1]
-    ranks[1] = Recent("host", "cpu", slow.step, slow.own, slow.held, queued)
+    ranks[1] = Recent("host", "cpu", slow.step, slow.own, slow.held, queued, held_is_mean=True)
     found = find_straggler(ranks)
     assert found is not None and (found.rank, found.part) == (1, part)
+
+
+def crowded(seed: int, slow: int, column: int, extra: float, ratios: tuple[float, float]) -> dict[int, Recent]:
+    """Reports of two ranks that have no processor for so many times their processor time, one of them slower."""
+    ranks = reports(2, seed, slow, column, extra, noise=0.02)
+    for rank, recent in ranks.items():
+        held = [ratios[rank] * row[1] for row in recent.own]
+        queued = ratios[rank] * sum(map(sum, recent.own)) / len(held)
+        ranks[rank] = Recent("host", "cpu", recent.step, recent.own, held, queued)
+    return ranks
+
+
+@pytest.mark.parametrize(("column", "part"), [(0, "data"), (1, "compute")])
+def test_on_a_crowded_machine_more_work_is_not_the_hosts(column: int, part: str) -> None:
+    """A rank that works more also lacks a processor for longer: in the same proportion as the others."""
+    for seed in range(20):
+        found = find_straggler(crowded(seed, 1, column, 0.02, (1.5, 1.5)))
+        assert found is not None and (found.rank, found.part) == (1, part), seed
+        assert find_straggler(crowded(seed, 1, column, 0.0, (1.5, 1.7))) is None, seed
+
+
+def test_a_host_is_named_where_a_rank_lacks_a_processor_more_often_than_the_others() -> None:
+    for seed in range(20):
+        found = find_straggler(crowded(seed, 1, 0, 0.0, (0.1, 1.0)))
+        assert found is not None and (found.rank, found.part) == (1, "host"), seed
+        # Data that is prepared by the same thread takes longer there, too.
+        found = find_straggler(crowded(seed, 1, 0, 0.004, (0.1, 1.0)))
+        assert found is not None and (found.rank, found.part) == (1, "host"), seed
 
 
 def records(passes: float, ran: float) -> list[StepRecord]:
@@ -89,19 +126,52 @@ def records(passes: float, ran: float) -> list[StepRecord]:
     found = []
     for step in range(4):
         seconds = [0.0] * len(Part)
-        seconds[Part.DATA], seconds[Part.FORWARD], seconds[Part.WAITING] = step * 1.0, step * passes, step * 0.5
-        found.append(StepRecord(step, seconds, step * ran, None, None, None, None))
+        seconds[Part.DATA], seconds[Part.FORWARD], seconds[Part.WAITING] = 1.0, passes, 0.5
+        found.append(StepRecord(step, seconds, ran, None, None, None, None))
     return found
 
 
-@pytest.mark.parametrize(("own_parts", "held", "is_mean"), [(OwnParts.ALL, 0.2, False), (OwnParts.COMPUTE, 0.07, True)])
+@pytest.mark.parametrize(
+    ("own_parts", "held", "is_mean"),
+    [
+        (OwnParts.ALL, [0.3, 0.3, 0.2, 0.2], False),
+        (OwnParts.COMPUTE, [0.07] * 4, True),
+        (OwnParts.DEVICE, [0.0] * 4, False),
+    ],
+)
 def test_time_without_a_processor_is_that_of_the_passes_or_the_kernels_mean(
-    own_parts: OwnParts, held: float, is_mean: bool
+    own_parts: OwnParts, held: list[float], is_mean: bool
 ) -> None:
-    recent = decode_recent({"host": "a", "device": "cpu", "recent": encode_recent(records(0.5, 0.3), own_parts, 0.07)})
+    sent = encode_recent(records(0.5, 0.3), own_parts, [0.3, 0.3, 0.07, 0.07])
+    recent = decode_recent({"host": "a", "device": "cpu", "recent": sent})
     assert recent is not None and (recent.step, recent.queued, recent.held_is_mean) == (3, 0.07, is_mean)
-    assert list(recent.held) == pytest.approx([held] * 3)
-    assert [row[:2] for row in recent.own] == [pytest.approx((1.0, 0.3))] * 3
+    assert list(recent.held) == pytest.approx(held)
+    if own_parts is OwnParts.DEVICE:
+        return
+    assert [row[:2] for row in recent.own] == [pytest.approx((1.0, 0.3))] * 4
+
+
+def test_each_step_has_the_kernels_mean_of_the_reports_around_it(tmp_path: Path) -> None:
+    recorder = Recorder()
+    identity = {"replica": None, "rank": 0, "world_size": 2, "device": "cpu", "step": 0}
+    reporter = Reporter(recorder, tmp_path, 2.0, identity, None, torch.device("cpu"))
+    reporter.own_parts = OwnParts.ALL
+
+    def reported(steps: int, queued: float) -> list[float]:
+        for _ in range(steps):
+            recorder.step_done()
+        recent = decode_recent({"host": "a", "device": "cpu", **reporter._recent({"queued": queued})})
+        assert recent is not None
+        return [round(held, 3) for held in recent.held]
+
+    assert reported(2, 5.0) == [0.0, 0.0]  # of steps before the first report nothing is known
+    assert reported(2, 5.2) == [0.0, 0.0, 0.1, 0.1]
+    assert reported(0, 5.5) == [0.0, 0.0, 0.1, 0.1]  # no step has ended: it counts for the next ones
+    assert reported(1, 5.6) == [0.0, 0.0, 0.1, 0.1, 0.4]
+    recorder.begin_at(2)  # a state was loaded
+    assert reported(1, 9.0)[-1] == 0.0
+    assert reporter._live is not None
+    reporter._live.remove()
 
 
 def write(folder: Path, rank: int, process: str, recent: Recent) -> None:
@@ -132,6 +202,18 @@ def test_reports_of_an_earlier_process_are_not_compared_and_a_rank_is_named_once
     assert watch.named is None
     (tmp_path / f"{file_name(None, 0)}.now").write_text("{")
     assert watch.check() is None
+
+
+def test_a_named_rank_is_not_named_again_where_its_parts_alternate(tmp_path: Path) -> None:
+    watch, named = Watch(tmp_path, None, 2), []
+    slow = {column: reports(2, 5, 1, column, 0.03, noise=0.0) for column in (0, 1)}
+    turns = [turn % 2 for turn in range(14)] + [0] * 12
+    for turn, column in enumerate(turns):
+        for rank, recent in slow[column].items():
+            write(tmp_path, rank, "run", Recent("host", "cpu", 200 + turn, recent.own, recent.held))
+        named.append(watch.check())
+    # Once with the first part, and once with the other when that stays.
+    assert [found.part for found in named if found is not None] == ["compute", "data"]
 
 
 @pytest.mark.parametrize(("mean", "needed"), [(False, 2), (True, 3)])

@@ -9,20 +9,30 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from written_runs import Clock
 
 from accel_monitor.parts import Part
-from accel_monitor.recorder import Recorder
+from accel_monitor.recorder import SAMPLES, TOKENS, Recorder
 from accel_monitor.tracked import LOGGED_STEPS, TrackedValues
 
 
-def test_values_are_means_over_the_steps_since_the_last_ones() -> None:
+def steps(recorder: Recorder, count: int) -> None:
+    for _ in range(count):
+        recorder.step_done()
+
+
+def test_values_are_means_over_the_steps_since_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     recorder = Recorder()
     tracked = TrackedValues(recorder, 2)
     tracked.seconds_at_peak = 0.01
     assert tracked.due(None, None) == {}
-    recorder.step, recorder.samples, recorder.tokens = LOGGED_STEPS, 1000, 5000
-    recorder.seconds[Part.FORWARD], recorder.seconds[Part.WAITING] = 2.0, 0.5
-    recorder.seconds[Part.SAVING] = 9.0  # no part of a step
+    recorder.note(SAMPLES, 1000)
+    recorder.note(TOKENS, 5000)
+    clock.spend(recorder, Part.FORWARD, 2.0)
+    clock.spend(recorder, Part.WAITING, 0.5)
+    clock.spend(recorder, Part.SAVING, 9.0)  # no part of a step
+    steps(recorder, LOGGED_STEPS)
     found = tracked.due(2**30, 1)
     assert found["monitor/forward_seconds"] == pytest.approx(2.0 / LOGGED_STEPS)
     assert found["monitor/waiting_seconds"] == pytest.approx(0.5 / LOGGED_STEPS)
@@ -31,17 +41,17 @@ def test_values_are_means_over_the_steps_since_the_last_ones() -> None:
     assert found["monitor/tokens_per_second"] == pytest.approx(2000)
     assert found["monitor/memory_bytes"] == 2**30 and found["monitor/slow_rank"] == 1
     assert "monitor/saving_seconds" not in found and tracked.due(None, None) == {}
-    recorder.step += LOGGED_STEPS - 1
+    steps(recorder, LOGGED_STEPS - 1)
     assert tracked.due(None, None) == {}
-    recorder.step += 1
-    recorder.seconds[Part.FORWARD] += 3.0
+    clock.spend(recorder, Part.FORWARD, 3.0)
+    steps(recorder, 1)
     found = tracked.due(None, None)
     assert found["monitor/step_seconds"] == pytest.approx(3.0 / LOGGED_STEPS) and found["monitor/slow_rank"] == -1
     assert "monitor/tokens_per_second" not in found and "monitor/memory_bytes" not in found
     recorder.begin_at(3)
     assert tracked.due(None, None) == {}
-    recorder.step = 3 + LOGGED_STEPS
-    recorder.seconds[Part.FORWARD] += 1.0
+    clock.spend(recorder, Part.FORWARD, 1.0)
+    steps(recorder, LOGGED_STEPS)
     assert tracked.due(None, None)["monitor/step_seconds"] == pytest.approx(1.0 / LOGGED_STEPS)
 
 

@@ -1,9 +1,13 @@
-"""Files of a run, as ranks write them."""
+"""Files of a run, as ranks write them, and a clock for recorders."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+import pytest
+
+from accel_monitor import recorder
 
 PARTS = ("startup", "data", "forward", "backward", "waiting", "optimizer", "saving", "loading", "evaluation")
 
@@ -29,3 +33,16 @@ def write(folder: Path, rank: int, world_size: int, *samples: dict, host: str = 
     file = folder / "monitor" / f"rank-{rank:05d}"
     file.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     file.with_suffix(".now").write_text("")
+
+
+class Clock:
+    """Stands for the clock of recorders that are made from now on; it moves when time is spent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(recorder, "perf_counter", lambda: self.now)
+
+    def spend(self, recorder: recorder.Recorder, part: int, seconds: float) -> None:
+        """Spend time in a part of the loop."""
+        recorder.mark(part)
+        self.now += seconds

@@ -20,6 +20,7 @@ from accel_plan.models import build_model, model_config
 from accel_plan.plan import PlanRequest, make_plan
 from accel_plan.record import axis_of, coordinates_of, sent_bytes
 from accel_plan.report import as_text
+from accel_plan.timing import EXPOSED
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import profile
 
@@ -80,14 +81,32 @@ def documented() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow  # traces plans of large models; the figures of the guide have fast tests
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(11))
 def test_the_guide_shows_what_the_command_prints(tmp_path, monkeypatch, capsys, number) -> None:
     monkeypatch.chdir(tmp_path)
     command, output = documented()[number]
     config = re.search(r"```yaml\n(distributed_type: FSDP.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (tmp_path / "fsdp2.yaml").write_text(config[1])
+    mixture = re.search(r"```json\n(.*?deepseek_v3.*?\n)```", GUIDE.read_text())
+    (tmp_path / "deepseek-v3.json").write_text(mixture[1])
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.slow  # traces plans of a large model
+def test_the_guide_has_what_asynchronous_tensor_parallelism_hides(tmp_path) -> None:
+    rows = re.findall(
+        r"^\| (?:none|`--(\S+) (true|false)`) \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) GiB \|$", GUIDE.read_text(), re.M
+    )
+    assert len(rows) == 3
+    options = {**mesh(dp_shard=32, tp=8), "fsdp_activation_checkpointing": True, "mixed_precision": "bf16"}
+    for name, value, exposed, seconds, activations in rows:
+        settings = settings_of(**options, **({name: value} if name else {}))
+        request = PlanRequest(settings, "llama-3-70b", batch_size=16, seq_length=8192, hardware=profile("h100-sxm"))
+        found = make_plan(request)
+        at_peak = found.peak.categories["activations"] / 2**30
+        shown = found.time.parts[f"{EXPOSED}, tp"], found.time.seconds, at_peak
+        assert [f"{value:.2f}" for value in shown] == [exposed, seconds, activations]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}], ids=["one process", "tp"])
@@ -106,9 +125,9 @@ def test_the_guide_has_both_models_on_three_numbers_of_ranks() -> None:
         (re.search(r"--model (\S+)", one)[1], int(re.search(r"--num_processes (\d+)", one)[1]))
         for one, _ in documented()
     }
-    assert len(documented()) == 10
+    assert len(documented()) == 11
     three = {(model, ranks) for model in DIMENSIONS for ranks in (8, 512, 4096)}
-    assert found == three | {("llama-3-70b", 256), ("llama-3-70b", 1024)}
+    assert found == three | {("llama-3-70b", 256), ("llama-3-70b", 1024), ("deepseek-v3.json", 2048)}
 
 
 def figure(output: str, name: str) -> int:
@@ -241,7 +260,9 @@ def test_activations_are_close_to_saved_tensors(tmp_path, precision) -> None:
     """The estimate counts tensors saved by autograd; the plan counts live memory, including outputs."""
     model = small(tmp_path, hidden_size=96, intermediate_size=256, num_hidden_layers=3)
     found = make_plan(
-        PlanRequest(settings_of(num_processes=1, mixed_precision=precision), model, batch_size=2, seq_length=64)
+        PlanRequest(
+            settings_of(num_processes=1, cpu=True, mixed_precision=precision), model, batch_size=2, seq_length=64
+        )
     )
     built = build_model(model_config(model))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -281,6 +302,25 @@ def test_tied_weights_are_held_and_sent_once(tmp_path, kind) -> None:
     found = make_plan(PlanRequest(settings_of(num_processes=4), str(tmp_path), rank=1, seq_length=16))
     assert found.memory.weights == found.memory.gradients == 4 * found.parameters
     assert next(one.payload for one in found.collectives if one.kind == "all-reduce") == 4 * found.parameters
+
+
+def test_overlapped_products_send_what_others_send(tmp_path) -> None:
+    model, options = small(tmp_path), mesh(tp=2)
+    plain, overlapped = (
+        make_plan(PlanRequest(settings_of(**options, **more), model, batch_size=2, seq_length=16))
+        for more in ({}, {"parallelism_config_enable_async_tp": True})
+    )
+    assert plain.collectives and overlapped.collectives == plain.collectives
+
+
+def test_one_process_trains_without_fsdp(tmp_path: Path) -> None:
+    """With the warning that a run gives; nothing is sharded or offloaded then."""
+    alone = settings_of(**FSDP2, num_processes=1, fsdp_offload_params=True)
+    found = make_plan(PlanRequest(alone, small(tmp_path), seq_length=16))
+    plain = make_plan(PlanRequest(settings_of(num_processes=1), small(tmp_path), seq_length=16))
+    assert found.strategy == plain.strategy == "ddp" and found.offloaded == ()
+    assert found.coordinates == plain.coordinates
+    assert found.memory == plain.memory and found.peak == plain.peak
 
 
 def test_offloaded_parts_are_marked(tmp_path) -> None:

@@ -14,6 +14,7 @@ from accel_launch.config.read import load_settings
 from accel_plan.operations import PRODUCT
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
+from accel_plan.timing import Speeds
 from accel_state.hardware import profile
 
 pytestmark = [
@@ -110,3 +111,22 @@ def test_products_of_experts_have_flops(tmp_path: Path, precision: str) -> None:
     items = [item for times, part in found.operations for item in part * times if item.name == "_grouped_mm"]
     assert sum(item.flops for item in items) == 3 * 2 * (2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER)
     assert {item.kind for item in items} == {PRODUCT}
+
+
+@pytest.mark.parametrize("kind", ["qwen", "deepseek"])
+def test_tokens_are_waited_for_and_experts_take_their_time(tmp_path: Path, kind: str) -> None:
+    """Tokens travel along an axis of data, on whose reductions nothing in a backward pass waits."""
+    found = planned(tmp_path, kind, 3, dp_shard=4, ep=2)
+    speeds, items = Speeds(profile("h100-sxm")), [item for times, part in found.operations for item in part * times]
+    products = [item for item in items if item.kind == PRODUCT]
+    assert {"_grouped_mm", "mm"} <= {item.name for item in products}
+    assert found.time is not None
+    assert found.time.parts[PRODUCT] == pytest.approx(sum(map(speeds.seconds, products)))
+
+
+def test_values_of_another_width_than_keys_have_a_fused_kernel_on_gpus(tmp_path: Path) -> None:
+    """Latent attention; a CPU keeps all scores, and with 61 layers of them DeepSeek-V3 seemed to take twice as long."""
+    found = planned(tmp_path, "deepseek", 2, dp_shard=2)
+    names = {item.name for _, part in found.operations for item in part}
+    kernel = "_scaled_dot_product_efficient_attention"
+    assert {kernel, f"{kernel}_backward"} <= names and not names & {"bmm", "_softmax", "_safe_softmax"}

@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 from plan_models import write_llama
 
 from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.memory import BACKWARD, FORWARD, RECOMPUTATION, STEP
-from accel_plan.operations import ATTENTION, OTHER, PRODUCT, Message, Operation, more_operations
+from accel_plan.operations import ATTENTION, OTHER, PRODUCT, Message, Operation, OperationRecorder, more_operations
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
 from accel_plan.schedules import schedule_seconds
@@ -55,8 +56,8 @@ def other(size: int, fused: int, is_fused: bool = False, phase: str = FORWARD) -
 
 
 def sent(kind: str, payload: int, ranks: range = range(2), phase: str = FORWARD, **changed: Any) -> Operation:
-    settings = {"lane": f"{'gather' if kind == 'all-gather' else 'reduce'} dp_shard", **changed}
-    message = Message(kind, "dp_shard", tuple(ranks), payload, **settings)
+    settings = {"axis": "dp_shard", "lane": f"{'gather' if kind == 'all-gather' else 'reduce'} dp_shard", **changed}
+    message = Message(kind=kind, ranks=tuple(ranks), payload=payload, **settings)
     return Operation(0, phase, OTHER, kind, "", "", 0, 0, 0, False, (), message.lane, message)
 
 
@@ -84,6 +85,7 @@ CURVES = {
     "in place": [[100.0, 4.0], [1000.0, 13.0]],
     "functions": [[100.0, 6.0], [1000.0, 17.0]],
     "all-gather": [[75.0, 8.0], [750.0, 19.0]],
+    "all-gather of 2": [[75.0, 2.0], [750.0, 9.0]],
 }
 
 
@@ -113,10 +115,10 @@ def test_a_measured_device_takes_the_seconds_of_its_curves(item: Operation, seco
 
 
 def test_collectives_in_a_node_take_the_seconds_of_the_curves() -> None:
-    """By the bytes that a rank sends, so that groups of other sizes are compared with those that were measured."""
+    """By the bytes that a rank sends: of a group of that size, or else of all ranks."""
     speeds = Speeds(replace(DEVICE, curves=CURVES))
-    for ranks, payload in ((range(4), 1000), (range(2), 1500)):
-        assert speeds.message_seconds(Message("all-gather", "dp_shard", tuple(ranks), payload, "lane")) == 19
+    for ranks, payload, seconds in ((range(4), 1000, 19), (range(2), 1500, 9), (range(3), 1125, 19)):
+        assert speeds.message_seconds(Message("all-gather", "dp_shard", tuple(ranks), payload, "lane")) == seconds
     for ranks, kind in ((range(8), "all-gather"), (range(4), "all-reduce")):
         message = Message(kind, "dp_shard", tuple(ranks), 1000, "lane")
         assert speeds.message_seconds(message) == Speeds(DEVICE).message_seconds(message)
@@ -135,6 +137,9 @@ def test_collectives_in_a_node_take_the_seconds_of_the_curves() -> None:
         # One rank of each of four nodes: every step is one of the network, through one port.
         ("all-gather", range(0, 16, 4), 0.5 + 30 + 6000 / 100),
         ("activations", range(0, 8, 4), 0.5 + 10 + 8000 / 100),
+        # Each rank sends 1,000 bytes to each other one: 4,000 to the other node, through its own port.
+        ("all-to-all", range(8), 0.5 + 6 + 10 + 4000 / 100),
+        ("all-to-all", range(4), 0.5 + 3 + 6),
     ],
 )
 def test_messages_take_the_steps_of_a_ring_and_their_bytes(kind, ranks, seconds) -> None:
@@ -167,6 +172,62 @@ def test_messages_overlap_with_computation_until_they_are_waited_for() -> None:
         # Without overlap, all of it is exposed.
         blocking = simulate(((1, tuple(step)),), Speeds(replace(FAST_LINKS, overlaps=False)))
         assert blocking.clock == pytest.approx(4 + payload / 2000)
+
+
+def test_messages_of_asynchronous_tp_travel_beside_products() -> None:
+    """In pieces: the longer one, and one of the two pieces of the shorter one, remain."""
+    gather = sent("all-gather", 4000, axis="tp", lane="exchange tp")  # 2 s
+    scatter = sent("reduce-scatter", 12_000, axis="tp", lane="exchange tp")  # 6 s
+    arrived = (("exchange tp", 1),)
+    waits = replace(other(0, 0), waits=arrived)
+    step = [gather, waits, product(3 * 10**9), scatter, waits, product(10**9)]
+    for speeds, exposed in ((Speeds(FAST_LINKS), 2 + 6), (Speeds(FAST_LINKS, overlaps_products=True), 1 + 3 + 1.5)):
+        found = simulate(((1, tuple(step)),), speeds)
+        assert found.clock == pytest.approx(4 + exposed)
+        assert found.parts[f"{EXPOSED}, tp"] == pytest.approx(exposed)
+        assert found.messages["tp"] == pytest.approx(8)
+    overlapping = Speeds(FAST_LINKS, overlaps_products=True)
+    # A product hides one message, and a message without a product beside it, or of another axis, is exposed.
+    assert simulate(((1, (product(3 * 10**9), scatter, scatter)),), overlapping).clock == pytest.approx(3 + 4.5 + 6)
+    assert simulate(((1, (gather, gather, waits)),), overlapping).clock == pytest.approx(2 + 2)
+    blocking = Speeds(replace(FAST_LINKS, overlaps=False), overlaps_products=True)
+    assert simulate(((1, tuple(step)),), blocking).clock == pytest.approx(4 + 8)
+    data = [replace(item, message=replace(item.message, axis="dp_shard")) if item.message else item for item in step]
+    assert simulate(((1, tuple(data)),), overlapping).clock == pytest.approx(4 + 8)
+
+
+def test_ranks_that_computed_apart_wait_for_each_other() -> None:
+    """By the seconds since their last message; without a curve of pairs, by that of all ranks."""
+    waiting = {"waiting": [[1.0, 0.25], [4.0, 1.0]]}
+    device = replace(FAST_LINKS, overlaps=False, curves=waiting)
+    step = [product(10**9), sent("all-gather", 2000), product(4 * 10**9), sent("all-gather", 2000)]
+    found = simulate(((1, tuple(step)),), Speeds(device))
+    assert found.clock == pytest.approx(5 + 2 * 1 + 0.25 + 1.0) and found.messages["dp_shard"] == pytest.approx(3.25)
+    pairs = replace(device, curves={**waiting, "waiting of 2": [[1.0, 3.0]]})
+    assert simulate(((1, tuple(step[:2])),), Speeds(pairs)).clock == pytest.approx(1 + 1 + 3)
+
+
+def test_ddp_reduces_gradients_in_buckets() -> None:
+    """Of 1 MiB at first, and of 25 MiB or more: here five messages of gradients of 10 MiB are three."""
+    device = replace(FAST_LINKS, message_seconds=100.0, link_bandwidth=1e12, overlaps=False)
+    gradient = sent("all-reduce", 10 << 20, phase=BACKWARD, bucketed=True)
+    waits = (("reduce dp_shard", 5),)
+    step = (*[gradient] * 5, replace(other(0, 0, phase=STEP), waits=waits))
+    found = simulate(((1, step),), Speeds(device))
+    assert found.clock == pytest.approx(300, rel=1e-3)
+    # What is left is sent before it is waited for, and at the end of a step without a wait.
+    assert simulate(((1, step[:2]),), Speeds(device)).clock == pytest.approx(200, rel=1e-3)
+    # On a device that computes meanwhile, a bucket leaves once its last gradient is ready.
+    first = [replace(gradient, message=replace(gradient.message, payload=1 << 19)), product(10**9, phase=BACKWARD)]
+    overlapping = simulate(((1, tuple(first * 2)),), Speeds(replace(device, overlaps=True)))
+    assert overlapping.clock == pytest.approx(1 + 100, rel=1e-3)
+
+
+def test_units_of_fsdp_take_time_where_nothing_overlaps() -> None:
+    gather = replace(other(0, 0), name="fsdp::all_gather_copy_in", lane="gather")
+    reduce = replace(other(0, 0), name="fsdp::chunk_cat")
+    device = replace(DEVICE, unit_seconds=2.0, operation_seconds=0.5, overlaps=False)
+    assert simulate(((1, (gather, reduce, other(0, 0))),), Speeds(device)).clock == pytest.approx(2 * 2.5 + 0.5)
 
 
 def test_parameters_of_the_next_block_are_gathered_during_a_block() -> None:
@@ -318,6 +379,34 @@ def test_hardware_that_is_not_known(tmp_path) -> None:
 
 def _fields(device: HardwareProfile) -> dict[str, Any]:
     return {name: value for name, value in vars(device).items() if name != "key"}
+
+
+@needs_transformers
+def test_gradients_of_ddp_are_in_buckets_and_those_of_replicas_of_shards_are_not(tmp_path) -> None:
+    model = write_llama(tmp_path)
+    hybrid = {**FSDP2, "use_parallelism_config": "true", "parallelism_config_dp_replicate_size": "2"}
+    hybrid |= {"parallelism_config_dp_shard_size": "2", "num_processes": "4"}
+    for options, bucketed in (({}, True), (hybrid, False)):
+        messages = [item.message for _, part in planned(model, options).operations for item in part if item.message]
+        reduced = [item for item in messages if item.kind == "all-reduce" and item.payload > 1000]
+        assert reduced and all(item.bucketed == bucketed for item in reduced)
+
+
+@pytest.mark.parametrize(
+    ("length", "share"),
+    [(256, 1.0), (1024, 0.75), (2048, 0.625), (700, (64 * 8 * 512 + (700 - 512) * 700) / 700**2)],
+)
+def test_cpus_compute_whole_blocks_of_causal_attention(length: int, share: float) -> None:
+    """Blocks of 512 keys: 256 tokens take as long as without a mask, as steps and single calls showed."""
+    counted = []
+    for on_cpu in (True, False):
+        recorder = OperationRecorder({}, lambda storage: True, on_cpu)
+        query = torch.empty(1, 2, length, 16, device="meta")
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        recorder.add(attention, (query, query, query, 0.0, True), {}, attention(query, query, query), (0, FORWARD, ""))
+        (((_, (item,)),)) = recorder.result()
+        counted.append(item.flops)
+    assert counted[0] / counted[1] == pytest.approx(share / 0.5, rel=1e-3)
 
 
 @needs_transformers

@@ -6,6 +6,7 @@ from torch import nn
 
 from accel_bigmodel import init_empty_weights
 from accel_quant import BnbQuantizationConfig, get_keys_to_not_convert, has_4bit_bnb_layers, replace_with_bnb_layers
+from accel_quant.quantizers.base import bitsandbytes_nn
 from accel_state.errors import ConfigurationError
 
 EIGHT = BnbQuantizationConfig(load_in_8bit=True)
@@ -24,6 +25,17 @@ def test_replaced_layers_quantize_their_weights_when_they_are_moved(build) -> No
     model.to("cpu")
     assert model.blocks[0].up.weight.dtype == torch.uint8
     assert model.blocks[0].up.weight.quant_state.quant_type == "nf4"
+
+
+def test_a_version_that_computes_wrong_outputs_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bitsandbytes
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bitsandbytes, "__version__", "0.46.1")
+        bitsandbytes_nn.cache_clear()
+        with pytest.raises(ConfigurationError, match=r"bitsandbytes 0\.46\.1 .*pip install 'bitsandbytes>=0\.47'"):
+            replace_with_bnb_layers(build(), EIGHT)
+    replace_with_bnb_layers(build(), EIGHT)
 
 
 def test_replaced_layers_in_8_bits_have_the_threshold_and_no_gradient(build) -> None:

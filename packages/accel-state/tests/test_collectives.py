@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections import namedtuple
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from accel_state import PartialState
 from accel_state import operations as ops
-from accel_state.collectives.packing import SMALL_BYTES, ByteLayout
+from accel_state.collectives.packing import SMALL_BYTES, ByteLayout, as_bytes, groups_by_dtype, nbytes, split_small
 from accel_state.collectives.single import Collectives
 from accel_state.testing import run_world
 
@@ -56,6 +57,9 @@ def check_all() -> None:
         world,
         world + 1,
     ]
+    own = torch.full((1 + rank,), rank)
+    assert ops.copy_tensor_to_devices(own).tolist() == [0], "the lowest rank's"
+    assert own.tolist() == [rank] * (1 + rank), "another rank's tensor was overwritten"
     assert ops.gather_tensor_shape(torch.ones(2, 5) if rank == 1 else None) == torch.Size([2, 5])
 
 
@@ -96,6 +100,9 @@ def check_reduce(rank: int, world: int) -> None:
     mean = ops.reduce(data)
     assert torch.allclose(mean["f"][0], torch.tensor([1.0, 2.0]) * total / world) and mean["i"].dtype == torch.float32
     assert data["f"][0].tolist() == [rank + 1.0, 2.0 * (rank + 1)], "the input was changed"
+    assert mean["b"].tolist() == [1 / world, 1.0]
+    for reduction in ("sum", "max", "min"):
+        assert ops.reduce(data, reduction)["i"].dtype == torch.int64
     summed = ops.reduce(data, "sum", scale=0.5)
     assert summed["f"][0].tolist() == [total / 2, float(total)]
     assert ops.reduce(data, "sum")["b"].tolist() == [1, world]
@@ -138,25 +145,41 @@ def check_padding(rank: int, world: int) -> None:
         and (padded[0][rank + 1 :] == -1).all()
     )
     assert padded[1].shape == (3,) and padded[2].item() == rank
+    assert ops.pad_across_processes(torch.ones(rank + 1, 2), dim=-2).shape == (world, 2)
     first = ops.pad_across_processes(torch.ones(2, rank + 1), dim=-1, pad_first=True)
     assert first.shape == (2, world) and first[0].tolist() == [0.0] * (world - rank - 1) + [1.0] * (rank + 1)
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.warns(ops.CannotPadNestedTensorWarning):
+    with pytest.warns(ops.CannotPadNestedTensorWarning) as nested_warnings:
         padded = ops.pad_across_processes(ragged)
     assert padded is ragged
-    with pytest.warns(UserWarning, match="values of type NoneType, str unchanged"):
+    with pytest.warns(UserWarning, match="values of type NoneType, str unchanged") as type_warnings:
         mixed = ops.pad_across_processes({"x": torch.ones(rank + 1), "name": f"r{rank}", "none": None})
     assert mixed["x"].shape == (world,) and mixed["name"] == f"r{rank}" and mixed["none"] is None
+    for warning in (*nested_warnings, *type_warnings):
+        assert "pad_across_processes(" in linecache.getline(warning.filename, warning.lineno), "not the caller's line"
 
 
 def check_objects(rank: int, world: int) -> None:
     assert ops.gather_object([f"r{rank}"] * (rank + 1)) == [f"r{r}" for r in range(world) for _ in range(r + 1)]
     assert ops.gather_object({"rank": rank}) == [{"rank": r} for r in range(world)]
     assert ops.gather_object([]) == []
+    # Around the size up to which objects travel with the header, and one rank above it.
+    collectives = PartialState().collectives
+    for largest in range(450, 500):
+        for sizes in ([largest] * world, [largest if r == 1 else 0 for r in range(world)]):
+            expected = [bytes([r + 1]) * size for r, size in enumerate(sizes)]
+            assert collectives.all_gather_object(expected[rank]) == expected
+            assert collectives.gather_object(expected[rank], 1) == (expected if rank == 1 else None)
+            assert collectives.broadcast_object(expected[rank], 1) == expected[1]
     rows = ops.gather_object(torch.tensor([rank, rank + 10]))
     assert [row.item() for row in rows] == [value for r in range(world) for value in (r, r + 10)]
     objects = [rank, "x" * rank]
     assert ops.broadcast_object_list(objects, 1) is objects and objects == [1, "x"]
+    if rank == 1:
+        ops.broadcast_object_list(["a", "b"], 1)
+    else:
+        with pytest.raises(ValueError, match=f"list of 1 on rank {rank} and of 2 on rank 1"):
+            ops.broadcast_object_list([None], 1)
     state = PartialState()
     assert state.collectives.scatter_object([f"for {r}" for r in range(world)] if rank == 0 else None) == f"for {rank}"
 
@@ -172,7 +195,9 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert ops.gather_object(["a"]) == ["a"] and ops.gather_object({"a": 1}) == [{"a": 1}]
     tensor = torch.arange(3)
     assert ops.gather_object(tensor) is tensor and ops.gather_object(torch.tensor(1)) == [torch.tensor(1)]
+    assert ops.pad_across_processes(data["scalar"]) is data["scalar"]
     assert ops.reduce(torch.tensor([2.0]), "mean", scale=3).tolist() == [6.0]
+    assert ops.reduce(torch.tensor([2])).dtype == torch.float32
     with pytest.raises(ValueError, match=r"reduction='median' is not one of"):
         ops.reduce(torch.ones(1), "median")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="None on every rank"):
@@ -184,6 +209,38 @@ def test_a_single_process_is_a_world_of_one() -> None:
         collectives.scatter_object(["a", "b"])
 
 
+def gradients_of_reductions() -> dict[str, list[float]]:
+    """Each rank's gradient of a loss over reduced values, with weights that differ between ranks and elements."""
+    rank = PartialState().process_index
+    weight = torch.tensor([1.0 + rank, 10.0])
+    found = {}
+    for reduction, scale in (("sum", 1.0), ("mean", 1.0), ("mean", 3.0), ("none", 1.0), ("none", 3.0)):
+        value = torch.tensor([2.0, 3.0 + rank], requires_grad=True)
+        data = ops.reduce({"loss": value * 2, "count": torch.tensor([rank])}, reduction, scale)
+        assert not data["count"].requires_grad
+        data["loss"] += 1  # what is returned may be changed in place
+        (data["loss"] * weight).sum().backward()
+        found[f"{reduction} {scale:g}"] = value.grad.tolist()
+    with torch.no_grad():
+        assert not ops.reduce(value, "sum").requires_grad
+    assert not any(ops.reduce(value, reduction).requires_grad for reduction in ("max", "min"))
+    constant = ops.reduce(value if rank == 0 else value.detach(), "mean")
+    assert constant.requires_grad == (rank == 0)
+    return found
+
+
+def test_gradients_flow_through_means_and_sums_to_every_rank() -> None:
+    assert run_world(gradients_of_reductions, 2) == [
+        # of both ranks' losses together: 2 * (1 + 2) and 2 * (10 + 10)
+        {"sum 1": [6, 40], "mean 1": [3, 20], "mean 3": [9, 60], "none 1": [2 * own, 20], "none 3": [6 * own, 60]}
+        for own in (1, 2)
+    ]
+    assert gradients_of_reductions() == {
+        **{name: [2, 20] for name in ("sum 1", "mean 1", "none 1")},
+        **{name: [6, 60] for name in ("mean 3", "none 3")},
+    }
+
+
 def test_layout_is_aligned_and_reversible() -> None:
     tensors = [
         torch.ones(3, dtype=torch.bool),
@@ -192,8 +249,23 @@ def test_layout_is_aligned_and_reversible() -> None:
         torch.tensor(1 + 2j),
     ]
     layout = ByteLayout(tensors)
-    assert all(start % 16 == 0 for start, _ in layout.spans)
+    assert (layout.spans, layout.total) == ([(0, 3), (16, 56), (64, 72), (80, 88)], 96)
+    assert layout.pack(tensors).shape == (96,) and layout.pack(tensors, 100).shape == (100,)
     assert all(torch.equal(a, b) for a, b in zip(tensors, layout.unpack(layout.pack(tensors), tensors), strict=True))
+    of_two_ranks = layout.unpack(torch.stack([layout.pack(tensors)] * 2), tensors)
+    assert all(torch.equal(torch.stack([a, a]), b) for a, b in zip(tensors, of_two_ranks, strict=True))
+    assert ByteLayout(tensors[:1]).pack(tensors[:1]).shape == (16,)
+
+
+def test_every_tensor_is_sent_once() -> None:
+    sizes = [0, 1, 2, SMALL_BYTES, SMALL_BYTES + 1]
+    empty, one, two, limit, large = (torch.empty(size, dtype=torch.uint8) for size in sizes)
+    assert split_small([empty, one, two, limit, large]) == ([1, 2, 3], [4])
+    assert split_small([large, one, large]) == ([], [0, 1, 2]), "nothing to pack it with"
+    assert split_small([one, two]) == ([0, 1], [])
+    tensors = [torch.ones(1), torch.ones(1).half(), torch.ones(2), torch.ones(3)]
+    assert groups_by_dtype(tensors, [0, 1, 3]) == [[0, 3], [1]]
+    assert nbytes(tensors[3]) == 12 and as_bytes(torch.ones(2, 2)).shape == (16,)
 
 
 def count_messages() -> tuple[int, int]:
@@ -248,6 +320,6 @@ def test_subclasses_of_tensors_are_kept_by_every_operation() -> None:
     for found in run_world(types_of_results, 2):
         assert found == {
             "gather": ["Marked", "Marked", "Tensor", "here", False],
-            "reduce": ["Marked", "Marked", "Tensor", "here", False],
+            "reduce": ["Marked", "Marked", "Tensor", "here", True],
             "broadcast": ["Marked", "Marked", "Parameter", "here", True],  # in place
         }

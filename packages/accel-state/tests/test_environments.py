@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -60,7 +61,18 @@ SLURM = {
     **{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
     "SLURM_STEP_NODELIST": "gpu[07-08]",
 }
-LAUNCHERS = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mvapich": MVAPICH, "hydra": HYDRA, "slurm": SLURM}
+RAY_TRAIN = {
+    **{name: value for name, value in TORCHRUN.items() if not name.startswith("GROUP")},
+    **{"NODE_RANK": "1", "RAY_JOB_ID": "01000000"},
+}
+LAUNCHERS = {
+    "ray_train": RAY_TRAIN,
+    "torchrun": TORCHRUN,
+    "openmpi": OPENMPI,
+    "mvapich": MVAPICH,
+    "hydra": HYDRA,
+    "slurm": SLURM,
+}
 
 
 def numbers(environment: Environment) -> tuple[int, ...]:
@@ -175,7 +187,8 @@ def test_a_step_on_one_node_meets_there():
 def test_a_value_that_is_no_integer_is_named(name, text):
     variables = LAUNCHERS[name]
     for key in variables:
-        if key in ("MASTER_ADDR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"):
+        texts = ("MASTER_ADDR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "RAY_JOB_ID")
+        if key in texts:
             continue
         with pytest.raises(ConfigurationError, match=key):
             environments.detect({**variables, key: text})
@@ -336,7 +349,9 @@ def test_reading_the_environment_needs_no_torch():
     )
 
 
-@pytest.mark.parametrize("text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]", "a[5-1]"])
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,,b", "n[1", "n]1", "n[a-b]", "n[1-]", "n[[1]]", "a[5-1]", "a[1-3]\nb", "a b"]
+)
 def test_what_is_no_host_list(text):
     with pytest.raises(ConfigurationError, match="is not a SLURM host list"):
         expand_hosts(text)
@@ -404,3 +419,33 @@ def test_an_allocation():
     assert Allocation.read(Variables(asked)) == Allocation("7", ("n1", "n2"), 3, on_node=True, in_step=False)
     assert Allocation.read(Variables({**asked, "SLURM_TASKS_PER_NODE": "2,1"})).tasks_per_node is None
     assert Allocation.read(Variables({})) is None
+
+
+class TestRayTrain:
+    VARIABLES: ClassVar = {
+        **RAY_TRAIN,
+        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    }
+
+    def test_nodes_may_have_different_numbers_of_workers(self) -> None:
+        """Three workers on the first node, and one on the second: torchrun's rule would make it the fourth node."""
+        found = environments.detect(self.VARIABLES)
+        assert (found.name, found.node_rank, found.local_rank, found.rank) == ("ray_train", 1, 0, 3)
+        assert (found.main_address, found.main_port) == ("host0", 29501)
+        first = {**self.VARIABLES, "RANK": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "NODE_RANK": "0"}
+        found = environments.detect(first)
+        assert (found.node_rank, found.num_nodes, found.local_world_size) == (0, 2, 3)
+
+    def test_what_a_worker_starts_with_torchrun_has_its_ranks(self) -> None:
+        started = {**self.VARIABLES, "GROUP_RANK": "0", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+        assert environments.detect(started).name == "torchrun"
+
+    @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+    def test_a_missing_variable_is_named(self, missing: str) -> None:
+        variables = {name: value for name, value in self.VARIABLES.items() if name != missing}
+        with pytest.raises(ConfigurationError, match=f"NODE_RANK is set but {missing} is not"):
+            environments.detect(variables)
+
+    def test_a_node_rank_outside_of_ray_is_not_ours(self) -> None:
+        variables = {name: value for name, value in self.VARIABLES.items() if name != "RAY_JOB_ID"}
+        assert environments.detect(variables).name == "torchrun"

@@ -83,7 +83,7 @@ def test_every_other_exception_goes_through_as_it_is(error):
 
 
 def test_the_host_really_runs_out():
-    @find_executable_batch_size(starting_batch_size=2**58, reduce_batch_size_fn=lambda batch_size: batch_size >> 18)
+    @find_executable_batch_size(starting_batch_size=2**60, reduce_batch_size_fn=lambda batch_size: batch_size >> 38)
     def allocate(batch_size, dtype):
         return torch.empty(batch_size, dtype=dtype).nbytes
 

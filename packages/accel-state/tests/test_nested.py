@@ -177,10 +177,13 @@ def test_listify_and_device() -> None:
 
 
 def test_padding_a_batch_to_the_number_of_processes() -> None:
-    batch = {"x": torch.arange(10).view(5, 2), "other": torch.ones(7)}
+    batch = {"x": torch.arange(10).view(5, 2), "other": torch.ones(7), "scalar": torch.tensor(5)}
     padded = ops.pad_input_tensors(batch, 5, 4)
     assert padded["x"].shape == (8, 2) and padded["x"][5:].tolist() == [[8, 9]] * 3 and padded["other"].shape == (7,)
+    assert padded["scalar"].item() == 5
     assert ops.pad_input_tensors(torch.ones(2, 3), 3, 2, dim=1).shape == (2, 4)
+    with pytest.raises(TypeError, match="str"):
+        ops.pad_input_tensors({"x": torch.ones(5), "text": "five"}, 5, 4)
 
 
 def test_outputs_come_out_in_float32() -> None:

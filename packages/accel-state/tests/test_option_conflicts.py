@@ -181,15 +181,32 @@ class TestWhole:
             ["parallelism_config_tp_size=2", "= 2, but there are 3 processes (--num_processes 3)"],
         ),
         (
+            {"use_megatron_lm": "true", "parallelism_config_ep_size": "2"},
+            ["--parallelism_config_ep_size 2 has no effect on Megatron-core", "expert_model_parallel_size 2"],
+        ),
+        (
+            {
+                "use_parallelism_config": "true",
+                "parallelism_config_tp_size": "2",
+                "parallelism_config_dp_replicate_size": "3",
+                "parallelism_config_ep_size": "3",
+            },
+            ["--parallelism_config_ep_size 3 does not divide dp_shard_size=1 x cp_size=1 x tp_size=2 = 2"],
+        ),
+        (
+            {"use_parallelism_config": "true", "parallelism_config_sp_size": "2", "parallelism_config_ep_size": "2"},
+            ["--parallelism_config_ep_size 2 and --parallelism_config_sp_size 2 contradict"],
+        ),
+        (
             {"use_megatron_lm": "true", "megatron_lm_tp_degree": "2", "num_processes": "3"},
             ["--num_processes 3 is not a multiple", "= 2"],
         ),
-        ({"num_machines": "1:4"}, ["--num_machines 1:4", "Give --rdzv_backend c10d"]),
-        ({"num_machines": "1:4", "rdzv_backend": "c10d"}, ["--num_machines 1:4", "Give --max_restarts N"]),
         (
-            {"num_machines": "1:4", "rdzv_backend": "c10d", "max_restarts": "1", "use_deepspeed": "true"},
+            {"num_machines": "1:4", "use_deepspeed": "true"},
             ["--num_machines 1:4 and --use_deepspeed", "fixed number of processes"],
         ),
+        ({"num_machines": "1:4", "ray": "h:6379"}, ["--ray h:6379 and --num_machines 1:4", "fixed number"]),
+        ({"num_machines": "1:4", "ft": "true"}, ["--num_machines 1:4 and --ft", "Give the number of machines"]),
         ({"distributed_type": "DATA_PARALLEL"}, ["--distributed_type DATA_PARALLEL", "LOCAL_MACHINE"]),
         (
             {"compute_environment": "AMAZON_SAGEMAKER", "use_fsdp": "true"},
@@ -226,11 +243,10 @@ def test_what_goes_together(options: dict[str, str]) -> None:
 
 
 def test_a_range_of_machines_from_a_flag_a_file_and_torchruns_variable(tmp_path: Path) -> None:
-    others = {"rdzv_backend": "c10d", "max_restarts": "1"}
     found = [
-        settle(num_machines="2:4", **others),
-        settle(environ={"PET_NNODES": "2:4"}, **others),
-        settle(tmp_path, "num_machines: 2:4\n", **others),  # YAML 1.1 reads a bare 2:4 as 124
+        settle(num_machines="2:4"),
+        settle(environ={"PET_NNODES": "2:4"}),
+        settle(tmp_path, "num_machines: 2:4\n"),  # YAML 1.1 reads a bare 2:4 as 124
     ]
     assert [settings.where("num_machines").partition(" in ")[0] for settings in found] == [
         *("--num_machines 2:4", "PET_NNODES=2:4", "num_machines: 2:4")

@@ -32,6 +32,7 @@ GROUPS = load_groups()
 OPTIONS = [opt for group in GROUPS for opt in group.options()]
 # Values that options with a parser of their own take, as text; two different ones each.
 SPECIAL = {
+    "ray": ("auto", "10.0.0.1:6379"),
     "gpu_ids": ("0", "1,2"),
     "main_process_port": ("0", "4711"),
     "tee": ("3", "0:1,1:2"),

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import random
 import string
+import time
 import uuid
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_long_random_texts() -> None:
         "torch.nn.modules.transformer.TransformerEncoderLayer.self_attn.out_proj.weight",
         "the learning rate 1e-4 is not allowed: token expected",
         "https://example.org/a/b?c=d",
+        "(NoCredentialsError: Unable to locate credentials)",
+        "botocore.exceptions.TokenRetrievalError: Error when retrieving token from sso",
     ],
 )
 def test_what_is_no_secret_is_shown(text: str) -> None:
@@ -105,6 +108,9 @@ def test_what_is_no_secret_is_shown(text: str) -> None:
         ("run --api-key=abc --lr 1", f"run --api-key={HIDDEN} --lr 1"),
         ("Authorization: Bearer abc1", f"Authorization: Bearer {HIDDEN}"),
         ("Authorization: Basic YTpi", f"Authorization: Basic {HIDDEN}"),
+        ("MY_PASSWORD_Error: abc", f"MY_PASSWORD_Error: {HIDDEN}"),
+        ("error: password=abc", f"error: password={HIDDEN}"),
+        ("NoCredentialsError: password=abc", f"NoCredentialsError: password={HIDDEN}"),
         ("password: 'two words' next", f"password: {HIDDEN} next"),
     ],
 )
@@ -144,3 +150,45 @@ def test_what_contains_itself_is_hidden_too() -> None:
     settings["again"] = [settings]
     inner = {"token": HIDDEN, "lr": 0.1, "again": "<cycle>"}
     assert hide_values(settings) == {"token": HIDDEN, "lr": 0.1, "again": [inner]}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://s3cret@sentry.io/1", "https://(hidden)@sentry.io/1"),
+        ("https://git@github.com/x", "https://git@github.com/x"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
+        ("curl -u user:s3cret https://x", "curl -u user:(hidden) https://x"),
+        ("docker run -u 1000:1000 image", "docker run -u 1000:1000 image"),
+        ("python -u C:/x.py a:b", "python -u C:/x.py a:b"),
+        ("sshpass -p s3cret ssh x", "sshpass -p (hidden) ssh x"),
+        ("mysql -u root -ps3cret db", "mysql -u root -p(hidden) db"),
+        ("docker login -u me -p s3cret host", "docker login -u me -p (hidden) host"),
+        ("docker login -p 8080", "docker login -p 8080"),
+        ("redis-cli -h x -a s3cret ping", "redis-cli -h x -a (hidden) ping"),
+        ("aws configure set aws_secret_access_key s3/cret", "aws configure set aws_secret_access_key (hidden)"),
+        ("git config set user.name joe", "git config set user.name joe"),
+        ("PGPASSWORD=s3cret psql", "PGPASSWORD=(hidden) psql"),
+        ("https://hooks.slack.com/services/T00000000/B0000000/x1", "https://hooks.slack.com/services/(hidden)"),
+        ("https://discord.com/api/webhooks/12345/abcdEFGHijklMNOP", "https://discord.com/api/webhooks/(hidden)"),
+        ("torchrun -p 29500", "torchrun -p 29500"),
+        ("error: password=s3cret", "error: password=(hidden)"),
+    ],
+)
+def test_secrets_without_a_name(text: str, shown: str) -> None:
+    assert hide_in_text(text) == shown
+
+
+@pytest.mark.parametrize("name", ["CI_PAT", "ACCELERATE_SALT", "X_HMAC", "SENTRY_DSN", "SLACK_WEBHOOK_URL"])
+def test_further_names(name: str) -> None:
+    assert hide(name, "s3cret") == HIDDEN
+
+
+@pytest.mark.parametrize(
+    "part", ["a:", "a-", "a", "mysql x ", "login ", "set a ", "eyJ", "token=", "-u a:", "https://", '"', "--a "]
+)
+def test_long_texts_take_no_long_time(part: str) -> None:
+    """A text of a hostile file: no expression goes back and forth in it, and nothing recurses."""
+    began = time.process_time()
+    hide_in_text(part * (60_000 // len(part)))
+    assert time.process_time() - began < 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,9 @@ def test_shares_partition_exactly_and_differ_by_one_at_most(length: int, world: 
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
-@given(
-    st.integers(1, 50),
-    st.integers(1, 9),
-    st.sampled_from(["list", "tuple", "tensor", "array", "dict", "columns", "dataset"]),
-)
-def test_padded_shares_are_equally_long_and_repeat_the_last_input(length: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["list", "tuple", "tensor", "matrix", "array", "dict", "columns", "dataset", "deque"])
+@given(length=st.integers(1, 50), world=st.integers(1, 9))
+def test_padded_shares_are_equally_long_and_repeat_the_last_input(kind: str, length: int, world: int) -> None:
     shares = [as_list(share_of(make(kind, length), rank, world, apply_padding=True)) for rank in range(world)]
     assert {len(share) for share in shares} == {-(-length // world)}
     flat = [item for share in shares for item in share]
@@ -53,10 +50,12 @@ def make(kind: str, length: int) -> Any:
         "list": lambda: items,
         "tuple": lambda: tuple(items),
         "tensor": lambda: torch.arange(length),
+        "matrix": lambda: torch.arange(length)[:, None].expand(length, 3),
         "array": lambda: np.arange(length),
         "dict": lambda: {"ids": torch.arange(length), "inner": {"names": items}},
         "columns": lambda: Columns(np.arange(length), items),
         "dataset": lambda: torch.utils.data.TensorDataset(torch.arange(length)),
+        "deque": lambda: deque(items),  # a sequence without slices
     }[kind]()
 
 
@@ -69,7 +68,35 @@ def as_list(share: Any) -> list[int]:
         return share.names
     if isinstance(share, torch.utils.data.Dataset):
         return [int(share[i][0]) for i in range(len(share))]  # type: ignore[arg-type]
+    if isinstance(share, torch.Tensor) and share.ndim == 2:
+        assert (share == share[:, :1]).all() and share.shape[1] == 3
+        return share[:, 0].tolist()
     return [int(item) for item in share]
+
+
+class Indexed:
+    """Has a length and items, and is no sequence."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Table(Indexed):
+    """Selects rows as data sets of Hugging Face do."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def select(self, indices: list[int]) -> Table:
+        return Table([self.rows[i] for i in indices])
+
+
+def test_a_data_set_that_selects_rows_keeps_its_type() -> None:
+    share = share_of(Table([10, 11, 12]), 1, 2, apply_padding=True)
+    assert type(share) is Table and share.rows == [12, 12]
 
 
 def three_prompts() -> tuple[Any, ...]:
@@ -100,4 +127,8 @@ def test_what_cannot_be_split_is_refused() -> None:
         share_of({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
     with pytest.raises(ValueError, match="no last input to repeat"):
         share_of([], 0, 2, apply_padding=True)
-    assert share_of([], 1, 2) == []
+    with pytest.raises(ValueError, match="no last input to repeat"):
+        share_of({}, 0, 2, apply_padding=True)
+    with pytest.raises(TypeError, match="cannot take single items from a Indexed"):
+        share_of(Indexed(), 0, 2)
+    assert share_of([], 1, 2) == [] and share_of([], 0, 1, apply_padding=True) == []

@@ -50,6 +50,16 @@ def test_all_is_every_tracker_that_is_installed(word: str) -> None:
     assert [tracker.name for tracker in filter_trackers([mine, word], "runs")].count("jsonl") == 1
 
 
+def test_all_without_a_directory_leaves_out_trackers_that_need_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Programs pass log_with="all" and no directory; those that start no tracker must run."""
+    chosen = {tracker.name for tracker in filter_trackers("all")}
+    assert chosen == {name for name in get_available_trackers() if not TRACKERS.load(name).requires_logging_directory}
+    (record,) = caplog.records
+    assert "leaves out jsonl" in record.getMessage() and "project_dir=..." in record.getMessage()
+    with pytest.raises(ConfigurationError, match="'jsonl' needs a logging directory"):
+        filter_trackers(["all", "jsonl"])  # what is named is never left out
+
+
 def test_what_is_no_tracker_is_refused() -> None:
     with pytest.raises(
         ConfigurationError,

@@ -416,3 +416,25 @@ def test_the_directory_of_a_tracker_is_made(tmp_path: Path) -> None:
     run.log({"a": 1})
     run.finish()
     assert Path(directory, "project.txt").read_text() == "{'a': 1}"
+
+
+class Owner:
+    """Uses a run, and is part of a cycle, as an Accelerator is."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.own = self
+        self.run = TrackerRun([recorder], owner=self)
+
+
+def test_a_run_whose_owner_is_gone_ends_when_another_one_starts() -> None:
+    """A search of parameters that does not end its trackers had a thread for each."""
+    first, second, third = Recorder(), Recorder(), Recorder()
+    dropped, kept = Owner(first), Owner(second)
+    for owner in (dropped, kept):
+        owner.run.init_trackers("sweep")
+        owner.run.log({"loss": 1.0}, step=0)
+    del owner, dropped
+    with TrackerRun([third]) as run:
+        run.init_trackers("sweep")
+        assert "finish" in str(first.told[-1]) and "finish" not in str(second.told)
+    kept.run.finish()

@@ -24,7 +24,7 @@ preload(
         "accel_data",
     ),
     *(f"accel.strategies.{name}" for name in ("ddp", "fsdp1", "fsdp2", "mesh", "mesh_pp")),
-    *(f"accel.fsdp.{name}" for name in ("checkpoint.files", "merge", "fsdp2_utils", "model_io")),
+    *(f"accel.fsdp.{name}" for name in ("checkpoint.files", "checkpoint.state_dicts", "merge", "meta_init")),
     *(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",

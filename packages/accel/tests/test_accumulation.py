@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +162,39 @@ def test_gradients_weighed_by_items_over_ranks(world: int) -> None:
     run_world(token_weighted, world, 1, True)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_items_in_a_short_last_window(count: int) -> None:
+    """The gradients of its sums are not rescaled: their items tell how much each of them counts."""
+    batches = [data(length)[:] for length in range(1, count + 1)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, loader = accelerator.prepare(build(), DataLoader(batches, batch_size=None))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y, reduction="sum")
+            accelerator.backward(loss, num_items=len(x), reduction="sum")
+            if accelerator.sync_gradients:
+                found = gradients(model).clone()
+                model.zero_grad()
+    last = batches[-(count % 4) :]
+    plain = build()
+    nn.functional.mse_loss(plain(torch.cat([x for x, _ in last])), torch.cat([y for _, y in last])).backward()
+    torch.testing.assert_close(found, gradients(plain), atol=1e-6, rtol=0)
+
+
+def test_gradients_that_a_loop_adds_up_itself() -> None:
+    """Without windows, gradients of an earlier step are left as they are."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin())
+    assert accelerator.gradient_accumulation_steps == 1
+    model, plain = accelerator.prepare(build()), build()
+    for length in (3, 5):
+        x, y = data(length)[:]
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y, reduction="sum")
+            accelerator.backward(loss, num_items=length, reduction="sum")
+        nn.functional.mse_loss(plain(x), y).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), atol=1e-6, rtol=0)
+
+
 def test_a_mean_is_a_sum_over_its_items() -> None:
     results = []
     for reduction in ("mean", "sum"):
@@ -294,6 +329,50 @@ def test_batches_that_are_fetched_in_the_context() -> None:
     assert fetched_inside(7, 2, epochs=3)[0] == "010101010101011010101"
     assert fetched_inside(8, 3, epochs=3)[0] == "001001001001001010010010"
     assert fetched_inside(7, 2, epochs=3, exhausted=True)[0] == "010101001010100101010"
+
+
+def test_a_window_ends_with_its_loader() -> None:
+    """Also if the loop over the next one fetches its batches in the context."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(build())
+    pattern = ""
+    for batches in (1, 4):
+        loader = accelerator.prepare_data_loader(DataLoader(data(4 * (batches + 1)), batch_size=4))
+        iterator = iter(loader)
+        for _ in range(batches):
+            with accelerator.accumulate(model):
+                next(iterator)
+                pattern += str(int(accelerator.sync_gradients))
+        accelerator._dataloaders.clear()
+        del loader, iterator
+        gc.collect()
+    assert pattern == "0" + "0101"
+
+
+def test_a_copy_continues_its_windows() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(build(), DataLoader(data(24), batch_size=4))
+    pattern = []
+    for step, _ in enumerate(loader):
+        if step in (1, 4):
+            accelerator._accumulation = copy.copy(accelerator._accumulation)
+        with accelerator.accumulate(model):
+            pattern.append(accelerator.sync_gradients)
+    assert pattern == [False, False, True] * 2
+
+
+def test_a_window_without_a_loader_continues_after_loading(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(build())
+    pattern = []
+    for step in range(6):
+        with accelerator.accumulate(model):
+            pattern.append(accelerator.sync_gradients)
+            accelerator.backward(model(torch.ones(1, 4).double()).sum())
+        if step in (0, 4):
+            accelerator.save_state(tmp_path / "state")
+            accelerator.load_state(tmp_path / "state")
+    assert pattern == [False, False, True] * 2
 
 
 def test_the_running_count_of_micro_batches() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from accel import Accelerator
 from accel_checkpoint.catalog import is_complete
 from accel_checkpoint.consensus import on_all_ranks
-from accel_checkpoint.manifest import MANIFEST_NAME, Workers
+from accel_checkpoint.manifest import MANIFEST_NAME
 from accel_checkpoint.names import CheckpointError
 from accel_state import ConfigurationError
 from accel_state.collectives.single import Collectives
@@ -218,23 +218,6 @@ def test_processes_without_torch_distributed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run.accelerator.process_state, "num_processes", 2)
     with pytest.raises(ConfigurationError, match="blocking=True"):
         run.accelerator.save_state(tmp_path / "state", blocking=False)
-
-
-def test_workers_raise_the_first_error_and_do_without_threads() -> None:
-    done: list[int] = []
-
-    def fail() -> None:
-        raise OSError("no disk")
-
-    for count in (0, 1):
-        with pytest.raises(OSError, match="no disk"), Workers(count) as workers:
-            workers.submit(fail)
-            workers.submit(lambda: done.append(1))
-    with Workers(0) as workers:
-        workers.submit(lambda: done.append(2))
-    assert done == [2]
-    with pytest.raises(KeyError), Workers(1) as workers:
-        raise KeyError("of the caller")
 
 
 def test_accelerators_without_a_save() -> None:

@@ -8,11 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checkpoint_runs import (
     Failing,
     Run,
@@ -117,6 +119,7 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_errors_of_writers_name_the_directory(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path / "state")
+    directory.begin()
     for error in (SafetensorError("I/O error"), OSError(28, "full"), RuntimeError("PytorchStreamWriter failed")):
         with pytest.raises(CheckpointError, match=str(tmp_path / "state")), directory.explaining_write_errors():
             raise error
@@ -125,6 +128,21 @@ def test_errors_of_writers_name_the_directory(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"m\.safetensors"):
         read_safetensors(tmp_path / "m.safetensors", "cpu")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_another_run_takes_over_is_no_full_disk(tmp_path: Path, replaced: bool) -> None:
+    """As on a file system without locks."""
+    directory = CheckpointDirectory(tmp_path / "state")
+    directory.begin()
+    (directory.partial / "model.safetensors").touch()
+    shutil.rmtree(directory.partial)
+    if replaced:
+        directory.partial.mkdir()
+    message = "deleted or replaced.*its own directory"
+    with pytest.raises(CheckpointError, match=message) as raised, directory.explaining_write_errors():
+        (directory.partial / "model.safetensors").rename(directory.partial / "renamed")
+    assert "free" not in str(raised.value)
 
 
 def failing_save(folder: str, failing_rank: int) -> tuple[str, list[str], int]:
@@ -167,8 +185,12 @@ def test_an_interrupted_save_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
-    run = Run()
-    for value, kind in ((Path("x"), "pathlib"), (deque([1]), "collections.deque")):
+    run, noted = Run(), torch.ones(1)
+    noted.note = Path("x")  # saved with the tensor
+    itself: list[Any] = [Path("x")]
+    itself.append(itself)
+    paths = [Path("x"), [Path("x")], (1, {Path("x"): 1}), {"a": noted}, OrderedDict(a=Path("x")), itself]
+    for value, kind in (*((path, "pathlib") for path in paths), (deque([1]), "collections.deque")):
         run.counter.state["more"] = value
         with pytest.raises(CheckpointError, match=rf"registered object 0 \(Counter\).*{kind}.*add_safe_globals"):
             run.accelerator.save_state(tmp_path / "state")
@@ -228,7 +250,7 @@ def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     run, other = Run(), CheckpointDirectory(tmp_path / "state")
     other.begin()
     (other.partial / "theirs").touch()
-    with pytest.raises(CheckpointError, match="another process is saving to"):
+    with pytest.raises(CheckpointError, match="another save to .* is in progress"):
         run.accelerator.save_state(tmp_path / "state")
     run.accelerator.save_state(tmp_path / "beside")
     assert (other.partial / "theirs").exists(), "what another run was writing has been cleared away"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_runs import (
     Run,
     resumed,
@@ -15,6 +16,7 @@ from checkpoint_runs import (
     uninterrupted,
 )
 
+from accel import Accelerator, ProjectConfiguration
 from accel_checkpoint.names import CheckpointError
 from accel_state.testing import run_world
 
@@ -100,3 +102,31 @@ def test_every_rank_has_its_own_generators(tmp_path: Path) -> None:
     (tmp_path / "0" / "random_states_1.pkl").unlink()
     messages = run_world(load_on_ranks, 2, str(tmp_path / "0"))
     assert all("has no random_states_1.pkl" in message for message in messages), "a rank was left alone with its error"
+
+
+def _packed(folder: str, packs: bool | None, each_node: bool, resumes: bool) -> list[float]:
+    project = ProjectConfiguration(folder, pack_rank_files=packs, save_on_each_node=each_node)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    torch.manual_seed(10 + accelerator.process_index)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(40), batch_size=2, shuffle=True))
+    batches = iter(loader)
+    if not resumes:
+        for _ in range(3):
+            next(batches)
+        accelerator.save_state(f"{folder}/state")
+    else:
+        assert accelerator.resume()
+        batches = iter(loader)
+    return [*torch.rand(2).tolist(), *next(batches).tolist()]
+
+
+@pytest.mark.parametrize(("packs", "each_node"), [(False, False), (True, False), (None, True)])
+def test_generators_of_all_ranks_in_one_file(tmp_path: Path, packs: bool | None, each_node: bool) -> None:
+    """Each rank continues as it would have; nodes that save on their own keep a file of each rank."""
+    folder = str(tmp_path)
+    expected = run_world(_packed, 2, folder, packs, each_node, False)
+    assert expected[0] != expected[1]
+    packed = (tmp_path / "state" / "random_states.zip").is_file()
+    assert packed == bool(packs)
+    assert (tmp_path / "state" / "random_states_1.pkl").is_file() != packed
+    assert run_world(_packed, 2, folder, packs, each_node, True) == expected

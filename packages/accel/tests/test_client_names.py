@@ -39,6 +39,8 @@ def test_names_are_found_where_libraries_look() -> None:
     assert fsdp2_prepare_model is accel.utils.fsdp2_prepare_model
     assert convert_model_to_fp8_ao is accel.utils.convert_model_to_fp8_ao
     assert is_bf16_available() in (True, False)
+    assert accel.data_loader.DataLoader is DataLoader  # finetrainers
+    assert accel.tracking.logger.name == "accel.tracking"  # edsnlp
     assert logger is checkpoint_mapping.logger and _accelerate_added_attributes == []
     with pytest.raises(ImportError, match="no_such_name"):
         from accel.accelerator import no_such_name  # noqa: F401

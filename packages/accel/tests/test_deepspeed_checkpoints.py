@@ -4,70 +4,34 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed_runs import (
-    BATCH,
     MISSING,
     STEPS,
+    STOP,
     TOLERANCE,
-    accelerator_of,
     adagrad,
     adamw,
-    config,
-    data,
     groups,
+    loop,
     loss_of,
     net,
     plain,
+    prepared,
     release,
     weights_of,
 )
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
 
 from accel_state.errors import ConfigurationError
 from accel_state.testing import WorldError, run_world
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed"), pytest.mark.timeout(600)]
 STAGES = (0, 1, 2, 3)
-STOP = 7
-
-
-def prepared(
-    stage: int, seed: int = 0, make: Callable[[Any], torch.optim.Optimizer] = adamw, **arguments: Any
-) -> tuple[Any, ...]:
-    # The schedule moves with each call, so that it does not depend on the number of processes.
-    accelerator = accelerator_of(config(stage), step_scheduler_with_optimizer=False, **arguments)
-    model = net(frozen=True, seed=seed)
-    model.scale.fill_(1.0 + seed)
-    optimizer = make(groups(model))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
-    loader = DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
-    return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
-
-
-def loop(parts: tuple[Any, ...], folder: str = "", begin: int = 0) -> list[float]:
-    """Train to the end of the epoch; with a folder, save in between, blocking and in the background."""
-    accelerator, model, optimizer, scheduler, loader = parts
-    losses = []
-    for index, (x, y) in enumerate(loader, begin):
-        with accelerator.accumulate(model):
-            loss = loss_of(model, x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        if folder and index + 1 == STOP:
-            accelerator.save_state(f"{folder}/waiting")
-            accelerator.save_state(f"{folder}/beside", blocking=False)
-    accelerator.wait_for_save()
-    return losses
 
 
 def save_and_resume(folder: str, stages: tuple[int, ...]) -> dict[int, dict[str, Any]]:

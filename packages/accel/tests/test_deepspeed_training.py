@@ -84,7 +84,7 @@ def train_on_cpu() -> dict[str, Any]:
     results: dict[str, Any] = {f"stage {stage}": train(config(stage), mixed_precision="bf16") for stage in (1, 2, 3)}
     if computes_in_fp16():
         # At the default scale of 65536 the first steps would overflow, and be skipped.
-        results["fp16"] = train({**config(2), "fp16": {"enabled": True, "initial_scale_power": 8}})
+        results["fp16"] = train({**config(2), "fp16": {"enabled": True, "initial_scale_power": 8, "auto_cast": True}})
     else:
         with pytest.raises(ConfigurationError, match="DeepSpeed.*fp16.*'bf16'.*'no'"):
             train(config(2), mixed_precision="fp16")

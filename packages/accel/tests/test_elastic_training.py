@@ -238,6 +238,19 @@ def test_an_evaluation_within_a_step() -> None:
     assert run.digest() == expected
 
 
+def test_sums_in_order_are_computed_in_one_thread() -> None:
+    """Kernels divide sums among the threads, whose number depends on how many processes a machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(elastic=True))
+        assert torch.get_num_threads() == 2
+        Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(elastic=True), deterministic_reduction=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_cannot_be_combined_is_refused() -> None:
     elastic = DataLoaderConfiguration(elastic=True)
     with pytest.raises(ConfigurationError, match="deterministic_reduction=True"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from expert_runs import (
     build,
     compare,
     deviation,
+    full_gradients,
     loss_of,
     loss_on,
     optimizer_of,
@@ -28,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accel import ParallelismConfig
-from accel.parallel.axis_settings import ExpertParallelConfig
+from accel.parallel.axis_settings import ExpertParallelConfig, PipelineParallelConfig
 from accel.parallel.expert_balance import LoadCounter
 from accel.parallel.expert_dispatch import dispatched
 from accel.parallel.experts import experts_in
@@ -46,6 +48,8 @@ TOLERANCE = 1e-5
 LATER = {"losses": TOLERANCE, "gradients": TOLERANCE, "norms": 1e-3, "weights": 1e-4}
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "parallelism.md"
 
+SPLIT_BACKWARD = {name: PipelineParallelConfig(name) for name in ("interleaved_zero_bubble", "zbv", "dualpipev")}
+
 Case = tuple[str, dict[str, int], dict[str, Any] | None, str, int, int]
 """Model, sizes of the mesh, settings of FSDP, routing, micro-batches a step, tokens a sample."""
 
@@ -57,6 +61,7 @@ TWO: list[Case] = [
     ("llama4", {"tp_size": 2, "ep_size": 2}, None, "even", 1, 9),
 ]
 CHECKPOINTED = {**BLOCKS, "activation_checkpointing": True}
+SELECTIVE = {**CHECKPOINTED, "activation_checkpointing_mode": "selective"}
 FOUR: list[Case] = [
     ("mixtral", {"dp_shard_size": 4, "ep_size": 2}, BLOCKS, "even", 2, 9),
     ("mixtral", {"dp_shard_size": 4, "ep_size": 4}, None, "two", 1, 9),
@@ -79,6 +84,13 @@ FOUR: list[Case] = [
     ("mixtral", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, None, "idle", 2, 9),
     ("deepseek", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, CHECKPOINTED, "even", 1, 7),
     ("qwen3", {"pp_size": 2, "tp_size": 2, "ep_size": 2}, None, "two", 1, 9),
+    ("mixtral", {"pp_size": 2, "cp_size": 2, "ep_size": 2}, BLOCKS, "idle", 2, 8),
+    ("deepseek", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}, SELECTIVE, "even", 2, 9),
+    ("gpt oss", {"dp_shard_size": 4, "ep_size": 2}, SELECTIVE, "idle", 1, 7),
+    ("llama4", {"dp_shard_size": 4, "ep_size": 2}, SELECTIVE, "two", 1, 9),
+    ("qwen2", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, SELECTIVE, "two", 1, 9),
+    ("qwen3", {"cp_size": 2, "tp_size": 2, "ep_size": 2}, SELECTIVE, "even", 1, 8),
+    ("deepseek", {"pp_size": 2, "cp_size": 2, "ep_size": 2}, CHECKPOINTED, "even", 1, 8),
 ]
 
 
@@ -99,7 +111,8 @@ def row(case: Case, worst: dict[str, float]) -> str:
     kind, sizes, fsdp, routing, window, length = case
     mesh = ", ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items())
     extras = [f"{routing} routing", f"{length} tokens"]
-    extras += ["checkpointing"] if fsdp is CHECKPOINTED else []
+    modes = ((CHECKPOINTED, "checkpointing"), (SELECTIVE, "selective checkpointing"))
+    extras += [name for mode, name in modes if fsdp is mode]
     extras += ["accumulation"] if window > 1 else []
     return f"| {SETTINGS[kind][0]} | {mesh} | {', '.join(extras)} | {max(worst['losses'], worst['gradients']):.0e} |"
 
@@ -126,7 +139,7 @@ def test_two_ranks_with_half_of_the_experts_each_train_as_one_process() -> None:
     assert_all(run_world(train_all, 2, TWO, 4, timeout=250), TWO, 4)
 
 
-@pytest.mark.slow  # 21 trainings of 20 steps on 4 ranks
+@pytest.mark.slow  # 28 trainings of 20 steps on 4 ranks
 def test_every_mesh_with_experts_trains_as_one_process() -> None:
     ranks = run_world(train_all, 4, FOUR, 20, timeout=500)
     rows = assert_all(ranks, FOUR, 20)
@@ -135,6 +148,39 @@ def test_every_mesh_with_experts_trains_as_one_process() -> None:
     for line in rows:
         # The last digits are those of one machine.
         assert line.rpartition("|")[0].rpartition("|")[0] in guide, line
+
+
+LATE: list[tuple[str, dict[str, int], str, str, int]] = [
+    ("mixtral", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, "interleaved_zero_bubble", "idle", 5),
+    ("llama4", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, "zbv", "even", 4),
+    ("qwen3", {"pp_size": 2, "cp_size": 2, "ep_size": 2}, "zbv", "even", 4),
+    ("deepseek", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, "dualpipev", "even", 4),
+    ("gpt oss", {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, "dualpipev", "two", 4),
+]
+"""Mixtures whose gradients of weights are computed later: the schedule, routing and the number of blocks."""
+
+
+def shape_of(kind: str, blocks: int) -> dict[str, Any]:
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind == "gpt oss" else {}
+    return {"output_router_logits": False, "num_hidden_layers": blocks, **types}
+
+
+def train_late(steps: int) -> list[dict[str, Any]]:
+    found = []
+    for kind, sizes, schedule, routing, blocks in LATE:
+        accelerator = accelerator_for(
+            sizes, {**BLOCKS, "reshard_after_forward": False}, pipeline=SPLIT_BACKWARD[schedule]
+        )
+        found.append(train(accelerator, kind, steps, 1, routing, 8, **shape_of(kind, blocks)))
+    return found
+
+
+@pytest.mark.slow  # five trainings of 20 steps on 4 ranks
+def test_gradients_of_experts_may_be_computed_later() -> None:
+    ranks = run_world(train_late, 4, 20, timeout=400)
+    for (kind, sizes, schedule, routing, blocks), found in zip(LATE, ranks[0], strict=True):
+        worst = compare(found, plain(kind, 20, 1, routing, 8, **shape_of(kind, blocks)))
+        assert all(value < LATER[name] for name, value in worst.items()), (kind, sizes, schedule, worst)
 
 
 def half_precision() -> dict[str, dict[str, Any]]:
@@ -224,6 +270,35 @@ def test_padding_has_no_part_in_the_auxiliary_loss() -> None:
     run_world(padded, 2, timeout=250)
 
 
+def padded_in_parts() -> None:
+    """Ranks have parts of the sequences, of which the last one is padding for the most part."""
+    tokens = batches(1, 12)[0]
+    mask = torch.ones_like(tokens)
+    mask[:5, 7:] = mask[5, 2:] = 0
+    whole = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    other = build("mixtral")
+    expected = other(**whole, use_cache=False)
+    expected.loss.backward()
+    for sizes in ({"cp_size": 2, "ep_size": 2}, {"cp_size": 2}, {"sp_size": 2}):
+        accelerator = accelerator_for(sizes, BLOCKS)
+        model = accelerator.prepare(build("mixtral"))
+        batch = {name: value.clone() for name, value in whole.items()}
+        batch = next(iter(accelerator.deepspeed_ulysses_dl_adapter([batch], model)))
+        with accelerator.maybe_context_parallel(buffers=[*batch.values()], buffer_seq_dims=[1] * len(batch)):
+            found = model(**batch, use_cache=False)
+            accelerator.backward(found.loss)
+        torch.testing.assert_close(found.aux_loss, expected.aux_loss, rtol=1e-6, atol=1e-6)
+        mean = accelerator.reduce(found.loss.detach(), "mean")
+        torch.testing.assert_close(mean, expected.loss.detach(), rtol=1e-6, atol=1e-6)
+        gradients = {name: item.grad for name, item in other.named_parameters()}
+        assert deviation(full_gradients(model), gradients) < TOLERANCE, sizes
+        accelerator.free_memory()
+
+
+def test_parts_of_sequences_have_the_auxiliary_loss_of_whole_ones() -> None:
+    run_world(padded_in_parts, 2, timeout=250)
+
+
 def routed_to_no_expert() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
@@ -251,6 +326,10 @@ def test_tokens_for_no_expert_get_zeros_and_are_counted() -> None:
         (lambda: ParallelismConfig(dp_shard_size=2, ep_size=0), ConfigurationError, "ep_size=0"),
         (lambda: ParallelismConfig(pp_size=4, ep_size=2), ConfigurationError, "tp_size=1 = 1"),
         (lambda: ParallelismConfig(dp_shard_size=2, sp_size=2, ep_size=2), ConfigurationError, "sp_size=2"),
+        *(
+            (partial(ParallelismConfig, pp_size=2, tp_size=2, ep_size=2, pp_handler=pipeline), ConfigurationError, name)
+            for name, pipeline in SPLIT_BACKWARD.items()
+        ),
         (lambda: ParallelismConfig(dp_shard_size=2, ep_handler=object()), ArgumentTypeError, "ExpertParallelConfig"),  # type: ignore[arg-type]
         (lambda: ExpertParallelConfig(-1.0), ConfigurationError, "-1.0"),
         (lambda: ExpertParallelConfig(float("nan")), ConfigurationError, "nan"),
@@ -303,6 +382,23 @@ def refused() -> dict[str, str]:
     with pytest.raises(ConfigurationError) as raised:
         accelerator_for({"dp_shard_size": 2, "ep_size": 2}, {**BLOCKS, "cpu_offload": True})
     return {**found, "offload": str(raised.value)}
+
+
+def auxiliary_losses_of_stages() -> list[str]:
+    found = []
+    accelerator = accelerator_for({"pp_size": 2})
+    with pytest.raises(ConfigurationError) as raised:
+        accelerator.prepare(build("mixtral"))
+    found.append(str(raised.value))
+    model, tokens = accelerator.prepare(build("mixtral", output_router_logits=False)), batches(1)[0]
+    with pytest.raises(ConfigurationError) as raised:
+        model(input_ids=tokens, labels=tokens, output_router_logits=True)
+    return [*found, str(raised.value)]
+
+
+def test_an_auxiliary_loss_that_a_pipeline_would_leave_out_is_refused() -> None:
+    for message in run_world(auxiliary_losses_of_stages, 2, timeout=250)[0]:
+        assert "output_router_logits=True: the auxiliary loss needs the routers of all stages" in message
 
 
 def refused_in_a_pipeline() -> str:

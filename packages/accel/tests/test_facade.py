@@ -16,8 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 from accel import Accelerator, DataLoaderConfiguration, DistributedType, ProfileKwargs, TorchDynamoPlugin
 from accel.contract.strategy import Strategy
 from accel.core.compile import compile_regions, has_compiled_regions, has_repeated_blocks, is_repeated_blocks
+from accel.training.gather_for_metrics import gather_for_metrics
 from accel.utils import get_grad_scaler, get_mixed_precision_context_manager, is_compiled_module
 from accel_state import AcceleratorState, ConfigurationError
+from accel_state.collectives.single import Collectives
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
 
@@ -96,7 +98,9 @@ def collect(lengths: list[int], batch: int) -> None:
                     {"x": x * 2, "loss": x.float().mean(), "two": [torch.stack([x, x], 1)]}
                 )
                 pairs.append(gathered["two"][0])
-                objects += accelerator.gather_for_metrics([f"s{i}" for i in x.tolist()], use_gather_object=True)
+                objects += accelerator.gather_for_metrics([f"s{i}" for i in x.tolist()])
+                rows = accelerator.gather_for_metrics(list(x), use_gather_object=True)
+                assert isinstance(rows, list) and torch.equal(torch.stack(rows), numbers[-1]), (name, length)
                 # As Transformers' Trainer does: the loss of a batch, as often as a full batch has samples.
                 losses.append(accelerator.gather_for_metrics(x.float().mean().repeat(batch)))
             expected = list(range(length))
@@ -124,6 +128,46 @@ def test_gathered_metrics_are_the_data_set_in_one_process_for_many_lengths() -> 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int) -> None:
     run_world(collect, world, [1, 3, 5, 8, 16, 17, 23, 30, 32, 33], 4, timeout=120)
+
+
+class Loader:
+    """A loader of another library: it tells where it is, and nothing more."""
+
+    def __init__(self, remainder: int, **more: Any) -> None:
+        self.end_of_dataloader, self.remainder = True, remainder
+        self.__dict__.update(more)
+
+
+def with_other_loaders() -> None:
+    accelerator = Accelerator(cpu=True)
+    state = accelerator.gradient_state
+    rank, world = accelerator.process_index, accelerator.num_processes
+    two = torch.tensor([2 * rank, 2 * rank + 1])
+    for remainder, kept in ((3, 3), (0, 2 * world), (-1, 2 * world)):
+        loader = Loader(remainder)
+        state.activate(loader)
+        gathered = accelerator.gather_for_metrics({"x": two, "loss": torch.tensor(1.0)})
+        assert gathered["x"].tolist() == list(range(kept)) and gathered["loss"].tolist() == [1.0] * world
+    # Where batches differ between ranks, each rank knows its padding.
+    loader = Loader(-1, ragged=True, real_samples=2 - rank)
+    state.activate(loader)
+    gathered = accelerator.gather_for_metrics({"x": two, "loss": torch.tensor(1.0 + rank)})
+    assert gathered["x"].tolist() == [0, 1, 2] and gathered["loss"].tolist() == [1.0, 2.0]
+    assert accelerator.gather_for_metrics({"rank": rank}) == [{"rank": r} for r in range(world)]
+    alone = gather_for_metrics(two, accelerator.process_state, state, collectives=Collectives())
+    assert alone.tolist() == two[: 2 - rank].tolist()
+
+
+def test_loaders_of_other_libraries_need_only_tell_their_end() -> None:
+    run_world(with_other_loaders, 2)
+
+
+def test_one_process_drops_the_padding_of_steps_that_are_divided() -> None:
+    accelerator = Accelerator(cpu=True)
+    for divided, kept in ({}, [0, 1]), ({"logical_shard": 0}, [0]):
+        loader = Loader(-1, ragged=True, real_samples=1, **divided)
+        accelerator.gradient_state.activate(loader)
+        assert accelerator.gather_for_metrics(torch.arange(2)).tolist() == kept
 
 
 class Blocks(nn.Module):

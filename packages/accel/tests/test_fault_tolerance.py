@@ -338,6 +338,118 @@ def test_sharded_replicas_are_restarted_as_a_whole(tmp_path: Path) -> None:
     assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == 1
 
 
+# Of three replicas, those of the second machine die in the same step. The other one computes the next step alone, until
+# both have returned and have waited for longer than --replica_timeout.
+FAR = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+
+folder = Path(sys.argv[1])
+number, restarts = os.environ["ACCELERATE_FT_REPLICA"], os.environ["ACCELERATE_FT_RESTARTS"]
+torch.manual_seed(3)
+accelerator = Accelerator(cpu=True)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, DataLoader(TensorDataset(torch.randn(1800, 8)), batch_size=3)
+)
+(folder / f"ready.{number}.{restarts}").touch()
+accelerator.resume()  # joins the others
+last = 1000
+for (x,) in loader:
+    size, step = accelerator.strategy._group.size, optimizer.steps_taken
+    if last == 1000 and restarts == "0" and size == 3 and step >= 3:
+        last = step + 8
+        (folder / f"died.{number}").write_text(str(step))
+        if number != "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if last == 1000 and restarts == "0":
+        time.sleep(0.5)  # until all three are there
+    if number == "0" and size == 1 and last != 1000 and not (folder / "slept").exists():
+        while not all((folder / f"ready.{other}.1").exists() for other in (1, 2)):
+            time.sleep(0.1)
+        time.sleep(8.0)
+        (folder / "slept").touch()
+    if number == "0" and size < 3 and (folder / "slept").exists():
+        time.sleep(0.5)  # until both have joined
+    accelerator.backward(model(x).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if not accelerator.optimizer_step_was_skipped:
+        with (folder / "steps").open("a") as file:
+            file.write(f"{number} {restarts} {optimizer.steps_taken}\\n")
+    last = int((folder / "died.0").read_text()) + 30 if (folder / "died.0").exists() else last
+    if optimizer.steps_taken >= last:
+        break
+accelerator.end_training()
+"""
+
+
+@needs_torchft
+@pytest.mark.slow  # starts five processes, which wait for each other
+@pytest.mark.timeout(300)
+def test_replicas_of_a_machine_do_not_begin_a_run_of_their_own(tmp_path: Path) -> None:
+    """Both of a machine start again while the only other one, on another machine, computes a long step."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = ["--num_replicas=3", "--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}"]
+    token = {"ACCELERATE_RUN_TOKEN": "a token of this run and no other"}
+    limits = ("--replica_timeout", "2", "--heartbeat_timeout", "2")
+    runs = [start(tmp_path, 0, *words, *limits, f"--machine_rank={rank}", script=FAR, **token) for rank in (0, 1)]
+    outputs = [finish(run, 250) for run in runs]
+    steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
+    again = [step for _, restarts, step in steps if restarts == 1]
+    died = int((tmp_path / "died.0").read_text())
+    assert again and min(again) > died, f"{died} {steps}\n{outputs}"
+
+
+# The launcher does not look from the start until replica 0 has ended; replica 1 has something left to do then.
+UNSEEN = """
+import os, signal, sys, time
+from pathlib import Path
+import psutil
+folder, number, launcher = Path(sys.argv[1]), os.environ["ACCELERATE_FT_REPLICA"], os.getppid()
+(folder / f"up.{number}").touch()
+while not (folder / "up.1").exists():
+    time.sleep(0.01)
+if number == "0":
+    os.kill(launcher, signal.SIGSTOP)
+    (folder / "pid.0").write_text(str(os.getpid()))
+import torch
+from accel import Accelerator
+try:
+    accelerator = Accelerator(cpu=True)
+    model, loader = torch.nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    while optimizer.steps_taken < 3:
+        for x in loader:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+    if number == "1":
+        first = psutil.Process(int((folder / "pid.0").read_text()))
+        while first.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+finally:
+    if number == "1":
+        os.kill(launcher, signal.SIGCONT)
+time.sleep(2 * int(number))
+(folder / f"end.{number}").touch()
+accelerator.end_training()
+"""
+
+
+@needs_torchft
+@pytest.mark.slow  # a run of two processes
+def test_a_replica_that_nobody_has_seen_computing_may_finish(tmp_path: Path) -> None:
+    """All steps are between two looks of the launcher, as in a short run on a busy machine."""
+    output = finish(start(tmp_path, 0, "--min_replicas", "2", script=UNSEEN), 100)
+    assert (tmp_path / "end.0").exists() and (tmp_path / "end.1").exists(), output
+
+
 @needs_torchft
 @pytest.mark.slow  # starts three times two processes
 def test_a_script_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -477,7 +589,7 @@ def test_without_the_launcher_the_error_says_how_to_start(monkeypatch: pytest.Mo
         ({"processes_per_replica": "2"}, "replicas of several processes are sharded by FSDP 2"),
         ({"num_processes": "4"}, "num_processes.* cannot be combined. Leave it out, and set --num_replicas"),
         ({"num_machines": "2", "rdzv_backend": "c10d"}, "rdzv_backend.* cannot be combined: the replicas meet at"),
-        ({"num_machines": "1:2"}, "num_machines 1:2: machines join"),
+        ({"num_machines": "1:2"}, "num_machines 1:2 and --ft cannot be combined"),
         ({"min_replicas": "4", "num_spares": "1"}, "min_replicas.* is more than all 3 replicas"),
     ],
 )
@@ -488,7 +600,7 @@ def test_contradictions_are_refused_before_anything_starts(given: dict[str, str]
 
 @pytest.mark.parametrize("host", [None, "::1"])
 def test_one_replica_of_two_computes_the_whole_step(
-    lighthouse: Any, monkeypatch: pytest.MonkeyPatch, host: str | None
+    lighthouse: None, monkeypatch: pytest.MonkeyPatch, host: str | None
 ) -> None:
     if host is not None:
         monkeypatch.setenv("ACCELERATE_FT_HOST", host)
@@ -520,7 +632,7 @@ def test_one_replica_of_two_computes_the_whole_step(
 
 
 def test_no_run_of_its_own_while_another_replica_is_ahead(
-    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lighthouse: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was restarted waits for a replica that computes a step, until the launcher removes its report."""
     monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
@@ -536,7 +648,7 @@ def test_no_run_of_its_own_while_another_replica_is_ahead(
 
 
 def test_after_a_new_lighthouse_a_replica_waits_for_the_others(
-    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lighthouse: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it sets up its group, though the new lighthouse gives the first quorum the same number."""
     monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
@@ -563,7 +675,7 @@ def rows_of(folder: Path) -> list[tuple[int, Any]]:
 
 
 def test_rows_of_a_step_that_is_repeated_are_logged_once(
-    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lighthouse: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are logged before or after optimizer.step()."""
     monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
@@ -586,7 +698,7 @@ def test_rows_of_a_step_that_is_repeated_are_logged_once(
 
 
 def test_a_replica_that_is_slow_to_start_continues_the_tracker_of_the_others(
-    lighthouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lighthouse: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_FT_DIRECTORY", str(tmp_path))
     first, *_ = prepared(log_with="jsonl", project_dir=tmp_path)
@@ -609,7 +721,7 @@ def test_a_replica_that_is_slow_to_start_continues_the_tracker_of_the_others(
     assert rows_of(tmp_path) == [(1, 7.0), (2, 8.0), (3, 8.0)]
 
 
-def test_misuse_is_named(lighthouse: Any) -> None:
+def test_misuse_is_named(lighthouse: None) -> None:
     accelerator, model, _, loader = prepared()
     with pytest.raises(ConfigurationError, match="got a second optimizer"):
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))

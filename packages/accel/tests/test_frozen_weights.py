@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from language_models import BATCH, assert_same, build, dataset, stack
+from safetensors.torch import load_file
 from torch import nn
 
 from accel import Accelerator
 from accel.core.quantized_layers import check_sharded
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.kwargs.ddp import DistributedDataParallelKwargs
 from accel.parallel.config import ParallelismConfig
+from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -63,6 +67,132 @@ def test_frozen_layers_under_tensor_parallelism_may_be_trained_later() -> None:
     found = run_world(train_with_tp, 2, kinds, timeout=250)[0]
     for kind, run in zip(kinds, found, strict=True):
         assert_same(run, train_part(kind, None), kind, 1e-5)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def thaw(accelerator: Accelerator | None, raw: bool = False, freeze_after: bool = False) -> list[torch.Tensor]:
+    """The first layer joins the training after two steps, in a group of its own."""
+    model: Any = Stack().double()
+    if not freeze_after:
+        model.first.requires_grad_(False)
+    optimizer: Any = torch.optim.AdamW(model.second.parameters(), lr=1e-2)
+    inner, original, backward, ranks, rank = model, optimizer, torch.Tensor.backward, 1, 0
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inner, backward = accelerator.unwrap_model(model), accelerator.backward
+        ranks, rank = accelerator.num_processes, accelerator.process_index
+    inner.first.requires_grad_(False)
+    for number in range(STEPS):
+        if number == THAW_AT:
+            inner.first.requires_grad_(True)
+            (original if raw else optimizer).add_param_group({"params": list(inner.first.parameters()), "lr": 5e-3})
+        samples = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        backward(model(samples.chunk(ranks)[rank]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(item, "full_tensor", lambda item=item: item)().detach() for item in model.parameters()]
+
+
+def thaw_all() -> list[list[torch.Tensor]]:
+    """With FSDP 2, where the group is added to the prepared optimizer or to the one in it, and with DDP."""
+    found = []
+    for raw in (False, True):
+        with context.isolated():
+            accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+            found.append(thaw(accelerator, raw))
+    with context.isolated():
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        found.append(thaw(Accelerator(cpu=True, kwargs_handlers=[handler]), freeze_after=True))
+    with context.isolated(), pytest.raises(ConfigurationError, match=r"first\.weight was trained .* is frozen now"):
+        thaw(Accelerator(cpu=True), freeze_after=True)
+    for settings in ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)}):
+        with context.isolated(), pytest.raises(ConfigurationError, match=r"first\.weight was frozen .* Use FSDP 2"):
+            thaw(Accelerator(cpu=True, **settings))
+    return found
+
+
+def test_layers_that_are_trained_later_are_trained_as_in_one_process_or_refused() -> None:
+    expected = thaw(None)
+    for ranks in run_world(thaw_all, 2, timeout=200):
+        for found in ranks:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def switch(settings: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The first layer is frozen and trained again, each after an evaluation; it returns all gradients and weights."""
+    model: Any = Stack()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward, ranks, rank = torch.Tensor.backward, 1, 0
+    if settings is not None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward, ranks, rank = accelerator.backward, accelerator.num_processes, accelerator.process_index
+    found = []
+    for number in range(6):
+        samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).chunk(ranks)[rank]
+        with torch.no_grad():
+            model(samples)
+        if number in (1, 3):
+            model.first.requires_grad_(number == 3)
+        backward(model(samples).square().mean())
+        gradients = [torch.zeros(()) if item.grad is None else item.grad for item in model.parameters()]
+        found += [getattr(item, "full_tensor", lambda item=item: item)().clone() for item in gradients]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(getattr(item, "full_tensor", lambda item=item: item)().detach() for item in model.parameters())]
+
+
+LAYERS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+
+
+def switch_all() -> list[list[torch.Tensor]]:
+    found = []
+    for settings in ({}, {**LAYERS, "reshard_after_forward": False}, {**LAYERS, "reshard_after_forward": True}):
+        with context.isolated():
+            found.append(switch(settings))
+    return found
+
+
+def test_layers_may_be_frozen_and_trained_again_after_an_evaluation() -> None:
+    expected = switch(None)
+    for ranks in run_world(switch_all, 2, timeout=200):
+        for found in ranks:
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def half_precision_gradients() -> list[list[torch.Tensor]]:
+    """The gradients of a layer in half precision: never frozen, and trained after a step in which it was frozen."""
+    found = []
+    for frozen in (False, True):
+        with context.isolated():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERS)
+            accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+            model: Any = Stack()
+            model.first.requires_grad_(not frozen)
+            model = accelerator.prepare(model)
+            samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(accelerator.process_index))
+            accelerator.backward(model(samples).square().mean())
+            model.zero_grad()
+            model.first.requires_grad_(True)
+            accelerator.backward(model(samples).square().mean())
+            found.append([item.grad.full_tensor() for item in model.parameters()])
+    return found
+
+
+def test_a_layer_that_is_trained_later_has_gradients_in_the_same_precision() -> None:
+    always, later = run_world(half_precision_gradients, 2, timeout=200)[0]
+    assert [item.dtype for item in later] == [torch.float32] * 4
+    torch.testing.assert_close(later, always, rtol=0, atol=0)
 
 
 class Adapted(nn.Module):
@@ -133,8 +263,9 @@ class FourBit(nn.Module):
 
 def train_four_bit(storage: torch.dtype, version: int | None) -> list[float]:
     """Losses of evaluation and training in turn, and gradient norms; in one process of plain PyTorch without FSDP."""
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # all ranks start with the weights of the first
     model: nn.Module = FourBit(storage).to("cpu")  # quantizes
+    torch.manual_seed(2)
     inputs, targets = torch.randn(8, 64), torch.randn(8, 8)
     optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-2)
     accelerator = None
@@ -163,9 +294,33 @@ def train_four_bit(storage: torch.dtype, version: int | None) -> list[float]:
 def test_four_bit_layers_train_after_an_evaluation() -> None:
     expected = train_four_bit(torch.float32, None)
     assert all(norm > 0 for norm in expected[3::4])
-    for ranks, version in ((1, 0), (2, 2)):
+    for ranks, version in ((1, 0), (2, 0), (2, 1), (2, 2)):
         for found in run_world(train_four_bit, ranks, torch.float32, version, timeout=200):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def saved_four_bit(storage: torch.dtype, version: int, folder: str) -> bool:
+    """Whether the whole state, and the file of weights, are those of the model itself."""
+    torch.manual_seed(0)
+    model: nn.Module = FourBit(storage).to("cpu")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, folder)
+    if not accelerator.is_main_process:
+        return not state
+    saved = load_file(f"{folder}/model.safetensors")
+    return all(
+        found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        for found in (state, saved)
+    )
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("version", "storage"), [(2, torch.uint8), (1, torch.float32)])
+def test_four_bit_weights_are_saved_with_their_scales(version: int, storage: torch.dtype, tmp_path: Path) -> None:
+    assert all(run_world(saved_four_bit, 2, storage, version, str(tmp_path), timeout=200))
 
 
 @needs_bitsandbytes
@@ -181,3 +336,23 @@ def test_quantized_layers_that_fsdp_would_tear_are_refused() -> None:
     check_sharded(FourBit(torch.uint8).to("cpu"), torch.bfloat16, 2)
     with pytest.raises(ConfigurationError, match="8-bit"):
         check_sharded(nn.Sequential(Linear8bitLt(8, 8, has_fp16_weights=False)), None, 2)
+
+
+@needs_bitsandbytes
+def test_a_loaded_state_has_its_own_scales(tmp_path: Path) -> None:
+    """bitsandbytes loads the packed bytes alone, and keeps the scales that a layer had before."""
+    inputs, outputs = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), []
+    for seed in (0, 1):
+        with context.isolated():
+            torch.manual_seed(seed)
+            accelerator = Accelerator(cpu=True)
+            model = accelerator.prepare(FourBit(torch.uint8).to("cpu"))
+            accelerator.load_state(tmp_path / "state") if seed else accelerator.save_state(tmp_path / "state")
+            outputs.append(model(inputs))
+    assert torch.equal(*outputs)
+    other = FourBit(torch.uint8)
+    other.base.weight.blocksize = 128
+    with context.isolated(), pytest.raises(ConfigurationError, match="blocks of 64 weights.* nf4 with blocks of 128"):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(other.to("cpu"))
+        accelerator.load_state(tmp_path / "state")

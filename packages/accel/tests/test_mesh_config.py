@@ -257,7 +257,5 @@ def test_a_layer_that_is_not_divided_computes_as_before() -> None:
     assert VocabularyRows().fits(nn.Embedding(2, 2)) and not VocabularyRows().fits(nn.Embedding(2, 2, max_norm=1.0))
 
 
-def test_asynchronous_tensor_parallelism_is_logged_as_unavailable(caplog: pytest.LogCaptureFixture) -> None:
-    assert TorchTensorParallelConfig(enable_async_tp=True).plan is None
-    assert "enable_async_tp=True has no effect" in caplog.text
+def test_a_kernel_on_the_hub_may_compute_attention() -> None:
     DeepSpeedSequenceParallelConfig(sp_attn_implementation="kernels-community/flash-attn2")

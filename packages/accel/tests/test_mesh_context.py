@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
+from accel.parallel import context_parallel
 from accel.parallel.axis_settings import TorchContextParallelConfig
 from accel.parallel.config import ParallelismConfig
-from accel.parallel.context_parallel import ContextParallel, positions_of
+from accel.parallel.context_parallel import ContextParallel, _sums_are_padded, positions_of
 from accel.parallel.ring_kernels import _cpu_backward, _cpu_forward, _plain_backward, _plain_forward
 from accel.utils import shift_labels
 from accel_state import is_torch_version
@@ -41,12 +43,13 @@ pytestmark = [
 ]
 
 
-def attention(rotation: str, dtype: torch.dtype, kv_heads: int) -> list[float]:
+def attention(rotation: str, dtype: torch.dtype, kv_heads: int, values: int = 8) -> list[float]:
     """The largest errors of output and of the gradients of queries, keys and values, against whole sequences."""
     size = dist.get_world_size()
     ring = ContextParallel(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"], rotation)
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, heads, LENGTH, 8, generator=generator).to(dtype) for heads in (4, kv_heads, kv_heads, 4)]
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, values), (4, values))
+    whole = [torch.randn(2, heads, LENGTH, width, generator=generator).to(dtype) for heads, width in shapes]
     inputs = [tensor.clone().requires_grad_() for tensor in whole[:3]]
     expected = functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=kv_heads != 4)
     (expected * whole[3]).sum().backward()
@@ -68,6 +71,8 @@ def attentions() -> dict[Any, list[float]]:
         for dtype in (torch.float32, torch.bfloat16)
         for heads in (4, 2)
     ]
+    # Values that are smaller and larger than keys, as those of multi-head latent attention.
+    cases += [("alltoall", torch.float32, 2, 4), ("allgather", torch.float32, 4, 12)]
     return {case: attention(*case) for case in cases}
 
 
@@ -97,6 +102,39 @@ def test_devices_without_fused_kernels_compute_the_same(is_causal: bool, dtype: 
         assert len(found) == len(expected) == 5
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "cast", "padded"),
+    [
+        (torch.float32, 64, False, False),
+        (torch.float32, 96, False, True),  # its halves of 48
+        (torch.float32, 96, True, False),  # autocast makes it bf16
+        (torch.bfloat16, 96, False, False),
+    ],
+    ids=str,
+)
+def test_sums_of_the_memory_efficient_kernel_are_padded(
+    dtype: torch.dtype, length: int, cast: bool, padded: bool
+) -> None:
+    """Torch's ring failed with them on an H100: "The size of tensor a (32) must match the size of tensor b (8)"."""
+    query = torch.zeros(1, 2, length, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        assert _sums_are_padded(query) == padded
+
+
+@pytest.mark.parametrize(("length", "kernels"), [(64, "torch's"), (96, "products")])
+def test_what_torchs_ring_cannot_merge_is_computed_in_products(
+    length: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice of a device with torch's kernels, which do not run here."""
+    query = torch.zeros(1, 2, length, 8)
+    monkeypatch.setattr(context_parallel, "has_ring_kernels", lambda kind: True)
+    found = {"products": torch.ones(1), "torch's": torch.ones(1)}
+    monkeypatch.setattr(context_parallel.Ring, "apply", lambda *inputs: found["products"])
+    mesh = SimpleNamespace(get_group=lambda: None)
+    attention = context_parallel.RingAttention(mesh, lambda *inputs, **settings: found["torch's"])
+    assert attention(query, query, query, is_causal=True) is found[kernels]
 
 
 def shared_memory() -> None:
@@ -180,13 +218,20 @@ def refused_models(ring: ContextParallel) -> None:
             model(**call)
     for setting, value, message in (
         ("_attn_implementation", "eager", "attn_implementation='eager' attends to this rank's part"),
-        ("sliding_window", 4, "sliding_window=4 is shorter than sequences of 16"),
+        ("sliding_window", 4, "sliding_window=4 is shorter than sequences of 16 .* LlamaAttention does not pass it on"),
+        ("attention_chunk_size", 4, "attention_chunk_size=4 is shorter than sequences of 16"),
     ):
         before = getattr(model.config, setting, None)
         setattr(model.config, setting, value)
+        if setting == "attention_chunk_size":
+            model.config.layer_types = ["full_attention", "chunked_attention"]
         with ring.block([tokens], [1], None), pytest.raises(ConfigurationError, match=message):
             model(input_ids=tokens)
         setattr(model.config, setting, before)
+    with ring.block([tokens], [1], None), pytest.raises(ConfigurationError, match="without saying so"):
+        ring.shard.has_windows = True
+        heads = torch.ones(1, 2, 8, 4)
+        functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 def test_what_would_be_computed_wrongly_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mesh_runs import VOCABULARY, accelerator_for, batches, build, counted
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from accel import Accelerator, ParallelismConfig
@@ -91,6 +92,28 @@ def test_losses_on_shards_are_those_of_whole_logits(ranks: int, vocabulary: int)
         gradient = torch.cat([rank[number][1] for rank in results], -1)
         torch.testing.assert_close(gradient, logits.grad, rtol=1e-5, atol=1e-7)
         assert all(rank[number][0] == pytest.approx(loss.item(), rel=1e-6) for rank in results), settings
+
+
+def of_torchs_layers() -> list[torch.Tensor]:
+    """Gradients where the logits are those of a ColwiseParallel."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = []
+    for settings in SETTINGS[:2]:
+        logits, labels = data(13, torch.float32)
+        sharded = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        causal_lm_loss(sharded, labels, **settings).backward()
+        found.append(sharded.grad.full_tensor())
+    with pytest.raises(ConfigurationError, match="Replicate"):
+        causal_lm_loss(distribute_tensor(logits, mesh, [Replicate()]), labels)
+    return found
+
+
+def test_logits_may_be_a_sharded_dtensor() -> None:
+    results = run_world(of_torchs_layers, 2, timeout=250)
+    for settings, found in zip(SETTINGS, results[0], strict=False):
+        logits, labels = data(13, torch.float32)
+        expected_loss(logits.requires_grad_(), labels, **settings).backward()
+        torch.testing.assert_close(found, logits.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -15,7 +15,7 @@ from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.axis_settings import TorchContextParallelConfig
 from accel.parallel.config import ParallelismConfig
-from accel.parallel.documents import Documents, are_packed_positions, flex_mask
+from accel.parallel.documents import FLEX_BLOCK, Documents, are_packed_positions, flex_mask
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 from accel_state.testing import run_world
@@ -50,7 +50,26 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 
+WINDOW = 5
+
+
+def windowed(kind: str) -> Any:
+    """A model whose layers attend to the last tokens only: all of them (mistral), or every second one (qwen3)."""
+    from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}
+    sizes |= {"num_hidden_layers": 2, "sliding_window": WINDOW}
+    torch.manual_seed(0)
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**sizes))
+    kinds = ["sliding_attention", "full_attention"]
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, use_sliding_window=True, layer_types=kinds))
+
+
 def adapted(kind: str) -> nn.Module:
+    if kind in ("mistral", "qwen3"):
+        return windowed(kind)
     torch.manual_seed(0)
     if kind != "lora":
         model = build(kind)
@@ -163,6 +182,60 @@ def test_two_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> N
     check(2, cases)
 
 
+def test_layers_with_windows_train_as_in_one_process() -> None:
+    cp, sp = {"cp_size": 2}, {"sp_size": 2}
+    kinds = ((cp, "length"), (cp, "documents"), (sp, "length"))
+    check(2, [(kind, axes, balance, "positions") for kind in ("mistral", "qwen3") for axes, balance in kinds])
+
+
+def whole_batch() -> dict[str, torch.Tensor]:
+    tokens = batch_of(0)["input_ids"]
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def whole_with_windows(all_axes: list[dict[str, int]]) -> list[tuple[float, float]]:
+    """Sequences that are one document each."""
+    found = []
+    for kind in ("mistral", "qwen3"):
+        for axes in all_axes:
+            accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**axes))
+            model = accelerator.prepare(windowed(kind))
+            batch = send_to_device(whole_batch(), accelerator.device)
+            if "pp_size" not in axes:
+                loss = once(accelerator, model, batch, 1.0, "sp_size" in axes)
+            else:
+                (batch,) = accelerator.deepspeed_ulysses_dl_adapter([batch], model)
+                tokens, labels = batch["input_ids"], batch["labels"]
+                with accelerator.maybe_context_parallel([tokens, labels], [1, 1], {tokens, labels}):
+                    loss = model(tokens, labels=labels).loss
+                    accelerator.backward(loss)
+                loss = loss.detach()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            found.append((accelerator.reduce(loss, "mean").item(), norm.item()))
+            accelerator.free_memory()
+    return found
+
+
+def check_windows(ranks: int, all_axes: list[dict[str, int]]) -> None:
+    expected = []
+    for kind in ("mistral", "qwen3"):
+        model = windowed(kind)
+        loss = model(**whole_batch()).loss
+        loss.backward()
+        expected += [(loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())] * len(all_axes)
+    for found in run_world(whole_with_windows, ranks, all_axes, timeout=250):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=2e-5)
+
+
+def test_windows_of_whole_sequences_are_those_of_one_process() -> None:
+    check_windows(2, [{"cp_size": 2}, {"sp_size": 2}])
+
+
+def test_windows_in_pipelines_are_those_of_one_process() -> None:
+    check_windows(4, [{"pp_size": 2, "cp_size": 2}, {"pp_size": 2, "sp_size": 2}])
+
+
 @pytest.mark.slow
 def test_four_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> None:
     cases = [
@@ -177,24 +250,51 @@ def test_four_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> 
         ("gpt2", {"dp_replicate_size": 2, "cp_size": 2}, "documents", "positions"),
         ("llama", {"tp_size": 2, "cp_size": 2}, "length", "positions"),
         ("llama", {"tp_size": 2, "sp_size": 2}, "length", "positions"),
+        ("mistral", {"cp_size": 4}, "documents", "positions"),
+        ("qwen3", {"sp_size": 4}, "length", "positions"),
+        ("qwen3", {"dp_shard_size": 2, "cp_size": 2}, "length", "boundaries"),
+        ("mistral", {"tp_size": 2, "cp_size": 2}, "documents", "positions"),
+        ("qwen3", {"tp_size": 2, "sp_size": 2}, "length", "positions"),
     ]
     check(4, cases)
+
+
+def drawn_documents(length: int, generator: torch.Generator) -> Documents:
+    """Few long documents and many short ones."""
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        drawn = int(torch.randn((), generator=generator).mul(1.2).add(5).exp().item()) + 1
+        lengths.append(min(drawn, length - sum(lengths)))
+    return Documents.of_positions(torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0))
 
 
 def test_ranks_get_about_the_same_work() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (2, 4, 8):
         for _ in range(20):
-            lengths: list[int] = []
-            while sum(lengths) < 4096:  # few long documents and many short ones
-                drawn = int(torch.randn((), generator=generator).mul(1.2).add(5).exp().item()) + 1
-                lengths.append(min(drawn, 4096 - sum(lengths)))
-            documents = Documents.of_positions(torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0))
+            documents = drawn_documents(4096, generator)
             order = documents.split_evenly(size)
             assert order.shape == (size, 4096 // size)
             assert torch.equal(order.flatten().sort().values, torch.arange(4096))
             loads = (documents.positions()[0][order] + 1).sum(1).double()
             assert loads.max() / loads.mean() < 1.1
+
+
+def test_ranks_compute_about_as_many_blocks_of_flex_attention() -> None:
+    """As flex attention itself counts them; and no more than with parts that lie side by side."""
+
+    def computed(order: torch.Tensor) -> torch.Tensor:
+        mask = flex_mask(documents.ids, order.flatten(), order.flatten())
+        return (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().unflatten(0, (len(order), -1)).sum(1).double()
+
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 4, 8):
+        documents = drawn_documents(4096, generator)
+        order = documents.split_evenly(size, FLEX_BLOCK)
+        assert torch.equal(order.flatten().sort().values, torch.arange(4096))
+        blocks = computed(order)
+        assert blocks.max() / blocks.mean() < 1.1
+        assert blocks.sum() == computed(torch.arange(4096).unflatten(0, (size, -1))).sum()
 
 
 def test_documents_by_positions_and_by_boundaries_are_the_same() -> None:
@@ -220,9 +320,10 @@ def test_the_mask_of_flex_attention_is_the_same() -> None:
     queries, keys = order[0], order.flatten()
     query = torch.randn(1, 4, len(queries), 16, generator=generator)
     key, value = (torch.randn(1, 2, len(keys), 16, generator=generator) for _ in range(2))
-    expected = documents.attend(query, key, value, queries, keys)
-    mask = flex_mask(documents.ids, queries, keys)
-    torch.testing.assert_close(flex_attention(query, key, value, block_mask=mask, enable_gqa=True), expected)
+    for window in (None, 7):
+        expected = documents.attend(query, key, value, queries, keys, window=window)
+        mask = flex_mask(documents.ids, queries, keys, window)
+        torch.testing.assert_close(flex_attention(query, key, value, block_mask=mask, enable_gqa=True), expected)
 
 
 def refusals() -> None:

@@ -25,15 +25,15 @@ from language_models import (
     stack,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, GradScalerKwargs
+from accel.core.fused_dtensor import full_tensor
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.kwargs.base import Handlers
 from accel.parallel.axis_settings import PipelineParallelConfig
 from accel.parallel.config import ParallelismConfig
-from accel.strategies.mesh_pp import PipelineStrategy
-from accel_state import PartialState
+from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -125,6 +125,8 @@ def test_two_stages_train_as_one_process_does() -> None:
             ),
             ("gpt2", FOUR, pp2, {"num_microbatches": 4}, 2, "model first"),
             ("own", FOUR, pp2, {"schedule": "gpipe", "num_microbatches": 4}, 1, "together"),
+            ("llama", {**FOUR, "tied": True}, pp2, {"schedule": "zbv", "num_microbatches": 4}, 2, "optimizer first"),
+            ("own", {"layers": 5}, pp2, {"schedule": "dualpipev", "num_microbatches": 8}, 1, "model first"),
         ],
     )
 
@@ -140,17 +142,19 @@ def test_pipelines_of_shards_copies_and_shared_layers() -> None:
             ("llama", {**FOUR, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, 1, "together"),
             ("gpt2", FOUR, {"pp_size": 2, "tp_size": 2}, {"num_microbatches": 4}, 1, "together"),
             ("llama", FOUR, {"pp_size": 4}, {}, 1, "together"),
+            ("llama", {"layers": 8}, {"pp_size": 4}, {"schedule": "zbv", "num_microbatches": 2}, 2, "together"),
+            ("llama", {"layers": 9}, {"pp_size": 4}, {"schedule": "dualpipev"}, 1, "optimizer first"),
         ],
     )
 
 
-def in_half_precision(precision: str) -> dict[str, Any]:
+def in_half_precision(precision: str, schedule: str = "1f1b", **shape: int) -> dict[str, Any]:
     accelerator = Accelerator(
-        parallelism_config=ParallelismConfig(pp_size=2),
+        parallelism_config=ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(schedule)),
         mixed_precision=precision,
         kwargs_handlers=[GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None,
     )
-    model, optimizer = accelerator.prepare(*((whole := build("llama")), optimizer_of(whole)))
+    model, optimizer = accelerator.prepare(*((whole := build("llama", **shape)), optimizer_of(whole)))
     losses, norms = [], []
     for start in range(0, 4 * BATCH, BATCH):
         batch = stack(dataset(4)[start : start + BATCH])
@@ -202,6 +206,7 @@ def test_an_example_of_the_trained_shape_with_shards_that_compute_in_bf16() -> N
 
 def evaluation_and_refusals() -> dict[str, Any]:
     halves = {precision: in_half_precision(precision) for precision in ("bf16", "fp16")}
+    in_a_v = {precision: in_half_precision(precision, "zbv", **FOUR) for precision in ("bf16", "fp16")}
     accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
     model = accelerator.prepare(build("gpt2"))
     model.eval()
@@ -243,7 +248,8 @@ def evaluation_and_refusals() -> dict[str, Any]:
         with pytest.raises(ConfigurationError, match=message):
             config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(**settings))
             Accelerator(parallelism_config=config).prepare(whole)
-    return {"loss": output.loss.item(), "logits": output.logits, "shorter": shorter.logits, "halves": halves}
+    values = {"loss": output.loss.item(), "logits": output.logits, "shorter": shorter.logits}
+    return {**values, "halves": halves, "in_a_v": in_a_v}
 
 
 class Odd(Own):
@@ -254,6 +260,38 @@ class Odd(Own):
         for block in self.blocks:
             x = block(x, self.turns)
         return self.head(self.norm(x + first))
+
+
+class Broadcasts(TorchDispatchMode):
+    """Counts broadcasts."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "c10d" in str(function) and "broadcast" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def counted_losses() -> tuple[list[float], list[int]]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    model = accelerator.prepare(build("llama"))
+    losses, calls = [], []
+    for autocast in (False, False, True, True):
+        with Broadcasts() as counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(model(**stack(dataset(1))).loss.item())
+        calls.append(counter.calls)
+    accelerator.free_memory()
+    return losses, calls
+
+
+def test_the_loss_is_one_message_a_step() -> None:
+    with torch.no_grad():
+        expected = build("llama")(**stack(dataset(1))).loss.item()
+    for losses, calls in run_world(counted_losses, 2, timeout=250):
+        assert losses[:2] == [pytest.approx(expected, rel=1e-5)] * 2
+        assert losses[2:] == [pytest.approx(expected, rel=1e-2)] * 2
+        # The first step of a kind tells more: the dtype of the loss, and the shapes of what stages pass on.
+        assert calls[1::2] == [1, 1] and min(calls[::2]) > 1
 
 
 def odd_gradients() -> dict[str, torch.Tensor]:
@@ -286,16 +324,17 @@ def test_outputs_losses_half_precision_and_what_is_refused() -> None:
         whole = build("gpt2").eval()
         expected, shorter = whole(**batch), whole(batch["input_ids"][:4, :8]).logits
     ranks = run_world(evaluation_and_refusals, 2, timeout=250)
-    curve = plain("llama", 4)
+    curves = {"halves": plain("llama", 4), "in_a_v": plain("llama", 4, **FOUR)}
     for found in ranks:
         torch.testing.assert_close(found["logits"], expected.logits, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(found["shorter"], shorter, rtol=0, atol=TOLERANCE)
         assert found["loss"] == pytest.approx(expected.loss.item(), abs=TOLERANCE)
         # bf16 keeps 8 bits and fp16 11: a hundredth and a thousandth of losses and norms, which are near 3.
         for precision, tolerance in (("bf16", 3e-2), ("fp16", 5e-3)):
-            half = found["halves"][precision]
-            torch.testing.assert_close(half["losses"], curve["losses"], rtol=tolerance, atol=0)
-            torch.testing.assert_close(half["norms"], curve["norms"], rtol=5 * tolerance, atol=0)
+            for name, whole_curve in curves.items():
+                half = found[name][precision]
+                torch.testing.assert_close(half["losses"], whole_curve["losses"], rtol=tolerance, atol=0)
+                torch.testing.assert_close(half["norms"], whole_curve["norms"], rtol=5 * tolerance, atol=0)
         assert found["halves"]["fp16"]["scale"] == 256.0
 
 
@@ -304,15 +343,18 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"schedule": "zb1p"}, "schedule='zb1p' is not one of gpipe, 1f1b, interleaved1f1b"),
         ({"num_microbatches": 0}, "num_microbatches=0 must be a positive integer"),
         ({"stages_per_rank": 2}, "stages_per_rank=2 does not go with schedule='1f1b'"),
+        ({"schedule": "zbv", "stages_per_rank": 3}, "stages_per_rank=3 .* schedule='zbv', which has two stages"),
+        ({"schedule": "dualpipev", "stages_per_rank": 1}, "schedule='dualpipev', which has two stages"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             PipelineParallelConfig(**settings)
-    with pytest.raises(ConfigurationError, match="pp_size=2.*cp_size=2: stages"):
-        PipelineStrategy(PartialState(cpu=True), Handlers(None), ParallelismConfig(pp_size=2, cp_size=2))
     with pytest.raises(ConfigurationError, match="1f1b needs at least"):
         PipelineParallelConfig(num_microbatches=2).check_batch(8, 4)
     with pytest.raises(ConfigurationError, match="interleaved1f1b.*the 4 ranks"):
         PipelineParallelConfig(schedule="interleaved1f1b", num_microbatches=6).check_batch(12, 4)
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=4: dualpipev.*stages in the pipeline \(8\)"):
+        PipelineParallelConfig(schedule="dualpipev", num_microbatches=4).check_batch(8, 4)
+    assert PipelineParallelConfig(schedule="dualpipev").check_batch(8, 4) == 8
 
 
 def steps_of(accelerator: Accelerator, model: Any, optimizer: Any, begin: int, end: int) -> None:
@@ -371,11 +413,13 @@ def save_and_load(cases: list[Save], folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def load_elsewhere(cases: list[Save], folder: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def load_elsewhere(
+    cases: list[Save], folder: str, sizes: dict[str, int], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The rest of the steps on another mesh, or on none."""
     found = []
     for number, (kind, shape, _, _, saved) in enumerate(cases):
-        accelerator, model, optimizer = prepared((kind, shape, sizes, {}, saved), seed_offset=2)
+        accelerator, model, optimizer = prepared((kind, shape, sizes, settings, saved), seed_offset=2)
         accelerator.load_state(f"{folder}/{number}")
         steps_of(accelerator, model, optimizer, 2, 4)
         found.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
@@ -390,20 +434,33 @@ def test_states_go_on_in_the_same_pipeline_in_another_and_without_one(tmp_path: 
         ("llama", {"layers": 4}, sharded, {}, "SHARDED_STATE_DICT"),
         ("gpt2", {"layers": 4}, sharded, {"schedule": "interleaved1f1b"}, "FULL_STATE_DICT"),
         ("llama", {"layers": 4, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, "FULL_STATE_DICT"),
+        ("gpt2", {"layers": 8}, {"pp_size": 4}, {"schedule": "zbv"}, "SHARDED_STATE_DICT"),
+        ("llama", {"layers": 4}, {"pp_size": 2, "tp_size": 2}, {"schedule": "dualpipev"}, "FULL_STATE_DICT"),
     ]
     expected = run_world(save_and_load, 4, cases, str(tmp_path), timeout=250)[0]
-    for sizes, ranks in (({"pp_size": 2}, 2), ({"dp_shard_size": 2}, 2)):
-        found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, timeout=250)[0]
+    for sizes, settings, ranks in (
+        ({"pp_size": 2}, {}, 2),
+        ({"pp_size": 2}, {"schedule": "zbv"}, 2),
+        ({"dp_shard_size": 2}, {}, 2),
+    ):
+        found = run_world(load_elsewhere, ranks, cases, str(tmp_path), sizes, settings, timeout=250)[0]
         for number, weights in enumerate(expected):
             for name, value in weights.items():
                 torch.testing.assert_close(
-                    found[number][name], value, rtol=0, atol=TOLERANCE, msg=f"{cases[number]} on {sizes}: {name}"
+                    found[number][name],
+                    value,
+                    rtol=0,
+                    atol=TOLERANCE,
+                    msg=f"{cases[number]} on {sizes}, {settings}: {name}",
                 )
 
 
-def zero_bubbles() -> float:
-    """Refusals of the schedule that computes gradients of weights separately, and a step with it."""
-    settings = PipelineParallelConfig(schedule="interleaved_zero_bubble")
+ZERO_BUBBLES = ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def zero_bubbles(schedule: str) -> dict[str, Any]:
+    """Refusals of a schedule that computes gradients of weights separately, a step with it, and outputs."""
+    settings = PipelineParallelConfig(schedule=schedule)
     config = ParallelismConfig(pp_size=2, pp_handler=settings)
     accelerator = Accelerator(parallelism_config=config)
     frozen, recomputed = build("llama", layers=4), build("llama", layers=4)
@@ -415,31 +472,121 @@ def zero_bubbles() -> float:
     model = accelerator.prepare(build("llama", layers=4))
     accelerator.backward(model(**stack(dataset(1))).loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
+    model.eval()
+    with torch.no_grad():  # another length: its shapes are exchanged first, and known the second time
+        logits = [model(input_ids=stack(dataset(1))["input_ids"][:, :8]).logits for _ in range(2)]
+    blocks = sorted({name.split(".")[2] for name, _ in model.named_parameters() if "layers" in name})
     accelerator.free_memory()
-    return norm
+    return {"norm": norm, "logits": logits, "blocks": blocks}
+
+
+def all_zero_bubbles() -> list[dict[str, Any]]:
+    return [zero_bubbles(schedule) for schedule in ZERO_BUBBLES]
 
 
 def test_gradients_of_weights_may_be_computed_later() -> None:
-    model = build("llama", layers=4)
-    loss_of(model, stack(dataset(1))).backward()
+    model, batch = build("llama", layers=4), stack(dataset(1))
+    loss_of(model, batch).backward()
     expected = nn.utils.get_total_norm([item.grad for item in model.parameters()]).item()
-    assert run_world(zero_bubbles, 2, timeout=250) == [pytest.approx(expected, rel=1e-5)] * 2
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"][:, :8]).logits
+    ranks = run_world(all_zero_bubbles, 2, timeout=250)
+    for found in ranks:
+        for result in found:
+            assert result["norm"] == pytest.approx(expected, rel=1e-5)
+            for own in result["logits"]:
+                torch.testing.assert_close(own, logits, rtol=0, atol=TOLERANCE)
+    in_turns, *in_a_v = ([rank[number]["blocks"] for rank in ranks] for number in range(len(ZERO_BUBBLES)))
+    assert in_turns == [["0", "2"], ["1", "3"]]
+    assert in_a_v == [[["0", "3"], ["1", "2"]]] * 2
+
+
+def train_with_frozen_embedding(accelerator: Accelerator | None) -> tuple[Any, Any]:
+    """Two steps with a frozen embedding that the head shares; the optimizer has it, and decays weights."""
+    model = build("gpt2")
+    model.transformer.wte.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.5)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for number in range(2):
+        loss = loss_of(model, stack(dataset(2)[number * BATCH : (number + 1) * BATCH]))
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+
+
+def frozen_embedding() -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    model, weights = train_with_frozen_embedding(accelerator)
+    weights = {name: value.clone() for name, value in weights.items()}
+    batch = stack(dataset(1))
+    output = model(**batch)
+    assert output["loss"] is output[0] is output.loss and "loss" in output and "logits" not in output
+    with pytest.raises(IndexError):
+        output[1]
+    with pytest.raises(ConfigurationError, match="a pipeline does not generate"):
+        model.generate(batch["input_ids"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" not in name)
+    with pytest.raises(ConfigurationError, match="lm_head.weight is tied to transformer.wte.weight, and one of them"):
+        model(**batch)
+    return weights
+
+
+def test_a_frozen_embedding_that_two_stages_share_keeps_its_values() -> None:
+    _, expected = train_with_frozen_embedding(None)
+    found = run_world(frozen_embedding, 2, timeout=250)[0]
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+    assert torch.equal(found["transformer.wte.weight"], build("gpt2").transformer.wte.weight)
+
+
+def items() -> dict[str, torch.Tensor]:
+    """The gradients of a batch whose labels are unevenly distributed over two ranks, as sums."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=2))
+    model = accelerator.prepare(build("llama"))
+    ranks = accelerator.strategy.data_collectives
+    batch = {name: value.chunk(2)[ranks.rank] for name, value in stack(dataset(1)).items()}
+    count = (batch["labels"][:, 1:] != -100).sum()
+    with pytest.raises(ConfigurationError, match="reduction='mean' does not support pp_size=2 and batches of 2 ranks"):
+        accelerator.backward(model(**batch).loss, num_items=count)
+    model.zero_grad()
+    loss = model(**batch, num_items_in_batch=torch.tensor(1.0)).loss
+    accelerator.backward(loss, num_items=count, reduction="sum")
+    return {name: full_tensor(item.grad).clone() for name, item in model.named_parameters()}
+
+
+@pytest.mark.slow  # four ranks
+def test_losses_of_items_are_sums_where_ranks_have_batches_of_their_own() -> None:
+    model = build("llama")
+    loss_of(model, stack(dataset(1))).backward()
+    ranks = run_world(items, 4, timeout=250)
+    assert {name for found in ranks for name in found} == dict(model.named_parameters()).keys()
+    for found in ranks:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def freed() -> None:
-    for fsdp, message in (
-        ({}, "reshard_after_forward=True"),
-        ({"reshard_after_forward": False, "activation_checkpointing": True}, "activation_checkpointing=True"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            Accelerator(
-                parallelism_config=ParallelismConfig(
-                    pp_size=2,
-                    dp_shard_size=2,
-                    pp_handler=PipelineParallelConfig(schedule="interleaved_zero_bubble"),
-                ),
-                fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **fsdp),
-            )
+    for schedule in ZERO_BUBBLES:
+        for fsdp, message in (
+            ({}, "reshard_after_forward=True"),
+            ({"reshard_after_forward": False, "activation_checkpointing": True}, "activation_checkpointing=True"),
+        ):
+            with context.isolated(), pytest.raises(ConfigurationError, match=f"{schedule}.*{message}"):
+                in_shards(schedule, **fsdp)
+    with pytest.raises(ConfigurationError, match="'zbv': lm_head.weight is tied to model.embed_tokens.weight"):
+        in_shards("zbv", reshard_after_forward=False).prepare(build("llama", layers=4, tied=True))
+
+
+def in_shards(schedule: str, **fsdp: Any) -> Accelerator:
+    settings = PipelineParallelConfig(schedule=schedule)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2, pp_handler=settings),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **fsdp),
+    )
 
 
 def test_zero_bubbles_are_refused_where_parameters_are_freed() -> None:

@@ -212,7 +212,7 @@ def refusals(axis: str) -> None:
                 lambda _, args, given: (args, {k: v for k, v in given.items() if k != "accel_documents"}),
                 with_kwargs=True,
             )
-        with pytest.raises(ConfigurationError, match="was not told of the documents"):
+        with pytest.raises(ConfigurationError, match="did not receive the boundaries of packed documents"):
             call(whole, {**batch, "position_ids": packed})
     call(whole, {**batch, "position_ids": positions + 3})
     call(whole, {**batch, "position_ids": repeated, "attention_mask": mask})

@@ -15,6 +15,7 @@ from accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfigurat
 from accel.fsdp.merge import merge_fsdp_weights
 from accel_checkpoint import CheckpointError, list_checkpoints
 from accel_state.errors import ConfigurationError
+from accel_state.storage.url import RemotePath
 from accel_state.testing import run_world
 
 URL = "s3://bucket/run"
@@ -114,3 +115,140 @@ def test_nodes_that_save_on_their_own() -> None:
     accelerator, _, _ = trained(ProjectConfiguration(save_on_each_node=True), 0)
     with pytest.raises(ConfigurationError, match="save_on_each_node"):
         accelerator.save_state("s3://bucket/nodes")
+
+
+COPIED = "s3://bucket/copied"
+
+
+def copying(folder: str) -> ProjectConfiguration:
+    return ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, upload_to=COPIED)
+
+
+def copied(folder: str, is_sharded: bool) -> tuple[list[float], list[float]]:
+    """The weights of the last state and those of a step later."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator, model, optimizer = trained(copying(folder), 1, **({"fsdp_plugin": plugin} if is_sharded else {}))
+    for number in range(4):
+        step(accelerator, model, optimizer)
+        saved = accelerator.save_state(blocking=number != 1)
+    assert saved == Path(folder, "checkpoints", "checkpoint_3")
+    accelerator.wait_for_uploads()
+    last = flat(model)
+    step(accelerator, model, optimizer)
+    result = last, flat(model)
+    accelerator.end_training()
+    return result
+
+
+def flat(model: Any) -> list[float]:
+    weight = next(model.parameters())
+    return list((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).flatten().tolist())
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_states_of_a_directory_and_their_copies(tmp_path: Path, is_sharded: bool) -> None:
+    folder = str(tmp_path / "run")
+    (last, after), _ = run_world(copied, 2, folder, is_sharded, timeout=150)
+    kept = ["checkpoint_2", "checkpoint_3"]
+    for place in (folder, COPIED):
+        assert [info.path.name for info in list_checkpoints(place) if info.complete] == kept
+    # A new run takes the state of the directory, and one on another machine that of the store.
+    for directory, is_here in ((folder, True), (str(tmp_path / "other"), False)):
+        accelerator, model, optimizer = trained(copying(directory), 0)
+        found = accelerator._checkpointer.newest(None)
+        assert found == (Path(folder) if is_here else RemotePath(COPIED)) / "checkpoints" / "checkpoint_3"
+        assert accelerator.resume() and flat(model) == last
+        step(accelerator, model, optimizer)
+        assert flat(model) == pytest.approx(after, rel=1e-5)
+        accelerator.end_training()
+
+
+def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
+    """What only this machine has, and the run did not go on from, is replaced."""
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    place = "s3://bucket/back"
+    accelerator, model, optimizer = trained(
+        ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place), 1
+    )
+    accelerator.save_state()
+    accelerator.wait_for_uploads()
+    accelerator.project_configuration.upload_to = None
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+        accelerator.save_state()  # the machine is lost before these are uploaded
+    # The run goes on elsewhere.
+    project = ProjectConfiguration(there, automatic_checkpoint_naming=True, upload_to=place)
+    other, other_model, other_optimizer = trained(project, 0)
+    assert other.resume() and other.project_configuration.iteration == 1
+    for _ in range(3):
+        step(other, other_model, other_optimizer)
+    other.save_state()
+    other.end_training()
+    expected = flat(other_model)
+    # And comes back.
+    project = ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place)
+    accelerator, model, _ = trained(project, 0)
+    assert accelerator.resume() and flat(model) == expected
+    assert accelerator.save_state() == Path(here, "checkpoints", "checkpoint_2")  # the directory had one of this name
+    accelerator.end_training()
+    names = [info.path.name for info in list_checkpoints(place)]
+    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    again, model, _ = trained(ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place), 0)
+    assert again.resume() and flat(model) == expected
+    again.end_training()
+
+
+def test_an_older_state_that_is_loaded_is_not_uploaded_again(tmp_path: Path) -> None:
+    place = "s3://bucket/older"
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place)
+    accelerator, _, _ = trained(project, 1)
+    first = accelerator.save_state()
+    accelerator.save_state()
+    accelerator.end_training()
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place, total_limit=1)
+    accelerator, _, _ = trained(project, 0)
+    accelerator.load_state(first)  # for an evaluation, for example
+    accelerator.end_training()
+    assert [info.path.name for info in list_checkpoints(place)] == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_a_state_whose_upload_was_cut_off_is_uploaded_by_the_next_run(tmp_path: Path) -> None:
+    place = "s3://bucket/cut"
+    accelerator, _, _ = trained(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True), 1)
+    accelerator.save_state()
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place)
+    accelerator, _, _ = trained(project, 0)
+    assert accelerator.resume()
+    accelerator.end_training()
+    assert [info.path.name for info in list_checkpoints(place) if info.complete] == ["checkpoint_0"]
+
+
+def test_named_states_and_their_copies(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path / "run"), upload_to="s3://bucket/named")
+    accelerator, model, optimizer = trained(project, 1)
+    accelerator.save_state(str(tmp_path / "run" / "epochs" / "first"))
+    step(accelerator, model, optimizer)
+    accelerator.save_state(str(tmp_path / "outside"))
+    expected = flat(model)
+    accelerator.save_state("s3://bucket/elsewhere")
+    accelerator.end_training()
+    manifests = [key for key in keys("named/") if key.endswith("manifest.json")]
+    assert manifests == ["epochs/first/accel_manifest.json", "outside/accel_manifest.json"]
+    new, model, _ = trained(ProjectConfiguration(str(tmp_path / "new"), upload_to="s3://bucket/named"), 0)
+    assert new.resume() and flat(model) == expected  # the one that was saved last
+    new.end_training()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"upload_to": "runs/copies"}, "URL of a store"),
+        ({"project_dir": "s3://bucket/x", "upload_to": COPIED}, "is a store already"),
+        ({"project_dir": "x", "upload_to": COPIED, "save_on_each_node": True}, "save_on_each_node"),
+        ({"pack_rank_files": True, "save_on_each_node": True}, "save_on_each_node"),
+        ({"pack_rank_files": "no"}, "must be True, False or None"),
+    ],
+)
+def test_copies_that_cannot_be_made(options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ProjectConfiguration(**options)

@@ -403,6 +403,35 @@ def test_a_rank_that_is_told_stops_all_at_the_next_open_point(ahead: int) -> Non
     assert other.passes(0, begins=False, wants_to_stop=False) and told.passes(0, begins=False, wants_to_stop=False)
 
 
+def test_a_rank_that_always_comes_last_stops_all_at_the_second_point() -> None:
+    """With long steps each point is open, and the others decide first to continue at each."""
+    store = HashStore()
+    told, other = StopAgreement(store, 0, 2), StopAgreement(store, 1, 2)
+    seen = []
+    for step in range(2):
+        told._since = other._since = -1e6  # so that the last step took long
+        seen.append([one.passes(0, begins=step == 0, wants_to_stop=one is told) for one in (other, told)])
+    assert seen == [[False, False], [True, True]]
+
+
+def test_fast_steps_read_the_store_seldom() -> None:
+    """First at each step, then after twice as many each time, up to 64."""
+
+    class Counting:
+        def __init__(self) -> None:
+            self.store, self.count = HashStore(), 0
+
+        def compare_set(self, *arguments: str) -> bytes:
+            self.count += 1
+            return self.store.compare_set(*arguments)
+
+    store = Counting()
+    agreement = StopAgreement(store, 1, 2)
+    for step in range(1 + 1 + 2 + 4 + 8 + 16 + 32 + 64):
+        agreement.passes(0, begins=step == 0, wants_to_stop=False)
+    assert 8 <= store.count < 40  # 8, unless this process stands still meanwhile
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     store = HashStore()
     first, second = StopAgreement(store, 0, 3), StopAgreement(store, 2, 3)
@@ -428,11 +457,13 @@ class Gone:
     set = check = compare_set
 
 
-def test_a_store_that_is_gone_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    PartialState(cpu=True)
+def test_a_store_that_is_gone_ends_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PartialState(cpu=True), "process_index", 1)  # each rank says so
     agreement = StopAgreement(Gone(), 1, 2)
     assert not any(agreement.passes(1, begins=step == 0, wants_to_stop=False) for step in range(200))
-    assert caplog.text.count("no longer saves the training") == 1
+    assert caplog.text.count("[RANK 1] The store of the process group is lost") == 1
     assert agreement.passes(2, begins=True, wants_to_stop=True) and agreement.meet(0.1) == [0]
     while_stopping = StopAgreement(Gone(), 1, 2)
     assert while_stopping.meet(60.0) == [0, 1] and while_stopping.lost

@@ -6,7 +6,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from expert_runs import accelerator_for
+from expert_runs import accelerator_for, compare
+from expert_runs import build as build_experts
+from expert_runs import plain as plain_experts
+from expert_runs import train as train_experts
 from mesh_matrix import Case, deviation, mesh_steps, plain_step
 from mesh_runs import assert_same, batches, build, loss_of, plain, train
 from torch import nn
@@ -14,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state import context
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -41,6 +45,9 @@ MORE = [
     Case("sp 2", "gpt2", fsdp=SELECTIVE),
     Case("sp 2", "llama", fsdp=SECOND),
     Case("pp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
+    Case("pp 2", "deep tied llama", fsdp=SELECTIVE, pipeline={"schedule": "gpipe", "num_microbatches": 4}, window=2),
+    Case("pp 2", "gpt2", fsdp=SELECTIVE, length=7),
+    Case("pp 2", "gemma2", fsdp=SELECTIVE, window=2),
 ]
 FOUR = [
     Case("dp_shard 2 x tp 2", "llama", fsdp=SELECTIVE, window=2),
@@ -48,6 +55,10 @@ FOUR = [
     Case("dp_shard 2 x cp 2", "gpt2", fsdp=SELECTIVE),
     Case("pp 2 x dp_shard 2", "llama", fsdp=SELECTIVE),
     Case("pp 2 x tp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
+    Case("pp 2 x cp 2", "llama", fsdp=SELECTIVE, window=2),
+    Case("pp 2 x sp 2", "gpt2", fsdp=SELECTIVE),
+    Case("pp 2 x dp_replicate 2", "deep llama", fsdp={**SELECTIVE, **SECOND}),
+    Case("pp 4", "deep tied llama", fsdp=SELECTIVE, pipeline={"num_microbatches": 4}),
 ]
 
 
@@ -66,7 +77,8 @@ def test_every_mesh_trains_as_one_process(world: int, cases: list[Case]) -> None
     assert_equal(world, cases)
 
 
-MODES = [SELECTIVE, SECOND]
+OFFLOADED = {**FULL, "activation_checkpointing_offload": True}
+MODES = [SELECTIVE, SECOND, OFFLOADED]
 
 
 def accelerator_with(settings: dict[str, Any], version: int = 2, window: int = 1) -> Accelerator:
@@ -185,12 +197,30 @@ def test_settings_are_checked_and_come_from_the_launcher() -> None:
             )
 
 
-def experts_refused() -> str:
+def with_experts() -> tuple[list[dict[str, Any]], int, str]:
+    """Trainings with distributed experts, the products that are computed again, and what is refused."""
     sizes = {"dp_shard_size": 2, "ep_size": 2}
-    with pytest.raises(ConfigurationError) as raised:
-        accelerator_for(sizes, {"fsdp_version": 2, **BLOCKS, **SELECTIVE})
-    return str(raised.value)
+    settings = {"fsdp_version": 2, **BLOCKS, **SELECTIVE}
+    trained = [train_experts(accelerator_for(sizes, settings), kind, 2) for kind in ("deepseek", "gpt oss")]
+    accelerator = accelerator_for(sizes, settings)
+    model = accelerator.prepare(build_experts("deepseek"))
+    loss = loss_of(model, batches(1))
+    with FlopCounterMode(display=False) as backward:
+        accelerator.backward(loss)
+    accelerator.free_memory()
+    with context.isolated(), pytest.raises(ConfigurationError) as raised:
+        accelerator_for(sizes, settings, dynamo_backend="eager").prepare(build_experts("deepseek"))
+    return trained, backward.get_total_flops(), str(raised.value)
 
 
-def test_experts_are_refused() -> None:
-    assert "activation_checkpointing_mode='selective'" in run_world(experts_refused, 2, timeout=250)[0]
+def test_distributed_experts_that_are_gathered_inside_of_a_checkpoint() -> None:
+    found, flops, refused = run_world(with_experts, 2, timeout=250)[0]
+    for kind, run in zip(("deepseek", "gpt oss"), found, strict=True):
+        worst = compare(run, plain_experts(kind, 2))
+        assert worst["losses"] < 1e-5 and worst["gradients"] < 1e-5, (kind, worst)
+    model = build_experts("deepseek")
+    loss = loss_of(model, batches(1))
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert flops <= backward.get_total_flops()
+    assert "activation_checkpointing_mode='selective' in a compiled model" in refused

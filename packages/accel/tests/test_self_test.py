@@ -130,7 +130,7 @@ def test_all_checks_pass() -> None:
 def test_a_script_is_not_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["extra.py"], ["--cpu", "extra.py"], ["-m", "extra.py"]):
         assert main(["test", *words]) == 2
-        assert "'extra.py' is not an option: accel test runs a script of its own" in capsys.readouterr().err
+        assert "'extra.py' is not an option: accel test runs its own script" in capsys.readouterr().err
 
 
 def test_a_device_is_checked_and_reported(tmp_path) -> None:

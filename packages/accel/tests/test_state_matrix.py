@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_runs import MISSING, accelerator_of, config
+from ft_runs import environment_of_replicas
 from mesh_runs import BATCH, BLOCKS, TOLERANCE, batches, build, loss_of, optimizer_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -55,16 +56,8 @@ def environment() -> Iterator[dict[str, str]]:
     if not find_spec("torchft"):
         yield {}
         return
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer("[::]:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=300)
-    yield {
-        "TORCHFT_LIGHTHOUSE": server.address(),
-        "ACCELERATE_FT_NUM_REPLICAS": "2",
-        "ACCELERATE_RUN_TOKEN": "0123456789abcdef" * 4,
-        "RUST_LOG": "error",
-    }
-    server.shutdown()
+    with environment_of_replicas(join_seconds=0.1) as found:
+        yield found
 
 
 class Run:

@@ -135,7 +135,7 @@ def _saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_foreign_process_at_the_lighthouse_is_refused(lighthouse: Any, tmp_path: Path) -> None:
+def test_a_foreign_process_at_the_lighthouse_is_refused(lighthouse: None, tmp_path: Path) -> None:
     """It is in the quorum, with a higher step; the replica neither runs its code, nor trains with it."""
     accelerator, model, optimizer, loader = prepared()
     (tmp_path / "attack.py").write_text(ATTACKER)

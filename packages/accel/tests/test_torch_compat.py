@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +50,44 @@ def test_compiled_modules() -> None:
     ]
 
 
+def one_layer_of_two() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+    compat.check_reducer(model)
+    model.module.forward = model.module["a"].forward  # type: ignore[method-assign]
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        compat.check_reducer(model)
+
+
+def test_reducers_of_ddp_know_whether_they_have_finished() -> None:
+    run_world(one_layer_of_two, 2)
+
+
+def test_selective_checkpointing_that_counts_some_operators_only() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+    def is_product(operator: object) -> bool:
+        return "mm" in str(operator)
+
+    def keep(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        seen.append(str(operator))
+        return CheckpointPolicy.MUST_SAVE
+
+    seen: list[str] = []
+    passes = iter((0, 1))
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        if next(passes):  # what was not in the forward pass is refused by torch's own modes
+            torch.zeros(1).neg_()
+        return (x @ weight).sin()
+
+    contexts = partial(compat.selective_contexts, keep, is_product)
+    checkpoint(unit, torch.ones(1, 2), use_reentrant=False, context_fn=contexts).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full((2, 2), 2.0).cos())
+    assert set(seen) == {"aten.mm.default"}
+
+
 def test_grad_scaler() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -64,10 +103,10 @@ def test_grad_scaler() -> None:
 def test_checkpoint_wrappers() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-    apply, checkpoint, offload = compat.checkpoint_wrappers()
+    apply, checkpoint = compat.checkpoint_wrappers()
     inner = nn.Linear(2, 2)
     assert compat.checkpointed_module(checkpoint(inner)) is inner
-    assert compat.checkpointed_module(offload(inner)) is inner and compat.checkpointed_module(inner) is None
+    assert compat.checkpointed_module(inner) is None
     names = [name for name, _ in nn.ModuleList([checkpoint(inner)]).named_modules()]
     assert f"0.{compat.NAME_PREFIXES[2]}".rstrip(".") in names
     assert callable(apply) and CheckpointImpl.NO_REENTRANT
@@ -111,11 +150,15 @@ def fsdp2() -> None:
 
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (2,)))
     ((parameter, holder),) = compat.fsdp2_parameters(model)
-    assert parameter is model.weight
+    assert parameter is model.weight and compat.forms_of_parameter(holder) == [parameter]
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     assert [gradient.shape for gradient in compat.unreduced_gradients(holder)] == [(4, 4)]
-    assert compat.gathered_parameter(holder) is not None
+    assert compat.forms_of_parameter(holder) == [parameter, compat.gathered_parameter(holder)]
+    for group in compat.fsdp2_groups(model):
+        group._orig_dtype = None  # as of a group that was frozen at first
+        compat.choose_gradient_dtypes(group)
+        assert group._orig_dtype is torch.float32
     compat.drop_unreduced_gradients(holder)
     assert not compat.unreduced_gradients(holder)
 
@@ -128,7 +171,13 @@ def groups() -> None:
 NO_FSDP2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP 2 on CPUs")
 
 
-@pytest.mark.parametrize("check", [fsdp1, pytest.param(fsdp2, marks=NO_FSDP2), groups])
+def overlapped() -> None:
+    operators = compat.symmetric_products(dist.group.WORLD)
+    assert "gather_dim" in str(operators.fused_all_gather_matmul.default._schema)
+    assert "scatter_dim" in str(operators.fused_matmul_reduce_scatter.default._schema)
+
+
+@pytest.mark.parametrize("check", [overlapped, fsdp1, pytest.param(fsdp2, marks=NO_FSDP2), groups])
 def test_names_that_need_a_process_group(check) -> None:
     run_world(check, 2)
 
@@ -178,3 +227,16 @@ def test_a_lost_store_logs_no_cpp_frames(capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(RuntimeError):
         store.check(["key"])
     assert "frame #" in capfd.readouterr().err, "torch writes no frames any more: quiet_cpp_logs can go"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_a_step_of_muon_by_its_functions() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(6, 3))
+    before, weight.grad = weight.detach().clone(), torch.randn(6, 3)
+    optimizer = torch.optim.Muon([weight], lr=0.1, weight_decay=0.0, momentum=0.0)
+    optimizer.step()
+    settings = optimizer.param_groups[0]
+    update = compat.orthogonalised(weight.grad.clone(), settings)
+    expected = before.add(update, alpha=-compat.muon_rate(0.1, settings, weight.shape))
+    assert torch.equal(weight, expected)

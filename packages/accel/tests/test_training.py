@@ -120,6 +120,29 @@ def global_batches() -> DataLoaderConfiguration:
     return DataLoaderConfiguration(split_batches=True)
 
 
+def train_through_reduced_losses(reduction: str) -> torch.Tensor:
+    """Two steps of SGD on the loss of all ranks together, which `reduce` gives to each."""
+    accelerator = Accelerator(cpu=True)
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        x, labels = data()[32 * step + accelerator.process_index :: accelerator.num_processes]
+        x, labels = x[: 16 // accelerator.num_processes], labels[: 16 // accelerator.num_processes]
+        loss = nn.functional.cross_entropy(model(x)["logits"], labels, reduction=reduction)
+        loss = accelerator.reduce(loss, reduction)  # type: ignore[arg-type]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_through_reduce_are_those_of_one_process(reduction: str) -> None:
+    alone = train_through_reduced_losses(reduction)
+    for found in run_world(train_through_reduced_losses, 2, reduction):
+        assert torch.allclose(found, alone, atol=1e-6)
+
+
 def train_on_ranks(clip: float | None) -> list[float]:
     accelerator = Accelerator(cpu=True, dataloader_config=global_batches())
     model, norms = accelerated_loop(accelerator, clip=clip)

@@ -27,15 +27,17 @@ from accel.contract.strategy import Strategy
 from accel.fsdp.merge import merge_fsdp_weights
 from accel.fsdp.wrap_policy import repeated_blocks
 from accel.hooks import ModelHook, add_hook_to_module
-from accel.utils import AutocastKwargs, ProfileKwargs
+from accel.local_sgd import LocalSGD
+from accel.utils import AutocastKwargs, ProfileKwargs, find_executable_batch_size
 from accel_bigmodel import (
     disk_offload,
     dispatch_model,
+    get_balanced_memory,
     infer_auto_device_map,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_state import AccelError, ConfigurationError
+from accel_state import AccelError, ConfigurationError, convert_bytes, convert_file_size_to_int
 from accel_track import TrackerRun
 
 NAN = float("nan")
@@ -110,6 +112,15 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "trace": ("on_trace_ready", lambda: ProfileKwargs(on_trace_ready=5)),  # type: ignore[arg-type]
     "each node": ("save_on_each_node", lambda: ProjectConfiguration(save_on_each_node="x")),  # type: ignore[arg-type]
     "backend that is gone": ("OFI", lambda: Accelerator(cpu=True, dynamo_backend="OFI")),
+    "rng_types": ("rng_types=5", lambda: Accelerator(cpu=True, rng_types=5)),  # type: ignore[arg-type]
+    "cpu": ("cpu='no'", lambda: Accelerator(cpu="no")),  # type: ignore[arg-type]
+    "placement": ("device_placement='no'", lambda: Accelerator(cpu=True, device_placement="no")),  # type: ignore[arg-type]
+    "schedulers": ("step_scheduler", lambda: Accelerator(cpu=True, step_scheduler_with_optimizer="no")),  # type: ignore[arg-type]
+    "batch size": ("starting_batch_size", lambda: find_executable_batch_size(print, "x")()),  # type: ignore[arg-type]
+    "size": ("size=-1", lambda: convert_file_size_to_int(-1)),
+    "text of a size": ("'10XB' is not a size", lambda: convert_file_size_to_int("10XB")),
+    "bytes": ("size='x'", lambda: convert_bytes("x")),  # type: ignore[arg-type]
+    "balanced": ("get_balanced_memory", lambda: get_balanced_memory("x")),  # type: ignore[arg-type]
     "strategy": ("Did you mean 'mesh'", lambda: Accelerator(cpu=True, strategy="mehs")),
 }
 
@@ -119,6 +130,54 @@ def test_wrong_arguments(name: str) -> None:
     text, call = CALLS[name]
     with pytest.raises(ConfigurationError, match=text):
         call()
+
+
+@pytest.mark.parametrize("value", [NAN, -1, "x", [1], 1.5, float("inf"), torch.ones(2)], ids=repr)
+def test_numbers_of_items(accelerator: Accelerator, value: Any) -> None:
+    model = accelerator.prepare(linear())
+    loss = model(torch.ones(1, 2)).sum()
+    with pytest.raises(ConfigurationError, match="num_items"):
+        accelerator.backward(loss, num_items=value)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    accelerator.backward(loss, num_items=2)
+
+
+OF_AN_ACCELERATOR: dict[str, tuple[str, Callable[[Accelerator], Any]]] = {
+    "no_sync": ("no_sync", lambda accelerator: accelerator.no_sync(5)),  # type: ignore[arg-type]
+    "trigger": ("trigger_sync", lambda accelerator: accelerator.trigger_sync_in_backward(None)),  # type: ignore[arg-type]
+    "unscale": ("unscale_gradients", lambda accelerator: accelerator.unscale_gradients("x")),
+    "load": ("f=5", lambda accelerator: accelerator.load(5)),
+    "map of a model": ("verify_device_map", lambda accelerator: accelerator.verify_device_map("x")),  # type: ignore[arg-type]
+    "placement": ("device_placement", lambda accelerator: accelerator.prepare(linear(), device_placement="x")),  # type: ignore[call-overload]
+    "reduction": ("reduction='x'", lambda accelerator: accelerator.reduce(torch.ones(2), "x")),  # type: ignore[arg-type]
+    "scale": ("scale=nan", lambda accelerator: accelerator.reduce(torch.ones(2), scale=NAN)),
+    "dim": ("dim='x'", lambda accelerator: accelerator.pad_across_processes(torch.ones(2), dim="x")),  # type: ignore[arg-type]
+    "pad": ("pad_index=None", lambda accelerator: accelerator.pad_across_processes(torch.ones(2), pad_index=None)),  # type: ignore[arg-type]
+    "blocking": ("blocking='no'", lambda accelerator: accelerator.save_state("a", blocking="no")),  # type: ignore[arg-type]
+    "safe": ("safe_serialization", lambda accelerator: accelerator.save_state("a", safe_serialization=None)),  # type: ignore[arg-type]
+    "strict": ("strict='no'", lambda accelerator: accelerator.load_state("a", strict="no")),  # type: ignore[arg-type]
+    "load_kwargs": ("load_kwargs", lambda accelerator: accelerator.load_state("a", load_kwargs=5)),  # type: ignore[arg-type]
+    "log": ("dictionary", lambda accelerator: accelerator.log(5)),  # type: ignore[arg-type]
+    "images": ("dictionary", lambda accelerator: accelerator.log_images("x")),  # type: ignore[arg-type]
+    "table": ("log_table", lambda accelerator: accelerator.log_table(5)),  # type: ignore[arg-type]
+    "artifact": ("local_path", lambda accelerator: accelerator.log_artifact(None)),  # type: ignore[arg-type]
+    "init_kwargs": ("init_kwargs", lambda accelerator: accelerator.init_trackers("p", init_kwargs=5)),  # type: ignore[arg-type]
+    "LocalSGD": ("local_sgd_steps", lambda accelerator: LocalSGD(accelerator, linear(), NAN)),  # type: ignore[arg-type]
+    "LocalSGD's model": ("LocalSGD", lambda accelerator: LocalSGD(accelerator, 5, 2)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", OF_AN_ACCELERATOR)
+def test_wrong_arguments_of_methods(accelerator: Accelerator, name: str) -> None:
+    text, call = OF_AN_ACCELERATOR[name]
+    with pytest.raises(ConfigurationError, match=text):
+        call(accelerator)
+    assert os.listdir() == []
+
+
+def test_nothing_to_clip(accelerator: Accelerator) -> None:
+    accelerator.clip_grad_value_([], 1.0)
+    assert accelerator.clip_grad_norm_([], 1.0) == 0
 
 
 @pytest.mark.parametrize("value", [NAN, -1, "x", None, [1]], ids=repr)
@@ -208,3 +267,11 @@ def test_the_blocks_of_the_model_are_suggested(names: list[str] | None) -> None:
     )
     with pytest.raises(ConfigurationError, match=r"to Block\b"):
         plugin.set_auto_wrap_policy(Stacked())
+
+
+@pytest.mark.parametrize("content", ["precious", "[]", '{"0.weight": 1}', "[" * 100_000, "\0"])
+def test_a_directory_with_another_index(tmp_path: Path, content: str) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=r"index\.json is not an index"):
+        disk_offload(nn.Sequential(linear()), tmp_path, execution_device="cpu")
+    assert (tmp_path / "index.json").read_text() == content

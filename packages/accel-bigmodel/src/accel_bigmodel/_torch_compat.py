@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 # Tensors with shapes and devices but without memory. Replaced by nothing public yet (torch.fx uses the same module).
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+from accel_state import is_torch_version
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -48,3 +51,37 @@ def apply_to_tensors(
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, also without memory, where the public ``data_ptr()`` is 0 or fails."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether no operation has changed a new tensor in place. Torch has no public counter of changes."""
+    return tensor._version == 0 and not tensor.requires_grad
+
+
+def on_meta() -> torch.device:
+    """The meta device, as a context in which libraries may be imported.
+
+    The import of Dynamo in torch 2.6 computes a value. In this context it fails half-way, and Transformers ignores the
+    error; whatever needs Dynamo later in the process fails then, :class:`FakeTensorMode` for one.
+    """
+    if is_torch_version("<", "2.7"):
+        importlib.import_module("torch._dynamo")
+    return torch.device("meta")
+
+
+def leave_outputs_unchecked(stage: Any) -> None:
+    """Let the last stage of a pipeline return what the model does, which is sent nowhere and has no example.
+
+    Torch 2.11 compares it with the example that a stage must have; there is no option against it.
+    """
+    if hasattr(stage, "_validate_fwd_outputs"):
+        stage._validate_fwd_outputs = lambda outputs: None
+
+
+def expect_no_gradients(stage: Any) -> None:
+    """Let a stage of a pipeline that only computes outputs pass no gradients to another stage on its rank.
+
+    Without a loss, schedules of torch skip the backward passes in their order, but not what they pass within a rank.
+    """
+    stage.get_local_bwd_output = lambda chunk: ()
+    stage.set_local_bwd_input = lambda gradients, chunk: None

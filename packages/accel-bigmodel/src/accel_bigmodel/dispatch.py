@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,16 +47,18 @@ from .tied_params import (
     with_shared_modules,
 )
 
+Model = TypeVar("Model", bound=nn.Module)
+
 NAMED_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def cpu_offload(
-    model: nn.Module,
+    model: Model,
     execution_device: Location | None = None,
     offload_buffers: bool = False,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
-) -> nn.Module:
+) -> Model:
     """Keep all weights of a model in host memory; each module gets its own for the duration of its forward.
 
     Args:
@@ -75,12 +77,12 @@ def cpu_offload(
 
 
 def disk_offload(
-    model: nn.Module,
+    model: Model,
     offload_dir: str | os.PathLike[str],
     execution_device: Location | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
-) -> nn.Module:
+) -> Model:
     """Keep all weights of a model in a directory; each module gets its own for the duration of its forward.
 
     Args:
@@ -113,12 +115,12 @@ def disk_offload(
 
 
 def _offload_all(
-    model: nn.Module,
+    model: Model,
     execution_device: Location | None,
     weights: Mapping[str, torch.Tensor],
     offload_buffers: bool,
     preload_module_classes: Sequence[str] | None,
-) -> nn.Module:
+) -> Model:
     if execution_device is None:
         execution_device = next(model.parameters()).device
     classes = preload_module_classes
@@ -132,7 +134,7 @@ def _offload_all(
 
 
 def dispatch_model(
-    model: nn.Module,
+    model: Model,
     device_map: Mapping[str, Location],
     main_device: Location | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -143,13 +145,13 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
     max_memory: MaxMemory | None = None,
-) -> nn.Module:
+) -> Model:
     """Distribute a model over devices, and attach hooks that move inputs and offloaded weights to where they run.
-
     Modules mapped to an accelerator stay there. Those mapped to "disk", and to "cpu" if there are accelerators, are
     copied to the main device for each forward; the next ones are fetched meanwhile.
 
     Args:
+        model: the model, with values or on the meta device.
         device_map: devices of modules by name: a number, a torch device, "cpu" or "disk".
         main_device: where offloaded modules run. None: the first accelerator of the map, else the CPU. Modules with a
             layer that is larger than this device run on the CPU.
@@ -158,6 +160,8 @@ def dispatch_model(
         offload_index: index of the weights on the disk, as for :class:`OffloadedWeightsLoader`.
         offload_buffers: offload buffers with their modules instead of keeping them on the main device.
         skip_keys: names of keyword arguments, or of items of outputs, that are not moved between devices.
+        preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
+            without calling them.
         force_hooks: attach hooks even if all modules are on one device.
         max_memory: as in :func:`get_max_memory`. What the limit of the main device leaves is the room for offloaded
             weights: those in use, those fetched ahead and, on the CPU, files that stay mapped between forwards. None:
@@ -169,6 +173,13 @@ def dispatch_model(
     Raises:
         ConfigurationError: a map that is incomplete or names unknown devices; weights for the disk without
             ``offload_dir`` and ``offload_index``; tensors without values.
+
+    Examples:
+        >>> model = dispatch_model(
+        ...     model, {"0": "cpu", "1": "cpu", "2": "disk"}, main_device="cpu", offload_dir="offload"
+        ... )
+        >>> model(torch.ones(1, 64)).shape
+        torch.Size([1, 10])
     """
     check_type(model, nn.Module, "dispatch_model", "Pass a model: a torch.nn.Module.")
     hint = "Pass a dictionary of module names to devices, such as infer_auto_device_map(model) returns."
@@ -297,7 +308,7 @@ class _Dispatcher:
         return record, directory, {**record.index, **(index or {})}
 
     def read_weights(self, offload_dir: str | os.PathLike[str] | None, offload_index: Mapping[str, Any] | None) -> None:
-        """Read tensors without values that the map does not offload from the index: an earlier map offloaded them."""
+        """Read from the offload index what an earlier map offloaded and this one keeps in memory."""
         empty = [name for name in on_meta(self.model) if not location_of(name, self.offload)]
         record, directory, index = self._disk_index(offload_dir, offload_index)
         if empty and directory is not None and (directory / OFFLOAD_INDEX_NAME).is_file():
@@ -444,7 +455,7 @@ def disjoint_device_map(
 
 
 def load_checkpoint_and_dispatch(
-    model: nn.Module,
+    model: Model,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Location] | None = None,
     max_memory: MaxMemory | None = None,
@@ -459,11 +470,12 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
-) -> nn.Module:
+) -> Model:
     """Load a checkpoint into a model, each weight directly to its device, and make the model ready to run.
 
     Args:
         model: the model, preferably on the meta device (:func:`init_empty_weights`).
+        checkpoint: a file, an index of shards, a directory with one of them, or a Hub repository.
         device_map: devices of modules by name; or "auto" and "balanced" (distribute evenly over all accelerators),
             "balanced_low_0" (likewise, with as little as possible on the first one), "sequential" (fill one after the
             other). None: load without dispatching.
@@ -471,13 +483,32 @@ def load_checkpoint_and_dispatch(
             that is free now. The system takes the pages of mapped files back when it needs them.
         no_split_module_classes: classes whose modules are not split, for the named maps. None: the model's
             ``_no_split_modules``.
+        offload_folder: the directory for weights on the disk that cannot be read in place.
+        offload_buffers: offload buffers with their modules, too.
+        dtype: the dtype of all floating point weights. None: those of the model.
         offload_state_dict: ignored; accepted for compatibility.
+        skip_keys: names of keyword arguments, or of items of outputs, that are not moved between devices.
+        preload_module_classes: classes that are loaded as a whole, as in :func:`dispatch_model`.
+        force_hooks: attach hooks even if all modules are on one device.
+        strict: refuse missing or unexpected names even if every tensor has values without them.
+        full_state_dict: for sharded models without a device map: the checkpoint holds full tensors.
+        broadcast_from_rank0: for sharded models without a device map: only rank 0 reads, and sends the others theirs.
 
-    Other arguments are as in :func:`load_checkpoint_in_model` and :func:`dispatch_model`.
+    Returns:
+        The model, with the map as ``hf_device_map`` unless ``device_map`` is None.
 
     Raises:
         ConfigurationError: an unknown map name; and the errors of :func:`load_checkpoint_in_model` and
             :func:`dispatch_model`.
+
+    Examples:
+        >>> with init_empty_weights():
+        ...     empty = build_model()
+        >>> model = load_checkpoint_and_dispatch(
+        ...     empty, "checkpoint", device_map={"0": "cpu", "1": "cpu", "2": "disk"}, offload_folder="offload"
+        ... )
+        >>> model(torch.ones(1, 64)).shape
+        torch.Size([1, 10])
     """
     check_type(model, nn.Module, "load_checkpoint_and_dispatch", "Pass a model: a torch.nn.Module.")
     main_device: Location | None = None
@@ -500,7 +531,7 @@ def load_checkpoint_and_dispatch(
     )
     if device_map is None:
         return model
-    if max_memory is None and not _has_address_limit():
+    if max_memory is None and _may_offload(device_map, main_device) and not _has_address_limit():
         max_memory = {"cpu": devices.get("cpu").memory_free()}
     return dispatch_model(
         model,
@@ -513,6 +544,12 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         max_memory=max_memory,
     )
+
+
+def _may_offload(device_map: Mapping[str, Location], main_device: Location | None) -> bool:
+    """Whether weights may have to be brought to another place: only then does it matter how much memory is free."""
+    places = {str(place) for place in device_map.values()}
+    return len(places) > 1 or "disk" in places or (main_device is not None and str(main_device) not in places)
 
 
 def _has_address_limit() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,8 +12,10 @@ from torch import nn
 
 from accel_state.errors import AccelError, ConfigurationError
 from accel_state.operations import (
+    TensorInformation,
     get_data_structure,
     initialize_tensors,
+    is_tensor_information,
     pad_input_tensors,
     recursively_apply,
     send_to_device,
@@ -25,8 +28,9 @@ from .device_map.memory import get_balanced_memory
 from .pipeline import microbatches
 from .pipeline.broadcast import receive_object, send_object, start_broadcast, wait_for
 from .pipeline.runtime import PipelineRuntime
-from .pipeline.split import PipelineSplit, split_model
+from .pipeline.split import PipelineSplit, kind_of, split_model
 from .pipeline.stage import Stage, extract
+from .pipeline.stand_ins import StandIns
 from .sizes import calculate_maximum_sizes
 from .tensors import Location
 
@@ -100,12 +104,24 @@ class Pipeline:
         self._forward = forward
         self._device = state.device
         self._runtime: PipelineRuntime | None = None
+        self.stand_ins: StandIns = StandIns(state.device)
         if split is not None:
             extract(model, split, [state.process_index], state.device, in_place=True)
             stage = Stage(model, forward, split, state.process_index, state.device)
             self._runtime = PipelineRuntime([stage], split, example_outputs=split.outputs)
             model.requires_grad_(False)
         model.to(state.device)
+
+    def unread_inputs(self, inputs: tuple[Any, Any]) -> frozenset[int]:
+        """The numbers of inputs, among their tensors, that only the first stage reads.
+
+        Only floating-point ones, where all but the batch size is as in the example: integers are small, and code may
+        take another path for other sizes.
+        """
+        if self.split is None or kind_of(inputs) != self.split.kind:
+            return frozenset()
+        floats = {number for number, tensor in enumerate(leaves(inputs)) if tensor.is_floating_point()}
+        return frozenset(floats - self.split.inputs)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +137,7 @@ class Pipeline:
         batch_size = microbatches.batch_size_of((args, kwargs)) or 0
         batches = [(args, kwargs)]
         if self.num_chunks > 1:
-            batches = microbatches.split((args, kwargs), batch_size, self.num_chunks)
+            batches = microbatches.split((args, kwargs), batch_size, self.num_chunks, self.stand_ins.narrow)
         outputs = [self._forward(*a, **k) for a, k in batches] if self._runtime is None else self._runtime.run(batches)
         return microbatches.merge(outputs, batch_size // self.num_chunks) if outputs else None
 
@@ -218,7 +234,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     """
     if not PartialState().use_distributed:
         return _run(forward, _prepare_inputs(num_chunks, args, kwargs))
-    inputs, pending = _share_inputs(num_chunks, args, kwargs)
+    inputs, pending = _share_inputs(forward, num_chunks, args, kwargs)
     output = _run(forward, inputs)
     wait_for(pending)
     return _share_output(output) if gather_output else output
@@ -230,26 +246,44 @@ def _run(forward: Callable[..., Any], inputs: _Inputs) -> Any:
     return output if batch_size is None else microbatches.drop_padding(output, padded, batch_size)
 
 
-def _share_inputs(num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, list[Any]]:
+def _share_inputs(forward: Callable[..., Any], num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, list[Any]]:
     """The inputs of rank 0 on every rank, and the sends to wait for before they may be freed.
 
     Rank 0 does not wait until the other ranks have received them: these may still run the previous batch.
     """
     device = PartialState().device
     if PartialState().process_index:
-        structure = receive_object(device)
-        if isinstance(structure, str):
-            raise ConfigurationError(structure)
-        inputs = send_to_device(initialize_tensors(structure), device)
-        wait_for(start_broadcast(leaves(inputs)))
-        return inputs, []
+        return _receive_inputs(forward, device), []
     try:
         inputs = send_to_device(_prepare_inputs(num_chunks, args, kwargs), device)
     except AccelError as error:
         wait_for(send_object(str(error), device))
         raise
     inputs = replace_leaves(inputs, [tensor.contiguous() for tensor in leaves(inputs)])
-    return inputs, [*send_object(get_data_structure(inputs), device), *start_broadcast(leaves(inputs))]
+    unread = forward.unread_inputs(inputs[2:]) if isinstance(forward, Pipeline) else frozenset[int]()
+    sent = [tensor for number, tensor in enumerate(leaves(inputs)) if number not in unread]
+    return inputs, [*send_object((get_data_structure(inputs), unread), device), *start_broadcast(sent)]
+
+
+def _receive_inputs(forward: Callable[..., Any], device: torch.device) -> _Inputs:
+    """The inputs that rank 0 sends, and fake tensors, whose values are an error to read, for others."""
+    message = receive_object(device)
+    if isinstance(message, str):
+        raise ConfigurationError(message)
+    structure, unread = message
+    numbers = itertools.count()
+    sent: list[torch.Tensor] = []
+
+    def make(info: TensorInformation) -> torch.Tensor:
+        number = next(numbers)
+        if number in unread and isinstance(forward, Pipeline):
+            return forward.stand_ins.get(number, info.shape, info.dtype)
+        sent.append(torch.empty(info.shape, dtype=info.dtype, device=device))
+        return sent[-1]
+
+    inputs: _Inputs = recursively_apply(make, structure, test_type=is_tensor_information)
+    wait_for(start_broadcast(sent))
+    return inputs
 
 
 def _prepare_inputs(num_chunks: int, args: Any, kwargs: Any) -> _Inputs:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import env
 
@@ -18,6 +18,7 @@ from ._torch_compat import buffers_of, parameters_of
 
 # Bytes. Tables that a model computes itself, and whose values must survive, are smaller than _HUGE.
 _LARGE, _HUGE = 1 << 17, 1 << 30
+_KNOWN = frozenset({"device", "dtype", "size", "requires_grad"})  # arguments of torch.empty
 
 
 @contextlib.contextmanager
@@ -44,22 +45,22 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     if include_buffers is None:
         include_buffers = env.parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
     target = torch.device(device)
-    moved = WeakIdKeyDictionary()  # a tensor that is registered twice stays one tensor
+    moved = _Moved()
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
 
     def parameter_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is not None and param.device != target:
-            if param not in moved:
-                moved[param] = _moved_parameter(param, target)
-            parameters_of(module)[name] = moved[param]
+            new = moved.get(param)
+            if new is None:
+                new = moved.add(param, _moved_parameter(param, target))
+            parameters_of(module)[name] = new
 
     def buffer_on_device(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent=persistent)
         if tensor is not None and tensor.device != target:
-            if tensor not in moved:
-                moved[tensor] = tensor.to(target)
-            buffers_of(module)[name] = moved[tensor]
+            new = moved.get(tensor)
+            buffers_of(module)[name] = moved.add(tensor, tensor.to(target)) if new is None else new
 
     nn.Module.register_parameter = parameter_on_device  # type: ignore[method-assign,assignment]
     if include_buffers:
@@ -67,11 +68,58 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     empty = torch.empty
     torch.empty = _short_lived(empty, target)
     try:
-        yield
+        with _no_random_values() if target.type == "meta" else contextlib.nullcontext():
+            yield
     finally:
         torch.empty = empty
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
         nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
+
+
+class _Moved:
+    """The tensors in place of those that were moved: a tensor that is registered twice stays one tensor.
+
+    A dictionary by number, checked by weak references: torch's WeakIdKeyDictionary takes longer than the move.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor was replaced by; None if it was not."""
+        known, new = self._found.get(id(tensor), (None, None))
+        # Another tensor may have had the number before.
+        return new() if known is not None and new is not None and known() is tensor else None
+
+    def add(self, tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Remember and return a replacement."""
+        self._found[id(tensor)] = (weakref.ref(tensor), weakref.ref(new))
+        return new
+
+
+@contextlib.contextmanager
+def _no_random_values() -> Iterator[None]:
+    """Let ``Tensor.uniform_``, with which linear layers are initialized, return tensors without values at once.
+
+    torch runs a decomposition in Python for them, a third of the time that building such a layer takes.
+    """
+    own = torch.Tensor.__dict__.get("uniform_")  # of a context around this one; torch's is inherited
+    uniform = torch.Tensor.uniform_
+
+    def uniform_if_real(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Autograd has something to say to a change of a parameter.
+        if tensor.is_meta and not torch.is_grad_enabled():
+            return tensor
+        return uniform(tensor, *args, **kwargs)
+
+    torch.Tensor.uniform_ = uniform_if_real  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.Tensor.uniform_
+        else:
+            torch.Tensor.uniform_ = own  # type: ignore[method-assign]
 
 
 def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
@@ -83,7 +131,7 @@ def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Ca
     """
 
     def short_lived_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is not None or kwargs.keys() - {"device", "dtype", "size", "requires_grad"}:
+        if kwargs.get("device") is not None or not kwargs.keys() <= _KNOWN:
             return empty(*args, **kwargs)
         size = kwargs.get("size", args)
         shape = tuple(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
@@ -104,8 +152,12 @@ def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Ca
 def _moved_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     """The parameter on another device, with the same class and attributes."""
     if type(param) is nn.Parameter:
-        new = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
-        new.__dict__.update(param.__dict__)
+        # One call instead of two, with the same strides.
+        plain = device.type == "meta" and param.layout is torch.strided
+        data = torch.empty_like(param, device=device) if plain else param.detach().to(device)
+        new = nn.Parameter(data, requires_grad=param.requires_grad)
+        if param.__dict__:
+            new.__dict__.update(param.__dict__)
         return new
     settings: dict[str, Any] = {**param.__dict__, "requires_grad": param.requires_grad}
     return type(param)(param.detach().to(device), **settings)

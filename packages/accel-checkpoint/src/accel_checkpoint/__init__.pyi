@@ -9,3 +9,5 @@ from .catalog import newest_complete as newest_complete
 from .catalog import verify as verify
 from .manifest import Manifest as Manifest
 from .names import CheckpointError as CheckpointError
+from .uploading import Uploader as Uploader
+from .uploading import newest as newest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -15,9 +17,20 @@ def local_shape_and_offset(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a DTensor's part at a coordinate of its mesh, and where it begins; no public function."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    return _local_shape_and_offset(tuple(shape), tuple(mesh), tuple(coordinate), tuple(placements))
 
-    return _compute_local_shape_and_global_offset(tuple(shape), tuple(mesh), list(coordinate), placements)
+
+@functools.lru_cache(maxsize=1024)  # layers repeat, and so do the shapes of an optimizer's averages
+def _local_shape_and_offset(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor import _utils
+
+    if hasattr(_utils, "_compute_local_shape_and_global_offset"):
+        return _utils._compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
+    # torch 2.6 takes a mesh instead, of which it reads no more than this.
+    described = SimpleNamespace(ndim=len(mesh), size=mesh.__getitem__, get_coordinate=lambda: list(coordinate))
+    return _utils.compute_local_shape_and_global_offset(shape, cast(Any, described), placements)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

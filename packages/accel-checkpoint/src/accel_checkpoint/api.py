@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_state import PartialState
+from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
 from accel_state.storage.url import Location, RemotePath
@@ -24,11 +25,12 @@ from accel_state.tensor_storage import id_tensor_storage
 
 from . import rng_state
 from .atomic_dir import recover
-from .catalog import why_no_checkpoint
+from .catalog import check_keep, why_no_checkpoint
 from .consensus import BackgroundCollectives, on_all_ranks
 from .manifest import Manifest, Verification, Workers
-from .names import NUMBERED, CheckpointError, rng_file
+from .names import NUMBERED, RNG_PACK, CheckpointError, rng_file
 from .parts import Part, WeightsPart, copied_parts
+from .rank_files import RankPack
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .safetensors_content import safetensors_content
@@ -71,7 +73,7 @@ def save(
     """
     process = PartialState()
     saving = _Saving(process, state, as_location("path", path), step, per_rank, rng, keep)
-    saving.collect(None).finish(partial(on_all_ranks, process.collectives))
+    saving.collect(None).finish(process.collectives)
     return saving.directory.target
 
 
@@ -81,7 +83,7 @@ class AsyncSaver:
     One save runs at a time: the next one waits for it. The host memory of the copies is kept for the next save, and so
     is the process, which ends with this one. A thread writes states below 8 MiB, and those that the process cannot read
     or share (classes of the script itself, systems other than Linux). As a context manager it waits at the end of the
-    block.
+    block, and gives back its memory and its process group.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,11 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._collectives.forget()
+            self._memory = SharedMemory()
 
     @property
     def in_flight(self) -> bool:
@@ -124,7 +130,7 @@ class AsyncSaver:
         collectives = self._collectives()
         writer = saving.collect(self._memory)
         self._count += 1
-        self._running = BackgroundSave(writer, partial(on_all_ranks, collectives), self._count, self._memory)
+        self._running = BackgroundSave(writer, collectives, self._count, self._memory)
         return saving.directory.target
 
     def wait(self) -> None:
@@ -193,13 +199,14 @@ class _Saving:
         for name in self.state:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigurationError(f"the name {name!r} of a part of the state must be an identifier.")
-        unknown = sorted(set(self.per_rank) - set(self.state))
-        if isinstance(self.per_rank, str) or unknown:
+        check_number("step", self.step, at_least=0, whole=True)
+        check_flag("rng", self.rng)
+        listed = isinstance(self.per_rank, (list, tuple, set, frozenset))
+        if not listed or set(self.per_rank) - set(self.state):
             raise ConfigurationError(
                 f"per_rank={self.per_rank!r} must be a list of names of the state: {', '.join(self.state)}."
             )
-        if self.keep is not None and (isinstance(self.keep, bool) or self.keep < 1):
-            raise ConfigurationError(f"keep={self.keep!r} must be a positive integer, or None to keep all checkpoints.")
+        check_keep(self.keep)
         if self.keep is not None and not NUMBERED.fullmatch(self.target.name):
             raise ConfigurationError(
                 f"keep={self.keep} counts checkpoints named checkpoint_<number>, and this one is {self.target.name!r}. "
@@ -249,7 +256,8 @@ class _Saving:
             else:
                 parts.append(Part(f"{stem}.bin", content, name, each))
         if self.rng:
-            parts.append(Part(rng_file(rank), rng_state.capture_rng(self.process.device_backend), each_rank=True))
+            state = rng_state.capture_rng(self.process.device_backend)
+            parts.append(Part(rng_file(rank), state, each_rank=True, is_small=True))
         return parts
 
 
@@ -350,11 +358,12 @@ class _Loading:
 
     def _read_rng(self, manifest: Manifest) -> None:
         rank, device = self.process.process_index, self.process.device_backend
-        if rng_file(0) not in manifest.files:
+        pack = RankPack(self.folder) if RNG_PACK in manifest.files else None
+        if pack is None and rng_file(0) not in manifest.files:
             return
         is_new = rank >= manifest.world_size
         path = self.folder / rng_file(0 if is_new else rank)
-        own = read(path)
+        own = read(path) if pack is None else pack.read(path.name)
         if is_new:
             rng_state.seed_of_new_rank(own, rank, path)
             self.calls.append(partial(rng_state.seed_new_rank, own, rank, device, path))

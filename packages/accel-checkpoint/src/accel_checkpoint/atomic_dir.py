@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
@@ -20,8 +18,6 @@ from .names import CheckpointError, is_checkpoint_file
 # Hidden names next to a checkpoint's own: while it is written (and locked, which distinguishes it from what a killed
 # process has left), an older one between the two renames of `commit` (which `recover` undoes), and one to delete.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
-# In a directory that is being written: what a rank has written into it. Deleted before the checkpoint is complete.
-_RECORDS_NAME = ".records_{}.json"
 _MAX_LOST_RACES = 10
 # A process that looks for leftovers locks each of them for a moment, which is waited for.
 _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
@@ -33,9 +29,9 @@ class CheckpointDirectory:
     shared = True  # whether ranks write into one directory
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = Path(target).resolve()
-        self.partial = aside(self.target, PARTIAL)
-        self.replaced = aside(self.target, REPLACED)
+        self.target: Path = Path(target).resolve()
+        self.partial: Path = aside(self.target, PARTIAL)
+        self.replaced: Path = aside(self.target, REPLACED)
         self._lock: int | None = None
 
     def begin(self) -> None:
@@ -65,21 +61,14 @@ class CheckpointDirectory:
     def join(self) -> None:
         """Prepare for writing, on a rank that :meth:`begin` was not called on."""
 
-    def hand_over(self, records: Mapping[str, FileRecord], number: int) -> None:
-        """Leave what a rank has written for the one that writes the manifest, which would have to read it otherwise."""
-        table = json.dumps({name: asdict(record) for name, record in records.items()})
-        (self.partial / _RECORDS_NAME.format(number)).write_text(table)
-
-    def records_of_others(self, ranks: Iterable[int]) -> dict[str, FileRecord]:
-        """What other ranks have left, of files that still exist with that size; those of other nodes left nothing."""
-        records: dict[str, FileRecord] = {}
-        for path in filter(Path.exists, (self.partial / _RECORDS_NAME.format(rank) for rank in ranks)):
-            for name, record in json.loads(path.read_bytes()).items():
-                file = self.partial / name
-                if file.is_file() and file.stat().st_size == record["size"]:
-                    records[name] = FileRecord(record["size"], tuple(record["digests"]))
-            path.unlink()
-        return records
+    def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+        """Those of files that are there with that size: other nodes may have their own, and hooks may change files."""
+        known = {}
+        for name, record in records.items():
+            file = self.partial / name
+            if file.is_file() and file.stat().st_size == record.size:
+                known[name] = record
+        return known
 
     def _lock_partial(self) -> None:
         lost_races = 0
@@ -100,7 +89,7 @@ class CheckpointDirectory:
                 raise CheckpointError(
                     f"{self.partial} was deleted {lost_races} times while it was made. Is another program deleting it?"
                 )
-        raise CheckpointError(f"another process is saving to {self.target} just now. Give each run its own directory.")
+        raise CheckpointError(f"another save to {self.target} is in progress. Give each run its own directory.")
 
     def abandon(self) -> None:
         """Remove what was written; an older checkpoint stays as it was."""
@@ -132,10 +121,18 @@ class CheckpointDirectory:
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
-        """A block that writes; file system errors are raised as CheckpointError with the free space."""
+        """A block that writes; file system errors are raised as CheckpointError that says what to do."""
         try:
             yield
         except Exception as error:
+            missing = error.filename if isinstance(error, FileNotFoundError) else None
+            deleted = isinstance(missing, str) and Path(missing).is_relative_to(self.partial)
+            if deleted or not self.partial.exists():
+                raise CheckpointError(
+                    f"{self.partial} was deleted or replaced while the state was written there "
+                    f"({type(error).__name__}: {error}). Another run or Accelerator that saves to {self.target}, or "
+                    "another program, did this. Give each run its own directory."
+                ) from error
             of_a_writer = (
                 type(error).__name__ == "SafetensorError"
                 or "inline_container" in str(error)

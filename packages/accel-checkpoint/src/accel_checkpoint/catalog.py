@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
 from accel_state.storage.url import Location, RemotePath
@@ -189,15 +190,23 @@ def newest_saved(directory: Location) -> Location:
     )
 
 
-def rotate(directory: Location, total_limit: int, newest: Location) -> Sequence[Location]:
-    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but never the newest.
+def check_keep(keep: int | None) -> None:
+    """Raise ConfigurationError if this is not how many checkpoints to keep."""
+    if keep is not None:
+        check_number("keep", keep, at_least=1, whole=True)
+
+
+def rotate(
+    directory: Location, total_limit: int, newest: Location, needed: Collection[Location] = ()
+) -> Sequence[Location]:
+    """Delete the checkpoints with the lowest numbers until ``total_limit`` are left, but no newest or needed.
 
     A checkpoint that is a link to another place was put there by the user: it is neither counted nor deleted.
     """
     if isinstance(directory, RemotePath):
         return remote().rotate(directory, total_limit, newest)
     old = [path for path in numbered_checkpoints(directory).values() if path != newest and not path.is_symlink()]
-    surplus = old[: max(0, len(old) + 1 - max(total_limit, 1))]
+    surplus = [path for path in old[: max(0, len(old) + 1 - max(total_limit, 1))] if path not in needed]
     for path in surplus:
         delete(path, aside(path, DELETED))
     remove_leftovers(directory)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ class BackgroundCollectives:
     def __init__(self, process: PartialState) -> None:
         self._process = process
         self._made: Collectives | None = None
+        self._group: Any = None
 
     def __call__(self) -> Collectives:
         """The collectives; every rank must make the first call."""
@@ -59,9 +61,17 @@ class BackgroundCollectives:
                 )
             from accel_state.collectives.torch import TorchCollectives
 
-            self._made = TorchCollectives(torch.device("cpu"), dist.new_group(backend="gloo"))
+            self._group = dist.new_group(backend="gloo")
+            self._made = TorchCollectives(torch.device("cpu"), self._group)
         return self._made
 
     def forget(self) -> None:
-        """Forget the process group, which is destroyed with all others."""
-        self._made = None
+        """Destroy the process group; a later call makes another one."""
+        group, self._group, self._made = self._group, None, None
+        if group is not None:
+            import torch.distributed as dist
+
+            # Destroyed with all others, it is not known any more.
+            with suppress(ValueError):
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)

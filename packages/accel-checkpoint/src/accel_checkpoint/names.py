@@ -18,6 +18,7 @@ LOADER_NAME = "dl_state_dict"
 CUSTOM_NAME = "custom_checkpoint"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
+RNG_PACK = f"{RNG_STATE_NAME}.zip"
 GRADIENTS_NAME = "gradients"
 MANIFEST_NAME = "accel_manifest.json"
 
@@ -42,7 +43,9 @@ _CHECKPOINT_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MOD
 _CHECKPOINT_FILE = re.compile(
     r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
     r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
-    r"|(random_states|custom_checkpoint)_\d+\.pkl|gradients_\d+\.bin|" + re.escape(MANIFEST_NAME) + r")"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl|random_states\.zip|gradients_\d+\.bin|"
+    + re.escape(MANIFEST_NAME)
+    + r")"
 )
 
 

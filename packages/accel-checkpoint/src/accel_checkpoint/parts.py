@@ -22,6 +22,7 @@ class Part:
     value: Any  # the contents
     what: str = ""  # whose state this is, for messages. If set, saving fails where loading the file would run code
     each_rank: bool = False  # every rank writes a file of its own; otherwise the main process writes one for all
+    is_small: bool = False  # with many ranks, those of all ranks are put into one file
 
     # Called as `write_value(value, target)`: the contents, or a copy of them, and an object with `write`.
     write_value: ClassVar[Callable[..., Any]] = staticmethod(torch.save)
@@ -30,7 +31,7 @@ class Part:
 class WeightsPart(Part):
     """The weights of a model in the safetensors format."""
 
-    write_value = staticmethod(write_safetensors)
+    write_value: ClassVar[Callable[..., Any]] = staticmethod(write_safetensors)
 
 
 def copied_parts(parts: Sequence[Part], memory: SharedMemory) -> list[Part]:

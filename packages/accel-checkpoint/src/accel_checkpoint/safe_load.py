@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from accel_state import is_torch_version
 from accel_state.errors import ConfigurationError
@@ -48,6 +49,9 @@ def _harmless_values() -> list[Any]:
 
 
 HARMLESS = _harmless_values()
+# What needs no look at the file that was written, and how many things are looked at instead.
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+_MOST = 1_000_000
 
 _lock = threading.Lock()
 _open_blocks = 0
@@ -74,14 +78,28 @@ def allowing_harmless() -> Iterator[None]:
                 _outermost.__exit__(None, None, None)
 
 
-def read(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False) -> Any:
-    """Read a file of torch's format: tensors, :data:`HARMLESS` values, and types that the user has allowed."""
+def read(
+    path: Path,
+    map_location: Any = "cpu",
+    load_kwargs: dict[str, Any] | None = None,
+    mapped: bool = False,
+    content: BinaryIO | None = None,
+) -> Any:
+    """Read a file of torch's format: tensors, :data:`HARMLESS` values, and types that the user has allowed.
+
+    Args:
+        path: the file.
+        map_location: where its tensors go.
+        load_kwargs: for ``torch.load``.
+        mapped: map it into memory, if it can be.
+        content: what to read; the path is its name.
+    """
     options = {"map_location": map_location, "weights_only": True, **(load_kwargs or {})}
     try:
         if mapped and _is_zip(path):  # the format of torch before 1.6 cannot be mapped
             options.setdefault("mmap", True)
         with allowing_harmless():
-            return torch.load(path, **options)
+            return torch.load(path if content is None else content, **options)
     except FileNotFoundError:
         require_files(path.parent, [path.name])
         raise
@@ -121,8 +139,34 @@ def read_safetensors(path: str | os.PathLike[str], map_location: Any = "cpu") ->
     return weights if device.type == "cpu" else {name: weight.to(device) for name, weight in weights.items()}
 
 
-def check_readable(path: Path, what: str) -> None:
-    """Raise CheckpointError if a file that was just written cannot be loaded without running code."""
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds nothing but tensors, numbers, strings and containers, which always load without code.
+
+    False, too, for what holds very many things, or itself.
+    """
+    pending = [value]
+    for _ in range(_MOST):
+        if not pending:
+            return True
+        one = pending.pop()
+        kind = type(one)
+        if kind is dict:
+            pending += one
+            pending += one.values()
+        elif kind in (list, tuple):
+            pending += one
+        elif kind in (torch.Tensor, nn.Parameter):
+            if one.__dict__ or one.layout is not torch.strided or one.is_quantized:
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return False
+
+
+def check_readable(path: Path, value: Any, what: str) -> None:
+    """Raise CheckpointError if a file to which a value was just written cannot be loaded without running code."""
+    if _is_plain(value):
+        return
     try:
         with allowing_harmless():
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)

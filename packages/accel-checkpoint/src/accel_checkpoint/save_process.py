@@ -15,9 +15,10 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -31,7 +32,7 @@ from .parts import Part
 from .save_worker import Channel
 from .shared_memory import SharedMemory, dumps
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 T = TypeVar("T")
 # Takes the directory, the parts, the number of threads that sync files, and whether tensors may be on a device.
@@ -133,46 +134,70 @@ class _TracebackError(Exception):
         return f"in the process that writes the state:\n{self.args[0]}"
 
 
-_lock = threading.Lock()
-_started: SaveProcess | None = None
+def is_possible() -> bool:
+    """Whether processes can be started here that share memory with this one."""
+    return bool(sys.executable) and hasattr(os, "memfd_create")
+
+
+class ProcessHolder:
+    """A process that is started when it is first called, and again when it has ended; it does one thing at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: SaveProcess | None = None
+        _holders.add(self)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None
+
+    def call(self, memory: SharedMemory, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function there; see :meth:`SaveProcess.call`."""
+        with self._lock:
+            if self._process is not None and not self._process.alive:
+                self._process.stop()
+                self._process = None
+            if self._process is None:
+                self._process = SaveProcess()
+            return self._process.call(memory, function, *arguments)
+
+    def stop(self) -> None:
+        """End the process, if there is one; the next call starts another."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.stop()
+
+    def forget(self) -> None:
+        """In a forked process: the process belongs to its parent."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._process.connection.close()
+            _of_parents.append(self._process)
+            self._process = None
+
+
+_holders: weakref.WeakSet[ProcessHolder] = weakref.WeakSet()
 # Kept in forked processes, which cannot wait for a process that is not their child.
 _of_parents: list[SaveProcess] = []
-
-
-def _call(memory: SharedMemory, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in this rank's process for saves, which is started if needed."""
-    global _started
-    with _lock:
-        if _started is not None and not _started.alive:
-            _started.stop()
-            _started = None
-        if _started is None:
-            _started = SaveProcess()
-        return _started.call(memory, function, *arguments)
+saves: ProcessHolder = ProcessHolder()
+"""The process that writes this rank's files."""
 
 
 @atexit.register
-def stop() -> None:
-    """End the process, if there is one; the next save in the background starts another."""
-    global _started
-    with _lock:
-        process, _started = _started, None
-        if process is not None:
-            process.stop()
+def _stop_all() -> None:
+    for holder in list(_holders):
+        holder.stop()
 
 
-def _forget() -> None:
-    """In a forked process: the process for saves belongs to its parent."""
-    global _started, _lock
-    _lock = threading.Lock()
-    if _started is not None:
-        _started.connection.close()
-        _of_parents.append(_started)
-        _started = None
+def _forget_all() -> None:
+    for holder in list(_holders):
+        holder.forget()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 class ProcessWriter:
@@ -195,7 +220,7 @@ class ProcessWriter:
         safe = torch.serialization.get_safe_globals()
         try:
             place = str(directory.absolute())
-            return _call(self._memory, _write_parts, self._write, place, identity, parts, workers, safe)
+            return saves.call(self._memory, _write_parts, self._write, place, identity, parts, workers, safe)
         except UnknownHereError as error:
             logger.info("%s is written by a thread of the training process: %s", directory, error)
             return self._write(directory, parts, workers, on_device)
@@ -204,13 +229,13 @@ class ProcessWriter:
         """Like ``Store(place).upload(pairs)``."""
         if place.protocol == "memory":
             raise UnknownHereError("it is a store in the memory of this process")
-        _call(self._memory, _upload, place, pairs)
+        saves.call(self._memory, _upload, place, pairs)
 
 
 def writer_for(memory: SharedMemory, write: WriteParts) -> ProcessWriter | None:
     """What writes a state of which this memory holds the copies; None if a thread of this process shall write it."""
-    is_small = memory.used_bytes < MIN_BYTES and _started is None
-    if is_small or not memory.can_be_mapped or not sys.executable:
+    is_small = memory.used_bytes < MIN_BYTES and not saves.started
+    if is_small or not memory.can_be_mapped or not is_possible():
         return None
     return ProcessWriter(memory, write)
 

@@ -36,8 +36,8 @@ class Segment:
             descriptor = _new_file(nbytes)
         self.nbytes = nbytes
         self.descriptor = descriptor  # -1: other processes cannot map it
-        self.memory = mmap.mmap(descriptor, nbytes)
-        self.begin = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes)
+        self.begin: int = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A part of it, which keeps all of it alive."""

@@ -54,7 +54,7 @@ class HostCopies:
         key = original.device, original.data_ptr(), original.nbytes()
         if key not in storages:
             storages[key] = self._allocate(original.nbytes())
-            storages[key].copy_(original)
+            _copy_storage(storages[key], original)
         copied = torch.empty(0, dtype=tensor.dtype).set_(
             storages[key], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
@@ -64,6 +64,15 @@ class HostCopies:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
+
+
+def _copy_storage(target: torch.UntypedStorage, original: torch.UntypedStorage) -> None:
+    if original.device.type == "cpu" and original.nbytes() % 8 == 0:
+        # torch copies bytes one by one, a tenth slower.
+        words, copied = (torch.empty(0, dtype=torch.int64).set_(one) for one in (original, target))
+        copied.copy_(words)
+    else:
+        target.copy_(original)
 
 
 def _to_host(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,13 +27,27 @@ from accel_state.errors import AccelError
 
 from .names import CheckpointError, require_number
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 # State of torch's optimizers that has a value for each value of the parameter.
 _MOMENTS = frozenset({
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "exp_inf"),
     *("sum", "ax", "prev", "step_size"),
 })  # fmt: skip
+# Of these it is known what they keep for a parameter, and which settings a step reads.
+_KNOWN_OPTIMIZERS = ("torch.optim.", "deepspeed.ops.")
+# What a step reads of a parameter that has a state.
+_READ_BY_STEPS: Final[Mapping[str, frozenset[str]]] = {
+    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), frozenset({"step", "exp_avg", "exp_avg_sq"})),
+    **dict.fromkeys(("FusedAdam", "DeepSpeedCPUAdam"), frozenset({"exp_avg", "exp_avg_sq"})),
+    "NAdam": frozenset({"step", "exp_avg", "exp_avg_sq", "mu_product"}),
+    "Adamax": frozenset({"step", "exp_avg", "exp_inf"}),
+    "Adadelta": frozenset({"step", "square_avg", "acc_delta"}),
+    "Adagrad": frozenset({"step", "sum"}),
+    "RMSprop": frozenset({"step", "square_avg"}),
+    "ASGD": frozenset({"step", "eta", "mu", "ax"}),
+    "Rprop": frozenset({"step", "prev", "step_size"}),
+}
 _LOADS_AS_SAVED = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)
 
 
@@ -147,7 +162,7 @@ def _host_copy(value: Any) -> Any:
     if type(value) in (torch.Tensor, nn.Parameter):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
-        return {key: _host_copy(item) for key, item in value.items()}
+        return dict(zip(value, map(_host_copy, value.values()), strict=True))
     if type(value) in (list, tuple):
         return type(value)(map(_host_copy, value))
     return copy.deepcopy(value)
@@ -205,14 +220,16 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
     parameters: dict[Any, Any] = {}
     for group, own in zip(saved, groups, strict=True):
         if "lr" in own:
-            _check_learning_rate(group.get("lr"), path)
+            _require(is_number(group.get("lr")), path, f"has the learning rate {group.get('lr')!r}")
         parameters.update(zip(group["params"], own["params"], strict=True))
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
         return  # what other optimizers keep for a parameter may have any shape
     for key, entries in state["state"].items():
         if key in parameters:
             _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
             _check_moments(key, entries, (parameters[key].shape,), path)
+    for group in saved:
+        _check_group(optimizer, group, state["state"], path)
 
 
 def check_named_optimizer(
@@ -229,9 +246,11 @@ def check_named_optimizer(
     check_named_structure(state, path)
     for group in state["param_groups"]:
         if "lr" in group and any("lr" in own for own in optimizer.param_groups):
-            _check_learning_rate(group["lr"], path)
-    if not type(optimizer).__module__.startswith("torch.optim."):
+            _require(is_number(group["lr"]), path, f"has the learning rate {group['lr']!r}")
+    if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
         return  # what other optimizers keep for a parameter may have any shape
+    for group in state["param_groups"]:
+        _check_group(optimizer, group, state["state"], path)
     for name, entries in state["state"].items():
         shapes = shapes_of(name)
         if shapes:
@@ -252,10 +271,30 @@ def check_named_structure(state: Any, path: Path) -> None:
         _require(isinstance(values, dict), path, f"has state of parameter {key!r} that is not a dictionary")
 
 
-def _check_learning_rate(rate: Any, path: Path) -> None:
-    value = rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    _require(known, path, f"has the learning rate {rate!r}")
+def _check_group(optimizer: Any, group: Mapping[str, Any], states: Mapping[Any, Any], path: Path) -> None:
+    """Raise CheckpointError if something that a step reads of a group or of its parameters is missing or no number."""
+    for name, default in optimizer.defaults.items():
+        if isinstance(default, bool) or name in ("foreach", "fused"):
+            _require(isinstance(group.get(name, default), (bool, NoneType)), path, f"has {name}={group.get(name)!r}")
+        wanted = default if isinstance(default, (tuple, list)) else (default,)
+        if name == "lr" or not wanted or not all(map(is_number, wanted)):
+            continue
+        value = group.get(name)
+        given = value if isinstance(value, (tuple, list)) else (value,)
+        fits = len(given) == len(wanted) and all(map(is_number, given))
+        _require(fits, path, f"has a parameter group with {name}={value!r}")
+    kind, before = type(optimizer).__name__, None
+    for entries in filter(None, map(states.get, group["params"])):
+        alike = kind == "Adafactor" or before in (None, set(entries))  # which keeps other parts of matrices
+        complete = alike and _READ_BY_STEPS.get(kind, frozenset()) <= set(entries)
+        _require(complete, path, "lacks a part of a parameter's state")
+        before = set(entries)
+
+
+def is_number(value: Any) -> bool:
+    """Whether something is a finite number, or a tensor of one."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
 def _check_moments(key: Any, entries: Mapping[str, Any], shapes: tuple[torch.Size, ...], path: Path) -> None:
@@ -263,7 +302,7 @@ def _check_moments(key: Any, entries: Mapping[str, Any], shapes: tuple[torch.Siz
         if name == "step":
             step = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             known = isinstance(step, (int, float)) and 0 <= step <= 2**63
-            _require(known, path, f"has {value!r} steps of parameter {key!r}")
+            _require(known, path, f"has {step!r} steps of parameter {key!r}")
         elif name in _MOMENTS and value is not None:
             fits = isinstance(value, torch.Tensor) and value.shape in shapes
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -285,7 +324,7 @@ def check_scheduler(scheduler: Any, state: Any, path: Path) -> None:
             rates = state[name]
             _require(isinstance(rates, list) and len(rates) == groups, path, f"has {name}={rates!r}")
             for rate in rates:
-                _check_learning_rate(rate, path)
+                _require(is_number(rate), path, f"has the learning rate {rate!r}")
 
 
 def check_sampler(state: Mapping[str, Any], path: Path) -> None:
@@ -306,7 +345,7 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, path: Path) -> None:
     _require(not missing, path, f"lacks {', '.join(sorted(missing))}: it was saved without a loss scaler")
     for name in ("scale", "growth_factor", "backoff_factor"):
         value = state[name]
-        known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        known = is_number(value) and value > 0
         _require(known, path, f"has {name}={value!r}, which must be positive and finite")
     require_number(state["growth_interval"], f"{path}: growth_interval", minimum=1)
     require_number(state["_growth_tracker"], f"{path}: _growth_tracker")
@@ -314,4 +353,4 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, path: Path) -> None:
 
 def _require(holds: bool, path: Path, problem: str) -> None:
     if not holds:
-        raise CheckpointError(f"{path} {problem}. It does not fit this object; choose another checkpoint.")
+        raise CheckpointError(f"{path} {problem}. It does not match this object; choose another checkpoint.")

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 import xxhash
 
 from accel_state import PartialState, get_logger
+from accel_state.collectives.single import Collectives
 from accel_state.paths import open_for_writing, refuse_link
 from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
+from .consensus import on_all_ranks
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
 from .names import MANIFEST_NAME
 from .parts import Part
+from .rank_files import PACKED_ABOVE, write_pack
 from .remote.directory import RemoteDirectory, new_save_id
 from .safe_load import check_readable
 from .save_process import ProcessWriter, writer_for
 from .shared_memory import SharedMemory
 from .staging import on_host
+from .uploading import Uploader
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 # Small pieces are written together.
 _BUFFER_BYTES = 1 << 16
-
-Consensus = Callable[[str], AbstractContextManager[None]]
-"""Makes a block that every rank enters, and that fails on all ranks if it fails on one; takes what to say it does."""
+# Looking for a distribution takes longer than writing a small file.
+_version: Final = cache(version)
+_sums_lock: Final = threading.Lock()
+_sums_before: Final[list[bool]] = []  # the option of torch.save before each block in progress
 
 
 class HashingFile:
@@ -100,6 +108,23 @@ class HashingFile:
         return FileRecord(self._size, tuple(self._digests))
 
 
+@contextmanager
+def without_sums() -> Iterator[None]:
+    """A block in which ``torch.save`` leaves out the CRC-32 of its entries, which takes as long as writing them.
+
+    ``torch.load`` does not compare them, and the manifest has a digest of every byte. In older versions of torch the
+    option is that of all threads: blocks that overlap end with what was set before the first.
+    """
+    with _sums_lock:
+        _sums_before.append(torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _sums_lock:
+            torch.serialization.set_crc32_options(_sums_before.pop())
+
+
 def write_parts(
     directory: Path, parts: Iterable[Part], workers_count: int | None = None, on_device: bool = True
 ) -> dict[str, FileRecord]:
@@ -113,7 +138,8 @@ def write_parts(
             file = HashingFile(path)
             target: Any = file
             try:
-                part.write_value(on_host(part.value) if on_device else part.value, target)
+                with without_sums():
+                    part.write_value(on_host(part.value) if on_device else part.value, target)
             except BaseException as error:
                 file.abandon()
                 if file.error is not None and file.error is not error:
@@ -122,7 +148,7 @@ def write_parts(
             records[part.name] = file.close()
             workers.submit(partial(sync, path))
             if part.what:
-                check_readable(path, part.what)
+                check_readable(path, part.value, part.what)
     return records
 
 
@@ -146,7 +172,7 @@ def write_manifest(
         LinkError: a file is a symbolic link, as a hook may have made it: its target is not part of the checkpoint.
     """
     records = {} if shared else dict(known or {})
-    for parent, _, names in os.walk(directory):
+    for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
             path = Path(parent, name)
             relative = path.relative_to(directory).as_posix()
@@ -156,10 +182,12 @@ def write_manifest(
                 refuse_link(path)
                 sync(path)
                 records[relative] = record_file(path)
+        if Path(parent) != directory:  # to which the manifest is added
+            sync(Path(parent))
     versions = {"torch": str(torch.__version__), "numpy": np.__version__, "python": platform.python_version()}
     for name in ("accel", "accel-checkpoint"):
         with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+            versions[name] = _version(name)
     manifest = Manifest(
         format=MANIFEST_FORMAT,
         world_size=world_size,
@@ -174,7 +202,7 @@ def write_manifest(
     finally:
         file.close()
     sync(directory / MANIFEST_NAME)
-    sync_directories(directory)
+    sync(directory)
     return manifest
 
 
@@ -214,42 +242,77 @@ class StateWriter:
     on_device: bool = True  # whether tensors may be on a device
     workers: int | None = None  # threads that sync files; by default one for each processor
     process: ProcessWriter | None = None  # writes the files in another process
+    uploader: Uploader | None = None  # copies the checkpoint into a store, on the writer; all ranks have one or none
+    copy: RemotePath | None = None  # its place there
+    each_node: bool = False  # whether the nodes save on their own
+    packs: bool | None = None  # whether small files of all ranks are put into one; None: if there are many ranks
     committed: bool = field(default=False, init=False)  # whether the checkpoint has its final name
 
-    def finish(self, on_all_ranks: Consensus) -> None:
+    def finish(self, collectives: Collectives) -> None:
         """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it."""
         directory, partial_dir = self.directory, self.directory.partial
+        saving = partial(on_all_ranks, collectives, f"saving {directory.target}")
+        packs = self.world_size > PACKED_ABOVE if self.packs is None else self.packs
+        packs = packs and not self.each_node
         try:
-            with on_all_ranks(f"saving {directory.target}"), directory.explaining_write_errors():
+            with saving(), directory.explaining_write_errors():
                 write = write_parts if self.process is None else self.process.write_parts
+                packed: dict[str, bytes] = self._pack() if packs else {}
                 records = write(partial_dir, self.parts, self.workers, self.on_device)
-                if not (self.is_writer and directory.shared):
-                    directory.hand_over(records, self.rank)
+                if isinstance(directory, RemoteDirectory):
+                    records = directory.hand_over(records)
             self.parts = ()
-            with on_all_ranks(f"saving {directory.target}"):
+            with saving():
+                if self.world_size > 1:
+                    records, packed = self._gathered(records, packed, collectives)
                 if self.is_writer:
                     with directory.explaining_write_errors():
                         for finalize in self.finalizers:
                             finalize(partial_dir)
-                        others = {}
-                        if self.world_size > 1:
-                            ranks = [rank for rank in range(self.world_size) if rank != self.rank]
-                            others = directory.records_of_others(ranks)
+                        if packs:
+                            write_pack(partial_dir, packed)
                         manifest = write_manifest(
-                            partial_dir, self.world_size, self.counters, {**others, **records}, directory.shared
+                            partial_dir, self.world_size, self.counters, records, directory.shared
                         )
                         directory.commit(manifest)
         except BaseException:
             directory.abandon()
             raise
         self.committed = True
-        if self.total_limit is not None:
-            with on_all_ranks(f"deleting old checkpoints of {directory.target.parent}"):
+        if self.uploader is not None:
+            if self.is_writer:
+                # It deletes old ones too, when they are not needed for an upload any more.
+                self.uploader.upload(directory.target, self.copy, self.total_limit)
+        elif self.total_limit is not None:
+            with on_all_ranks(collectives, f"deleting old checkpoints of {directory.target.parent}"):
                 if self.is_writer:
                     deleted = rotate(directory.target.parent, self.total_limit, directory.target)
                     if deleted:
                         names = ", ".join(path.name for path in deleted)
                         logger.info("Deleted %s: total_limit=%d.", names, self.total_limit)
+
+    def _pack(self) -> dict[str, bytes]:
+        """Take the small files from those to write, and return what they would hold."""
+        packed = {}
+        for part in filter(attrgetter("is_small"), self.parts):
+            content = io.BytesIO()
+            with without_sums():
+                part.write_value(on_host(part.value) if self.on_device else part.value, content)
+            packed[part.name] = content.getvalue()
+        self.parts = [part for part in self.parts if part.name not in packed]
+        return packed
+
+    def _gathered(
+        self, records: dict[str, FileRecord], packed: dict[str, bytes], collectives: Collectives
+    ) -> tuple[dict[str, FileRecord], dict[str, bytes]]:
+        """On a writer, what all ranks have written, and their small files. Every rank must call it."""
+        gather = collectives.all_gather_object if self.each_node else collectives.gather_object
+        written: dict[str, FileRecord] = {}
+        small: dict[str, bytes] = {}
+        for found, files in gather((records, packed)) or ():
+            written |= self.directory.known(found) if self.is_writer else {}
+            small |= files
+        return written, small
 
 
 class BackgroundSave:
@@ -257,19 +320,19 @@ class BackgroundSave:
 
     Args:
         writer: of copies of the state.
-        on_all_ranks: agrees on success, with collectives that the training loop does not use.
+        collectives: to agree on success, which the training loop does not use.
         number: of the save.
         memory: holds the copies.
     """
 
-    def __init__(self, writer: StateWriter, on_all_ranks: Consensus, number: int, memory: SharedMemory) -> None:
+    def __init__(self, writer: StateWriter, collectives: Collectives, number: int, memory: SharedMemory) -> None:
         self.writer = writer
         writer.workers = 1  # the training loop has the processors
         writer.process = writer_for(memory, write_parts)
         if writer.process is not None and isinstance(writer.directory, RemoteDirectory):
-            writer.directory.process = writer.process
+            writer.directory.send_in(writer.process)
         self.number = number
-        self._on_all_ranks = on_all_ranks
+        self._collectives = collectives
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"accel-save-{number}", daemon=False)
         self._thread.start()
@@ -284,8 +347,9 @@ class BackgroundSave:
             raise self._error
 
     def _run(self) -> None:
+        time.sleep(0)  # the thread that starts this one waits for it to begin, and goes on first
         try:
-            self.writer.finish(self._on_all_ranks)
+            self.writer.finish(self._collectives)
         except BaseException as error:
             self._error = error
             target = self.writer.directory.target

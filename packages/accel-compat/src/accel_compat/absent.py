@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 # The commands that modules of the reference run: `python -m accelerate.commands.estimate` is `accel estimate-memory`.
-COMMANDS = {
+COMMANDS: dict[str, tuple[str, ...]] = {
     "accelerate.commands.accelerate_cli": (),
     "accelerate.commands.config.config": ("config",),
     "accelerate.commands.estimate": ("estimate-memory",),

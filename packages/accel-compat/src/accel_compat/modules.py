@@ -32,7 +32,7 @@ _MEGATRON = (
 _LAUNCHER = "accel builds this for its own launcher only. Use `accel launch`, or accel_launch.api."
 _COMMAND = "accel does this in its own commands: see `accel --help`, and accel_launch.api for launching."
 _INTERNAL = "it is internal to Accelerate."
-UNAVAILABLE = {
+UNAVAILABLE: dict[str, dict[str, str]] = {
     "accelerate.accelerator": {_INTERNAL: "_dispatch_batches _even_batches _split_batches _use_seedable_sampler"},
     "accelerate.commands.accelerate_cli": {},
     "accelerate.commands.config": {},
@@ -154,7 +154,8 @@ class PassedOn:
     """
 
     def __init__(self, module: str, own: Callable[[str], Any] | None) -> None:
-        self.module, self.own = module, own
+        self.module: str = module
+        self.own: Callable[[str], Any] | None = own
 
     def __call__(self, name: str) -> Any:
         if self.own is not None:

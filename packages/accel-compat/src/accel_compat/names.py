@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -58,7 +59,7 @@ DYNAMO_BACKENDS = (
     "AOT_TORCHXLA_TRACE_ONCE TORHCHXLA_TRACE_ONCE TVM"
 ).split()
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
-STR_OPERATION_TO_FUNC = {
+STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt,
 }  # fmt: skip
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (  # for isinstance
@@ -83,7 +84,10 @@ _PYTORCH_DATALOADER_KWARGS: dict[str, Any] = {
 }
 
 # The arguments say how to launch.
-simple_launcher = multi_gpu_launcher = deepspeed_launcher = tpu_launcher = launch_command
+simple_launcher: Final = launch_command
+multi_gpu_launcher: Final = launch_command
+deepspeed_launcher: Final = launch_command
+tpu_launcher: Final = launch_command
 _gpu_gather = _tpu_gather = gather
 _gpu_gather_object = gather_object
 _gpu_broadcast = _tpu_broadcast = broadcast

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
 from accel_state.errors import ConfigurationError, require
 from accel_state.state import GradientState
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True, default=Any)  # a sample of the data set, as in torch's DataLoader
+else:
+    from typing import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True)
 
 
 class DataLoaderStateMixin:
@@ -101,7 +110,7 @@ def warn_about_custom_iter(dataloader: DataLoader[Any]) -> None:
     )
 
 
-class DataLoaderAdapter(DataLoader[Any]):
+class DataLoaderAdapter(DataLoader[T_co]):
     """A loader that wraps a torch loader and forwards reading and setting of every attribute.
 
     Args:
@@ -184,4 +193,4 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Store the state after the batches handed out, ignoring prefetched ones, in ``dl_state_dict``."""
-        self.dl_state_dict = self.state_dict()
+        self.dl_state_dict: dict[str, Any] = self.state_dict()

@@ -69,6 +69,10 @@ def _concat(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
         return _concat_arrays(values, sizes)
     if _is_sample_list(first) and [len(value) for value in values] == list(sizes):
         return [sample for value in values for sample in value]
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            raise ValueError(f"batches with different keys cannot be joined: {[list(value) for value in values]}")
+        values = [{key: value[key] for key in first} for value in values]  # whatever order each collate function made
     # map_children visits the children of the first value in the same order as _children does.
     counterparts = iter(list(zip(*(_children(value) for value in values), strict=True)))
     joined = map_children(lambda _: _concat(next(counterparts), sizes), first)

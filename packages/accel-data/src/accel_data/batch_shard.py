@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from accel_state.arguments import check_flag
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
@@ -237,6 +238,8 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
                 "prepared, or call fabric.setup_dataloaders(loader, use_distributed_sampler=False)."
             )
         check_rank(num_processes, process_index)
+        check_flag("split_batches", split_batches)
+        check_flag("even_batches", even_batches)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -244,8 +247,8 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         self.even_batches = even_batches
         self.complete_to = 1
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.is_plain = is_plain_batch_sampler(batch_sampler)
+        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
+        self.is_plain: bool = is_plain_batch_sampler(batch_sampler)
         self.unit = "samples" if self.is_plain else "batches"
         if split_batches and self.batch_size is not None:
             per_process_batch_size(self.batch_size, num_processes)

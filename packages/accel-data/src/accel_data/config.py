@@ -31,6 +31,12 @@ class DataLoaderConfiguration:
             steps after the last of them. A state resumes on any number of processes and workers.
         logical_shards: with ``elastic``, the number of parts that each global batch is computed in; the largest useful
             number of processes. It has to stay the same for the numbers to stay the same.
+
+    Raises:
+        ConfigurationError: ``logical_shards`` or ``data_seed`` is not a whole number, or a switch is not True or False.
+
+    Examples:
+        >>> configuration = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=7)
     """
 
     split_batches: bool = False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accel_state.enums import RNGType
 from accel_state.state import PartialState
 
+from .adapter import T_co
 from .batch_scatter import BatchSplitter, GlobalStep, receive_step, send_error, send_step
 from .batch_shard import BatchSamplerShard
 from .layout import LoaderLayout, data_ranks, has_part_per_rank
@@ -17,7 +18,7 @@ from .resume_state import Iteration
 from .rng_state import capture_rng, restore_rng
 
 
-class DataLoaderDispatcher(PreparedLoader):
+class DataLoaderDispatcher(PreparedLoader[T_co]):
     """A loader that reads on rank 0 only and sends every rank its batch, for data that one process must read.
 
     :func:`accel_data.prepare_data_loader` makes one with ``dispatch_batches=True``. Without ``split_batches`` rank 0
@@ -60,11 +61,13 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         self.split_batches = split_batches
         self.slice_fn = slice_fn
-        self.layout = LoaderLayout(*data_ranks(None, None, torch_device_mesh))
+        self.layout: LoaderLayout = LoaderLayout(*data_ranks(None, None, torch_device_mesh))
         read_size = self.base_dataloader.batch_size
         if isinstance(self._sharded, BatchSamplerShard):
             read_size = self._sharded.batch_size if self._sharded.is_plain else None
-        self.splitter = BatchSplitter(self.layout.num_processes, split_batches, read_size, _drop_last, True, slice_fn)
+        self.splitter: BatchSplitter = BatchSplitter(
+            self.layout.num_processes, split_batches, read_size, _drop_last, True, slice_fn
+        )
         self._global_step = GlobalStep()
         # Of ranks that share a batch only one has read it; the others must not fall behind in random numbers.
         self._shares_batches = self.layout.num_processes < PartialState().num_processes
@@ -96,9 +99,9 @@ class DataLoaderDispatcher(PreparedLoader):
         steps = full + (1 if rest and not self._drop_last else 0)
         return max(0, steps - self.skip_batches)
 
-    def set_rng_types(self, rng_types: list[str | RNGType]) -> None:
+    def set_rng_types(self, rng_types: Sequence[str | RNGType]) -> None:
         """Choose the generators to copy from rank 0 at the start of an iteration; the sampler's stays on rank 0."""
-        self.rng_types = [str(kind) for kind in rng_types]
+        self.rng_types: list[str] = [str(kind) for kind in rng_types]
 
     def _position(self, iteration: Iteration) -> int:
         return self._global_step.position

@@ -300,11 +300,11 @@ class ElasticSampler(ShardedSampler):
     def __init__(self, batch_sampler: Any, plan: ElasticPlan) -> None:
         self.batch_sampler = batch_sampler
         self.plan = plan
-        self.num_processes = plan.num_processes
-        self.process_index = plan.process_index
-        self.is_plain = is_plain_batch_sampler(batch_sampler)
+        self.num_processes: int = plan.num_processes
+        self.process_index: int = plan.process_index
+        self.is_plain: bool = is_plain_batch_sampler(batch_sampler)
         self.unit = "samples" if self.is_plain else "batches"
-        self.epoch = 0
+        self.epoch: int = 0
         self._set_up(batch_sampler)
 
     @property
@@ -424,7 +424,7 @@ class ShardedStream(IterableDataset[Any]):
     def __init__(self, dataset: Any, plan: ElasticPlan) -> None:
         self.dataset = dataset
         self.plan = plan
-        self.epoch = 0
+        self.epoch: int = 0
         self._position = 0
         self._state: Any = None
 

@@ -14,7 +14,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from ._torch_compat import stop_workers
-from .adapter import loader_settings
+from .adapter import T_co, loader_settings
 from .batch_scatter import GlobalStep, receive_step, send_error, send_step
 from .batch_shard import EpochStart
 from .elastic import (
@@ -49,7 +49,7 @@ class ShardListener(Protocol):
         ...
 
 
-class ElasticLoader(PreparedLoader):
+class ElasticLoader(PreparedLoader[T_co]):
     """A loader whose steps have the same samples, in the same order, on any number of processes.
 
     Its batches are micro batches: the logical shards of each global batch that this rank computes. Before a batch is
@@ -67,10 +67,10 @@ class ElasticLoader(PreparedLoader):
 
     def __init__(self, dataset: Any, plan: ElasticPlan, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
-        self.plan = plan
+        self.plan: ElasticPlan = plan
         self.logical_shard: LogicalShard | None = None
         self.listener: ShardListener | None = None
-        self.layout = LoaderLayout(plan.num_processes, plan.process_index)
+        self.layout: LoaderLayout = LoaderLayout(plan.num_processes, plan.process_index)
         self._stream_state: Any = None
 
     @property
@@ -297,7 +297,7 @@ class ElasticStep(GlobalStep):
     state: Any = None
 
 
-class ElasticDispatcher(ElasticLoader):
+class ElasticDispatcher(ElasticLoader[T_co]):
     """An elastic loader of which rank 0 reads all shards, and sends every rank its own."""
 
     def __len__(self) -> int:

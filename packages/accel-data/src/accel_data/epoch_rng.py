@@ -57,8 +57,8 @@ class SamplerRng:
     def __init__(self, sampler: Any, synchronize: bool = True) -> None:
         self.synchronize = synchronize
         self.communicates = True  # ranks copy some generator when an epoch begins, so they are in the same place
-        self.owner = _find_generator_owner(sampler)
-        self.is_deterministic = _is_deterministic(sampler)
+        self.owner: Any = _find_generator_owner(sampler)
+        self.is_deterministic: bool = _is_deterministic(sampler)
         inner = sampler.sampler if is_plain_batch_sampler(sampler) else sampler
         self._is_direct = self.owner is inner
 

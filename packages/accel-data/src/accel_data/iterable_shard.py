@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import pin_memory
@@ -65,14 +66,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
     ) -> None:
         check_rank(num_processes, process_index)
+        check_number("batch_size", batch_size, at_least=1, whole=True)
+        check_flag("drop_last", drop_last)
+        check_flag("split_batches", split_batches)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.local_batch_size = per_process_batch_size(batch_size, num_processes) if split_batches else batch_size
-        self.epoch = 0
+        self.local_batch_size: int = per_process_batch_size(batch_size, num_processes) if split_batches else batch_size
+        self.epoch: int = 0
         self._skip_samples = 0
 
     @property

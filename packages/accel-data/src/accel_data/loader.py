@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_state import devices, get_logger
 from accel_state.enums import RNGType
@@ -22,7 +22,7 @@ from accel_state.state import GradientState, PartialState
 
 from . import loop_hooks
 from ._torch_compat import has_live_workers, stop_workers
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin, loader_settings
+from .adapter import DataLoaderAdapter, DataLoaderStateMixin, T_co, loader_settings
 from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedSampler, sampler_arguments, sharded_sampler
 from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
@@ -42,19 +42,21 @@ from .samplers import get_sampler, inner_sampler
 from .to_device import batch_mover
 from .worker_rng import WorkerRngStates
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
-Loader = TypeVar("Loader", bound="PreparedLoader")
+Loader = TypeVar("Loader", bound="PreparedLoader[Any]")
 
 
-class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
     """Base of the prepared loaders; see :class:`accel_data.DataLoaderShard` for the arguments."""
+
+    base_dataloader: DataLoader[Any]
 
     def __init__(
         self,
         dataset: Any,
         device: torch.device | None = None,
-        rng_types: list[str | RNGType] | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
@@ -71,12 +73,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             kwargs.update(sampler_arguments(self.base_dataloader))
             super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.device = device
-        self.rng_types = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
+        self.rng_types: list[str] = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
         self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
-        self.layout = LoaderLayout()
+        self.skip_batches: int = skip_batches
+        self.layout: LoaderLayout = LoaderLayout()
         self.on_stream_order: Callable[[str], None] | None = None
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh

@@ -20,7 +20,7 @@ class LoaderBatches(IterableDataset[Any]):
         inner = [stage.dataset for stage in stages if isinstance(stage, DataLoader)]
         sources = node_sources(loader)
         split_below = bool(sources) and all(map(is_split_source, sources))
-        self.already_sharded = split_below or is_already_split(loader) or any(map(is_already_split, inner))
+        self.already_sharded: bool = split_below or is_already_split(loader) or any(map(is_already_split, inner))
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader

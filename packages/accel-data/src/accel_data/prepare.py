@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accel_state import devices, get_logger
+from accel_state.arguments import check_flag
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.state import PartialState
@@ -38,17 +39,19 @@ from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[T],
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
     put_on_device: bool = False,
-    rng_types: list[str | RNGType] | None = None,
+    rng_types: Sequence[str | RNGType] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
@@ -61,9 +64,8 @@ def prepare_data_loader(
     batches_per_step: int = 1,
     elastic: bool = False,
     logical_shards: int = 8,
-) -> PreparedLoader:
+) -> PreparedLoader[T]:
     """A loader with the same settings that reads this process's shard of the data.
-
     Map-style data is sharded by its sampler. Each rank reads its own sources of an iterable data set that has
     ``shard(num_shards, index)`` and at least as many ``num_shards`` as there are processes. For other iterable data,
     rank 0 reads and sends batches (``dispatch_batches``), or each rank reads the whole stream and keeps its part.
@@ -78,33 +80,53 @@ def prepare_data_loader(
         device: device to move batches to, with ``put_on_device``; None means that of this process.
         num_processes: number of ranks that share the data; None means that of the run. A mesh overrides both.
         process_index: index of this rank among them; None means that of the run.
-        split_batches: as in :class:`DataLoaderConfiguration`, like ``even_batches``, ``use_seedable_sampler``,
-            ``data_seed``, ``non_blocking`` and ``use_stateful_dataloader``.
+        split_batches: the loader's batch size, in samples, is that of all ranks together.
         put_on_device: move batches to the device.
         rng_types: generators to copy from rank 0 at the start of an iteration: "generator" (that of the sampler; the
             default), "torch", "cuda", "numpy", "python", ...
         dispatch_batches: read on rank 0 only and send batches to the other ranks. None does so for iterable data that
             cannot be sharded at the source, if ``put_on_device`` is set.
+        even_batches: give every rank the same number of full batches, by repeating samples at the end of an epoch.
         slice_fn_for_dispatch: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts out a rank's batch when
             dispatching.
+        use_seedable_sampler: make the order of a shuffled loader depend on ``data_seed`` and the epoch only.
+        data_seed: that seed; None uses rank 0's ``torch.initial_seed()``.
+        non_blocking: copy batches to the device asynchronously.
+        use_stateful_dataloader: build on torchdata's StatefulDataLoader.
         torch_device_mesh: device mesh of the ranks; those that differ only along tp, cp, sp or pp get the same data.
         already_sharded: this loader already reads only the rank's part of the data. This is detected for a loader or
             data set with an attribute ``already_sharded = True``, and for a
             :class:`torch.utils.data.DistributedSampler`.
         batches_per_step: how many of the loader's batches this process gets as one, for a process that computes on
             several devices. With ``split_batches`` the loader's batches are such batches already.
-        elastic: steps that do not depend on the number of processes, as in :class:`DataLoaderConfiguration`, like
-            ``logical_shards``.
+        elastic: steps that do not depend on the number of processes, as in :class:`DataLoaderConfiguration`.
+        logical_shards: with ``elastic``, the number of parts that each global batch is computed in.
 
     On a device that compiles for every shape of a batch (XLA), ``even_batches`` completes the last batch in a single
     process too.
 
+    Returns:
+        A loader whose batches, and whose length, are those of this process.
+
     Raises:
         ConfigurationError: the arguments contradict each other.
         MissingDependencyError: ``use_stateful_dataloader`` without torchdata.
+
+    Examples:
+        >>> second = prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
+        >>> [batch.tolist() for (batch,) in second]
+        [[2, 3], [6, 7]]
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
+    flags = {"split_batches": split_batches, "put_on_device": put_on_device, "even_batches": even_batches}
+    flags |= {"use_seedable_sampler": use_seedable_sampler, "non_blocking": non_blocking, "elastic": elastic}
+    flags |= {"use_stateful_dataloader": use_stateful_dataloader, "already_sharded": already_sharded}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    check_flag("dispatch_batches", dispatch_batches, or_none=True)
+    if rng_types is not None and not isinstance(rng_types, (list, tuple)):
+        raise ConfigurationError(f"rng_types={rng_types!r} must be a list, such as ['torch', 'generator'].")
     num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
     check_rank(num_processes, process_index)
     if not hasattr(dataloader, "dataset"):
@@ -249,7 +271,7 @@ class _LoaderBuilder:
     process_index: int
     split_batches: bool
     even_batches: bool
-    rng_types: list[str | RNGType] | None
+    rng_types: Sequence[str | RNGType] | None
     non_blocking: bool
     stateful: bool
     mesh: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
@@ -17,7 +17,7 @@ from .other_loaders import LoaderBatches
 from .samplers import SeedableRandomSampler
 from .stream_order import differing_path
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 _ADVICE = (
     "If each rank reads a part of its own, as after split_dataset_by_node, set already_sharded=True (an attribute of "

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from accel_state.errors import ConfigurationError
 
+from .adapter import T_co
 from .batch_shard import BatchSamplerShard
 from .elastic import ElasticPlan, ElasticSampler, ShardBatch
 from .elastic_loader import ElasticLoader, elastic_settings
@@ -50,7 +51,7 @@ class Membership(Protocol):
         """Called after the last batch of a step; raises if the script has not applied the step."""
 
 
-class ReplicaLoader(ElasticLoader):
+class ReplicaLoader(ElasticLoader[T_co]):
     """A loader whose training steps are divided among the live replicas; :func:`share_among_replicas` makes one.
 
     Its states are those of an ordinary loader on as many processes as there are logical shards.
@@ -64,7 +65,7 @@ class ReplicaLoader(ElasticLoader):
     _committed: tuple[int, int] | None  # epoch, and its samples in committed steps; None before the first training step
 
     def _steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
-        self.logical_shard = None
+        self.logical_shard: None = None
         if not self.members.is_training:
             return self.whole._steps(iteration, skip)
         if skip:

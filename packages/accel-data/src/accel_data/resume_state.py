@@ -180,11 +180,11 @@ class EpochClock:
     """
 
     def __init__(self, upcoming: int = 0) -> None:
-        self.upcoming = upcoming  # epoch of the next iteration
+        self.upcoming: int = upcoming  # epoch of the next iteration
         self.current: Iteration | None = None  # the latest iteration
         self.pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
-        self.keeps_finished = True  # whether a loaded epoch without remaining batches is iterated too
-        self.from_start = False  # whether a loaded epoch begins with its first batch
+        self.keeps_finished: bool = True  # whether a loaded epoch without remaining batches is iterated too
+        self.from_start: bool = False  # whether a loaded epoch begins with its first batch
 
     @property
     def must_finish(self) -> bool:

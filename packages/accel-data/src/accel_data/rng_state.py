@@ -47,18 +47,28 @@ def to_plain(states: RngStates) -> dict[str, Any]:
         plain["torch"] = torch.frombuffer(bytearray(plain["torch"]), dtype=torch.uint8)
     if "numpy" in plain:
         name, keys, *rest = plain["numpy"]
-        plain["numpy"] = (name, np.frombuffer(keys, dtype=np.uint32).tolist(), *rest)
+        plain["numpy"] = (name, torch.from_numpy(np.frombuffer(keys, dtype=np.uint32).astype(np.int64)), *rest)
+    if "python" in plain:  # as tensors, since torch reads hundreds of numbers one by one
+        version, internal, gauss = plain["python"]
+        plain["python"] = (version, torch.tensor(internal), gauss)
     return plain
 
 
 def from_plain(plain: dict[str, Any]) -> RngStates:
-    """The inverse of :func:`to_plain`."""
+    """The inverse of :func:`to_plain`, which wrote lists of numbers before it wrote tensors."""
     states = dict(plain)
     if "torch" in states:
         states["torch"] = states["torch"].numpy().tobytes()
     if "numpy" in states:
         name, keys, *rest = states["numpy"]
         states["numpy"] = (name, np.asarray(keys, dtype=np.uint32).tobytes(), *rest)
+    if "python" in states:
+        version, internal, gauss = states["python"]
+        states["python"] = (
+            version,
+            tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal),
+            gauss,
+        )
     return states
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -10,6 +11,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError
 
 
@@ -31,8 +33,10 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else int(data_seed)
-        self.epoch = 0
+        if data_seed is not None:
+            data_seed = int(check_number("data_seed", data_seed, whole=True))
+        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch: int = 0
 
     @property
     def is_permutation(self) -> bool:
@@ -48,7 +52,7 @@ class SeedableRandomSampler(RandomSampler):
         return torch.Generator().manual_seed((self.initial_seed + self.epoch) % 2**64)
 
     def __iter__(self) -> Iterator[int]:
-        self.generator = self._seeded()
+        self.generator: torch.Generator = self._seeded()
         self.set_epoch(self.epoch + 1)
         yield from super().__iter__()
 
@@ -136,6 +140,8 @@ def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | N
 
 # Batches whose indices are converted to Python numbers at a time.
 _BLOCK = 64
+# Random numbers that are drawn at a time to advance a generator.
+_DRAWS = 1 << 18
 
 
 class SequentialSource:
@@ -162,6 +168,32 @@ def permutation(length: int, generator: torch.Generator | None) -> torch.Tensor:
     return torch.randperm(length, generator=generator, dtype=torch.int32 if length < 2**31 else torch.int64)
 
 
+def skip_permutation(length: int, generator: torch.Generator) -> None:
+    """Leave a generator as :func:`permutation` does, without the permutation and its memory.
+
+    ``torch.randperm`` draws 32 bits for each element but the last one, and 64 above a limit of 2**32 / 20 elements.
+    """
+    if length >= (2**32 - 1) // 20 or not _draws_as_known():
+        permutation(length, generator)
+        return
+    _draw(length, generator)
+
+
+@functools.cache
+def _draws_as_known() -> bool:
+    """Whether this version of torch draws a permutation as :func:`skip_permutation` assumes."""
+    drawn, advanced = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    permutation(1000, drawn)
+    _draw(1000, advanced)
+    return torch.equal(drawn.get_state(), advanced.get_state())
+
+
+def _draw(length: int, generator: torch.Generator) -> None:
+    drawn = torch.empty(min(max(length - 1, 0), _DRAWS), dtype=torch.int32)
+    for first in range(0, length - 1, _DRAWS):
+        drawn[: length - 1 - first].random_(generator=generator)
+
+
 class PermutationSource(SequentialSource):
     """A permutation as one tensor: 4 bytes per sample up to 2**31 samples, converted to Python numbers on demand.
 
@@ -186,7 +218,7 @@ class PermutationSource(SequentialSource):
 
     def close(self) -> None:
         if self.generator is not None:
-            permutation(self.length, self.generator)
+            skip_permutation(self.length, self.generator)
 
 
 class StreamSource:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_state.errors import ConfigurationError, check_type
 
-from .adapter import loader_settings, stateful_dataloader_class
+from .adapter import T_co, loader_settings, stateful_dataloader_class
 from .batch_shard import sampler_arguments
 from .loader import PreparedLoader
 from .lookahead import Step
 from .resume_state import Iteration
 
+T = TypeVar("T")
+Prepared = TypeVar("Prepared", bound=PreparedLoader)
 
-class DataLoaderShard(PreparedLoader):
+
+class DataLoaderShard(PreparedLoader[T_co]):
     """A loader that reads this rank's shard of the data and moves the batches to the device.
 
     :func:`accel_data.prepare_data_loader` makes one from any loader.
@@ -41,7 +44,7 @@ class DataLoaderShard(PreparedLoader):
         return self._local_steps(iteration, skip)
 
 
-class SkipDataLoader(PreparedLoader):
+class SkipDataLoader(PreparedLoader[T_co]):
     """A loader that skips the first batches in its first iteration only.
 
     On map-style data nothing is read for the skipped batches.
@@ -60,6 +63,10 @@ class SkipDataLoader(PreparedLoader):
         return self._local_steps(iteration, skip)
 
 
+@overload
+def skip_first_batches(dataloader: Prepared, num_batches: int = 0) -> Prepared: ...
+@overload
+def skip_first_batches(dataloader: DataLoader[T], num_batches: int = 0) -> DataLoader[T]: ...
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader with the same settings that skips the first batches in its first iteration only.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError
 from accel_state.splitting import share_bounds
 
@@ -127,8 +128,8 @@ def per_process_batch_size(batch_size: int, num_processes: int) -> int:
 
 def check_rank(num_processes: int, process_index: int) -> None:
     """Raise ConfigurationError unless ``process_index`` is a rank in a world of ``num_processes``."""
-    if num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes} must be at least 1")
+    check_number("num_processes", num_processes, at_least=1, whole=True)
+    check_number("process_index", process_index, whole=True)
     if not 0 <= process_index < num_processes:
         raise ConfigurationError(
             f"process_index={process_index} is not a rank of {num_processes} processes; it must be in "

@@ -107,7 +107,7 @@ class WorkerRngStates:
         self._states = states or {}  # at the start, by slot
         self._at_start = {worker: dict(state) for worker, state in self._states.items()}
         self._recent: deque[tuple[int, int, RngStates]] = deque()
-        self.shifted = False
+        self.shifted: bool = False
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> WorkerRngStates:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from .backends.registry import create_backend
 from .recipe import FP8Recipe
 
 _ATTRIBUTE = "_fp8_backend"
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 def convert(

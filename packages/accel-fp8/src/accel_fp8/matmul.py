@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ MULTIPLE = 16
 
 @constant_result
 def has_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype, rowwise: bool) -> bool:
-    """Whether a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with two small matrices."""
+    """Whether a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with small matrices."""
     return _try_instruction(device, left, right, out_dtype, rowwise)
 
 
@@ -27,9 +28,33 @@ def _try_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dty
     scale = torch.ones(MULTIPLE, 1, device=device) if rowwise else torch.ones((), device=device)
     try:
         result = scaled_mm(ones.to(left), ones.to(right).t(), scale_a=scale, scale_b=scale.t(), out_dtype=out_dtype)
-        return bool((result == MULTIPLE).all())
+        works = bool((result == MULTIPLE).all())
     except (RuntimeError, NotImplementedError, ValueError, AttributeError):
         return False  # devices and torch versions without it raise different errors
+    return works and (torch.device(device).type != "cpu" or _is_fast_on_cpu(left, right, out_dtype))
+
+
+def _is_fast_on_cpu(left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """Whether 8-bit products take less than eight times as long as those of float32.
+
+    CPUs have no 8-bit products. On some, torch has a kernel that converts them; on others (with AMX in fp16, for one)
+    oneDNN falls back to a loop that takes 30 to 200 times as long.
+    """
+    a, b = torch.ones(MULTIPLE, 256), torch.ones(256, 256)
+    scale, seconds = torch.ones(()), []
+    eight = a.to(left), b.to(right).t()
+
+    def product() -> None:
+        scaled_mm(*eight, scale_a=scale, scale_b=scale, out_dtype=out_dtype)
+
+    for action in (product, lambda: a @ b.t()):
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times[1:]))
+    return seconds[0] < 8 * seconds[1]
 
 
 def computes_in_8_bits(device: torch.device) -> bool:
@@ -60,7 +85,7 @@ def multiply(
     result = scaled_mm(
         a, b.t(), scale_a=inverse_a, scale_b=inverse_b.t(), out_dtype=hardware_dtype, use_fast_accum=fast
     )
-    return result.to(out_dtype)
+    return _converted(result, out_dtype)
 
 
 def _instruction_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype, rowwise: bool) -> torch.dtype | None:
@@ -76,7 +101,13 @@ def _in_wider_dtype(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, 
     # bfloat16 represents every 8-bit value exactly; the range of float16 is too small for their sums.
     wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
     product = (a.to(wide) @ b.to(wide).t()).float()
-    return (product * inverse_a * inverse_b.t()).to(out_dtype)
+    return _converted(product * inverse_a * inverse_b.t(), out_dtype)
+
+
+def _converted(result: Tensor, dtype: torch.dtype) -> Tensor:
+    # A conversion that changes nothing must not be the last operation of a forward pass: under torch.compile, torch
+    # 2.11 then gives no gradient to the inputs of the autograd function.
+    return result if result.dtype is dtype else result.to(dtype)
 
 
 def _padded(x: Tensor) -> Tensor:

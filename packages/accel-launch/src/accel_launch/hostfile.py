@@ -107,7 +107,7 @@ def _filtered(settings: Resolution, pool: Pool) -> Pool:
         if kept:
             remaining[host] = kept
     if not remaining:
-        raise ConfigurationError(f"{settings.where(name)} leaves no slot. Exclude fewer.")
+        raise ConfigurationError(f"{settings.where(name)} leaves no slots. Exclude fewer.")
     total = sum(map(len, remaining.values()))
     if settings["num_processes"] not in (None, total):
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from accel_state.options import (
     Source,
     load_groups,
 )
+from accel_state.options.resources import MachineRange
 from accel_state.ports import loopback_variables
 
 from .accelerators.registry import VisibleDevices, find_hosts, find_visible
@@ -44,6 +45,7 @@ _AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_f
 # Those that --ft, which has no agents either, neither uses nor refuses.
 _WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "monitor_interval", "shutdown_timeout")
 _WITHOUT_REPLICAS += ("log_line_prefix_template",)
+_NOT_ON_RAY = ("tee", "redirects", "log_dir", "local_ranks_filter", "rdzv_id", "rdzv_conf", "monitor_interval")
 _AGENT_OPTIONS += (*_WITHOUT_REPLICAS, "rdzv_conf", "machine_timeout")
 
 
@@ -189,6 +191,8 @@ def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: Launc
     if settings["ft"]:
         where = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
         names = _WITHOUT_REPLICAS
+    if mode is LaunchMode.RAY:
+        where, names = "with --ray", (*_NOT_ON_RAY, *(_WITHOUT_REPLICAS if settings["ft"] else ()))
     given = [settings.settings[name] for name in names]
     return [
         f"{setting.where} has no effect {where}"
@@ -239,7 +243,8 @@ def _counts_of_devices(
     reason = _count_reason(context, on_cpu, visible)
     if on_cores and not visible.count:
         total, reason = default_cpu_processes(), "one per NUMA node, at least two; distributed_type is MULTI_CPU"
-    note = f"starting {counted(total, 'process')} ({reason}); set --num_processes to change it"
+    most = "up to " if isinstance(settings["num_machines"], MachineRange) else ""
+    note = f"starting {most}{counted(total, 'process')} ({reason}); set --num_processes to change it"
     return total, total // machines, [note]
 
 
@@ -339,7 +344,8 @@ def _check_rendezvous(settings: Resolution) -> None:
         raise ConfigurationError(
             f"{settings.where('num_machines')} needs --main_process_ip, the address of the machine of rank 0."
         )
-    if machines > 1 and options.rdzv_backend == "static" and not settings.is_set("machine_rank"):
+    given = options.rdzv_backend == "static" and not isinstance(machines, MachineRange)
+    if machines > 1 and given and not settings.is_set("machine_rank"):
         raise ConfigurationError(
             f"{settings.where('num_machines')} needs --machine_rank on every machine: 0 on the first, 1 on the second, "
             "and so on. Or let the machines agree on ranks: --rdzv_backend c10d."

@@ -46,7 +46,7 @@ class Mpi(ABC):
 class OpenMpi(Mpi):
     """Open MPI. It forwards no variable to other machines unless it is named."""
 
-    signature = re.compile(r"Open MPI|OpenRTE|PRRTE")
+    signature: re.Pattern[str] = re.compile(r"Open MPI|OpenRTE|PRRTE")
 
     def command(self, job: MpiJob) -> list[str]:
         root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
@@ -60,7 +60,7 @@ class OpenMpi(Mpi):
 class Hydra(Mpi):
     """Hydra, of MPICH and of MVAPICH's mpirun."""
 
-    signature = re.compile(r"HYDRA", re.IGNORECASE)
+    signature: re.Pattern[str] = re.compile(r"HYDRA", re.IGNORECASE)
 
     def command(self, job: MpiJob) -> list[str]:
         variables = [word for name, value in job.environment.items() for word in ("-genv", name, value)]
@@ -71,7 +71,7 @@ class Hydra(Mpi):
 class IntelMpi(Hydra):
     """Intel MPI: Hydra that binds each process to as many cores as it has threads; oneCCL runs over libfabric."""
 
-    signature = re.compile(r"Intel\(R\) MPI")
+    signature: re.Pattern[str] = re.compile(r"Intel\(R\) MPI")
     variables: Mapping[str, str] = {"I_MPI_PIN_DOMAIN": "omp", "CCL_ATL_TRANSPORT": "ofi"}
 
 
@@ -79,7 +79,7 @@ class Mvapich(Mpi):
     """MVAPICH's mpirun_rsh, which takes variables as words before the program."""
 
     program = "mpirun_rsh"
-    signature = re.compile(r"mvapich|mpirun_rsh", re.IGNORECASE)
+    signature: re.Pattern[str] = re.compile(r"mvapich|mpirun_rsh", re.IGNORECASE)
 
     def command(self, job: MpiJob) -> list[str]:
         # MVAPICH's own binding would put all threads of a process on one core.

@@ -43,7 +43,7 @@ _ARGUMENTS = {
 }
 
 # Packages that initialise CUDA when they are imported.
-_INITIALISE_CUDA = ("bitsandbytes", "cupy", "pycuda.autoinit", "cudf", "tensorflow")
+_INITIALISE_CUDA = ("bitsandbytes", "cupy", "pycuda.autoinit", "cudf", "tensorflow", "torchao")
 
 
 def notebook_launcher(

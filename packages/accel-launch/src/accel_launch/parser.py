@@ -96,12 +96,13 @@ def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
-def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
+def find_script(argv: Sequence[str], also: Sequence[str] = (), attached: Sequence[str] = ()) -> int:
     """The index of the first word that is neither an option nor the value of one.
 
     Args:
         argv: words of a command line.
         also: options with a value that are not those of a launch.
+        attached: those whose value, if they have one, follows a ``=``.
     """
     declared = [opt for group in load_groups() for opt in group.options()]
     options = {flag: opt for opt in declared for flag in (*opt.flags, *opt.undo_flags)}
@@ -112,14 +113,15 @@ def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
             return index + 1
         if not word.startswith("-") or word == "-":
             return index
-        if word.partition("=")[0] in also:
-            index += 1 if "=" in word else 2
+        flag = word.partition("=")[0]
+        if flag in also or flag in attached:
+            index += 1 if "=" in word or flag in attached else 2
             continue
-        index += 1 + _takes_next(word, options, is_last=index + 1 == len(argv))
+        index += 1 + _takes_next(word, options, argv[index + 1] if index + 1 < len(argv) else None)
     return index
 
 
-def _takes_next(word: str, options: dict[str, Option], is_last: bool) -> bool:
+def _takes_next(word: str, options: dict[str, Option], following: str | None) -> bool:
     """Whether the word after an option is its value."""
     flag, sign, _ = word.partition("=")
     if flag in ("-h", "--help"):
@@ -131,6 +133,8 @@ def _takes_next(word: str, options: dict[str, Option], is_last: bool) -> bool:
         raise _unknown_option(flag, sorted(options), "accel launch")
     if sign or options[flag].is_flag or flag in options[flag].undo_flags:
         return False
-    if is_last:
+    if options[flag].bare is not None:
+        return following is not None and ("://" in following or options[flag].accepts(following))
+    if following is None:
         raise ConfigurationError(f"{flag} needs a value: {options[flag].allowed()}.")
     return True

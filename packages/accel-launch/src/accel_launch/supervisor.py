@@ -55,7 +55,7 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes] | BaseProcess, leads_group: bool) -> None:
         self.process = process
         self._leads_group = leads_group and sys.platform != "win32"
-        self.pid = int(process.pid or 0)
+        self.pid: int = int(process.pid or 0)
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
@@ -130,7 +130,7 @@ class Children:
     """Processes without special needs."""
 
     def __init__(self, *children: Child) -> None:
-        self.children = list(children)
+        self.children: list[Child] = list(children)
 
     def pids(self) -> Iterable[int]:
         """See :class:`Supervised`."""
@@ -160,9 +160,9 @@ class SignalWatch:
         self._active = threading.current_thread() is threading.main_thread()
         self.supervised: Supervised = Children()
         """What is told of signals."""
-        self.received = 0
+        self.received: int = 0
         """The first signal that asked the launcher to end, or 0."""
-        self.forwarded = 0
+        self.forwarded: int = 0
         """The latest signal that was forwarded, or 0."""
         self._has_raised = self._may_raise = self._is_starting = False
         self._held: list[int] = []

@@ -41,7 +41,7 @@ def run_on_tpu(
 
     if count is None and xla_has_started():
         raise ConfigurationError(
-            "an XLA device is in use in this process already, and the processes of the launcher could not use it. "
+            "this process already uses an XLA device, so the launcher's processes could not. "
             "Restart the notebook, and use XLA devices within the function only."
         )
     print(f"Launching training on {'one TPU chip' if count == 1 else 'all TPU chips'}.", flush=True)
@@ -52,7 +52,7 @@ def run_on_tpu(
             launcher.spawn(_run_call, nprocs=count, start_method="fork")
     except BrokenProcessPool as error:
         raise LaunchError(
-            "a process on the TPU died, which happens most often where memory runs out. Create the model outside of "
+            "a process on the TPU died, usually because memory ran out. Create the model outside of "
             "the function and pass it as an argument, so that it is in memory once: notebook_launcher(train, (model,))."
         ) from error
     finally:

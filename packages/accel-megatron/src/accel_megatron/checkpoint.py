@@ -6,19 +6,25 @@ too. ``megatron_rank<rank>.bin`` has the random number generators of tensor para
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.core.types import Gathered
 from accel.core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
-from accel_checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files
+from accel_checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files, require_number
 from accel_checkpoint.parts import Part, WeightsPart
+from accel_checkpoint.safe_load import read_safetensors
 from accel_checkpoint.safetensors_content import safetensors_content
+from accel_checkpoint.validation import is_number
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
+
+from .weights import check_parts
 
 
 def own_file(rank: int) -> str:
@@ -82,25 +88,52 @@ def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[C
     reader.check_count("optimizers", len(numbered_files(reader.names, OPTIMIZER_NAME, "bin")), len(trained))
     for index, engine in enumerate(engines):
         if safe:
-            from accel_checkpoint.safe_load import read_safetensors
-
             name = numbered(SAFE_MODEL_NAME, index, "safetensors")
             reader._read_names.add(name)
             weights = read_safetensors(reader.folder / name, "cpu")
         else:
-            weights = reader._read(numbered(MODEL_NAME, index, "bin"), mapped=True)
-        changes.append(partial(_load_weights, engine, weights, reader.folder))
+            name = numbered(MODEL_NAME, index, "bin")
+            weights = reader._read(name, mapped=True)
+        path = reader.folder / name
+        found = _complete(engine, weights, path)
+        check_parts(engine.table, found.__getitem__, _shapes_of_model(engine), path)
+        changes.append(partial(_load_weights, engine, found))
         if engine.optimizer is not None:
-            state = reader._read(numbered(OPTIMIZER_NAME, index, "bin"), mapped=True)
+            name = numbered(OPTIMIZER_NAME, index, "bin")
+            state = reader._read(name, mapped=True)
+            engine.optimizer.check(state, _shapes_of_model(engine), reader.folder / name)
             changes.append(partial(engine.optimizer.load_state_dict, state))
-    for own in (own_file(PartialState().process_index), own_file(0)):
-        if own in reader.names:
-            changes.append(partial(_load_own, engines, reader._read(own)))
-            break
+    own = _read_own(reader, engines)
+    if own is not None:
+        changes.append(partial(_load_own, engines, own))
     return changes
 
 
-def _load_weights(engine: Any, weights: dict[str, torch.Tensor], folder: Any) -> None:
+def _read_own(reader: Any, engines: Sequence[Any]) -> dict[str, Any] | None:
+    """What was saved of this rank; of rank 0 if there were fewer ranks; None if another strategy has saved."""
+    names = own_file(PartialState().process_index), own_file(0)
+    if not any(re.fullmatch(r"megatron_rank\d+\.bin", name) for name in reader.names):
+        return None
+    name = names[0] if names[0] in reader.names else names[1]
+    own = reader._read(name)
+    _check_own(engines, own, reader.folder / name)
+    if name != names[0] and any(own["sizes"] == _sizes(engine) for engine in engines):
+        raise CheckpointError(f"{reader.folder} lacks {names[0]}. Copy the files of all ranks, or choose another one.")
+    return dict(own)
+
+
+def _shapes_of_model(engine: Any) -> dict[str, torch.Size]:
+    """The shapes of the model's parameters; empty for a model that the script provides."""
+    if not engine.architecture.takes_weights:
+        return {}
+    model = engine.transformers_model
+    return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _complete(engine: Any, weights: Any, path: Path) -> dict[str, torch.Tensor]:
+    """Saved weights under all names that tied ones have."""
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
     names = {name for pair in engine.table.weights for name in pair.names}
     aliases: dict[int, list[str]] = {}
     for name, parameter in engine.transformers_model.named_parameters(remove_duplicate=False):
@@ -113,11 +146,45 @@ def _load_weights(engine: Any, weights: dict[str, torch.Tensor], folder: Any) ->
     missing = sorted(names - set(found))
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing[:5])} of {type(engine.transformers_model).__name__}. Load it into the "
+            f"{path} lacks {', '.join(missing[:5])} of {type(engine.transformers_model).__name__}. Load it into the "
             "model that was saved."
         )
+    return found
+
+
+def _load_weights(engine: Any, found: dict[str, torch.Tensor]) -> None:
     engine.zero_grad()
     engine.load_weights(lambda name: found[name])
+
+
+def _check_own(engines: Sequence[Any], own: Any, path: Path) -> None:
+    """Raise CheckpointError if something is not what :func:`gather` saves of a rank."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{path} {problem}. Choose another checkpoint.")
+
+    require(isinstance(own, dict), "is not a dictionary")
+    sizes = own.get("sizes")
+    require(isinstance(sizes, list) and all(type(size) is int for size in sizes), f"has parallel sizes {sizes!r}")
+    for engine in engines:
+        if own.get("sizes") == _sizes(engine):
+            saved, present = own.get("rng"), get_cuda_rng_tracker().get_states()
+            require(isinstance(saved, dict) and saved.keys() == present.keys(), "has other random number generators")
+            for name, state in present.items():
+                same = isinstance(saved[name], torch.Tensor) and saved[name].shape == state.shape
+                require(same and saved[name].dtype == state.dtype, f"has a damaged state of the generator {name}")
+        scaler = own.get("scaler")
+        for held in _scalers(engine) if engine.optimizer is not None and scaler is not None else ():
+            known = held.state_dict()
+            require(isinstance(scaler, dict) and known.keys() <= scaler.keys(), "has no state of the loss scale")
+            if "scale" in known:
+                scale = scaler["scale"]
+                fits = isinstance(scale, torch.Tensor) and scale.shape == known["scale"].shape and is_number(scale)
+                require(fits and float(scale) > 0, f"has the loss scale {scale!r}")
+            for name in known.keys() - {"scale"}:
+                require_number(scaler[name], f"{path}: {name}")
 
 
 def _load_own(engines: Sequence[Any], own: dict[str, Any]) -> None:

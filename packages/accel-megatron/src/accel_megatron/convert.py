@@ -73,7 +73,7 @@ class TransformersFiles:
                 )
             with self._open(single.name) as file:
                 self.files = dict.fromkeys(file.keys(), single.name)
-        self.prefix = f"{model.base_model_prefix}."
+        self.prefix: str = f"{model.base_model_prefix}."
         self.aliases: dict[str, list[str]] = {}
         by_id: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -25,7 +25,7 @@ from .core_config import adopt, config_for, create, dtype_of, set_virtual_stages
 from .optimizer import EngineOptimizer, ParameterGroups, build_optimizer, check_optimizer
 from .plugin import SHARDING, MegatronLMPlugin
 from .runtime import seed_generators
-from .train_step import create_train_step
+from .train_step import AbstractTrainStep, create_train_step
 from .weights import ParameterTable
 
 _UNEQUAL = (
@@ -85,14 +85,15 @@ class MegatronEngine(nn.Module):
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        self.plugin, self.device = plugin, device
+        self.plugin: MegatronLMPlugin = plugin
+        self.device: torch.device = device
         provided = plugin.custom_model_provider_function is not None
         self.architecture: Architecture = Provided(model, plugin) if provided else architecture_of(model)
         self.architecture.lengths = (plugin.encoder_seq_length, plugin.decoder_seq_length)
-        self.train_step = create_train_step(plugin, self.architecture.hf.model_type)
-        self.gradient_state = GradientState()
+        self.train_step: AbstractTrainStep | None = create_train_step(plugin, self.architecture.hf.model_type)
+        self.gradient_state: GradientState = GradientState()
         own = torch.float32 if provided else next(model.parameters()).dtype
-        self.dtype = dtype_of(mixed_precision, own)
+        self.dtype: torch.dtype = dtype_of(mixed_precision, own)
         ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
         # On one rank there is nothing to shard, and Megatron-core's FSDP would add gradients twice.
         self.shards_parameters = bool(plugin.use_custom_fsdp) and optimizer is not None and ranks > 1
@@ -110,7 +111,7 @@ class MegatronEngine(nn.Module):
         chunks = self._provide(model, config) if provided else self._build(config)
         chunks = self._in_half_precision(chunks)
         plain = [bare(chunk) for chunk in chunks]
-        self.table = ParameterTable(plain, list(self.architecture.weights()), device, buffers=provided)
+        self.table: ParameterTable = ParameterTable(plain, list(self.architecture.weights()), device, buffers=provided)
         self.table.check(self.architecture.unmapped)
         self._zero_unmapped()
         groups: Any = None
@@ -142,7 +143,8 @@ class MegatronEngine(nn.Module):
 
     def _build(self, other: dict[str, Any]) -> list[nn.Module]:
         """This rank's chunks of a mapped model."""
-        config = self.config_core = config_for(self.plugin, self.architecture, self.dtype, other)
+        config = config_for(self.plugin, self.architecture, self.dtype, other)
+        self.config_core: Any = config
         set_virtual_stages(config.virtual_pipeline_model_parallel_size)
         padded = -(-self.architecture.vocab_size // self.plugin.tp_degree) * self.plugin.tp_degree
         chunks = []
@@ -254,7 +256,7 @@ class MegatronEngine(nn.Module):
     def _take_weights(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Load the weights of the Transformers model, and move its parameters to the meta device."""
         if isinstance(self.architecture, Provided):
-            self.dtypes = self.architecture.dtypes
+            self.dtypes: dict[Any, Any] = self.architecture.dtypes
         else:
             state = model.state_dict()
             self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
@@ -395,8 +397,8 @@ class MegatronEngine(nn.Module):
         length = self.architecture.shape(inputs)[1]
         if missing and not self.architecture.pads_batches:
             raise ConfigurationError(
-                f"a batch of {samples} samples cannot be split into num_micro_batches={count}, and what the train step "
-                "makes of padding is unknown. Pass batches of a multiple (DataLoader(drop_last=True))."
+                f"a batch of {samples} samples cannot be split into num_micro_batches={count}, and how the train step "
+                "treats padding is unknown. Pass batches of a multiple (DataLoader(drop_last=True))."
             )
         cp_size = self.plugin.context_parallel_size
         multiple = (self.plugin.tp_degree if self.plugin.sequence_parallelism else 1) * (
@@ -536,7 +538,7 @@ class MegatronEngine(nn.Module):
         self._accumulated = not self.gradient_state.sync_gradients
         self._dropped = False
 
-    overlaps = False
+    overlaps: bool = False
     _accumulated = False
 
     def _share_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

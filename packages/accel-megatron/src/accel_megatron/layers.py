@@ -80,11 +80,12 @@ class CoreAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.mask_type, self.attention_type = attn_mask_type.name, attention_type
-        self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.window = None if config.window_size is None else config.window_size[0] + 1
-        self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.mask_type: Any = attn_mask_type.name
+        self.attention_type: str = attention_type
+        self.softmax_scale: float = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window: int | None = None if config.window_size is None else config.window_size[0] + 1
+        self.group: Any = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from accel.optimizer import AcceleratedOptimizer
+from accel_checkpoint.validation import check_named_optimizer
 from accel_state.errors import ConfigurationError
 
 from ._megatron_compat import MainParameter, identity, main_parameters, sub_optimizers
 from .plugin import MegatronLMPlugin
-from .weights import ParameterTable, Weight
+from .weights import ParameterTable, Weight, check_parts
 
 _REFUSED = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
 
@@ -77,7 +79,9 @@ class ParameterGroups:
                     "optimizer (or only some of them are trained). Put them into one group."
                 )
             self.of_target.update(dict.fromkeys(pair.targets, found.pop()))
-        self.first_name = {name: names[id(item)] for name, item in model.named_parameters(remove_duplicate=False)}
+        self.first_name: dict[str, str] = {
+            name: names[id(item)] for name, item in model.named_parameters(remove_duplicate=False)
+        }
 
     def trains(self, pair: Weight) -> bool:
         """Whether the optimizer updates a weight."""
@@ -178,11 +182,15 @@ class EngineOptimizer:
         groups: ParameterGroups,
         table: ParameterTable,
     ) -> None:
-        self.plugin, self.user, self.core, self.groups, self.table = plugin, user, core, groups, table
-        self.kind = optimizer_kind(user)
+        self.plugin: MegatronLMPlugin = plugin
+        self.user: torch.optim.Optimizer = user
+        self.core: Any = core
+        self.groups: ParameterGroups = groups
+        self.table: ParameterTable = table
+        self.kind: str = optimizer_kind(user)
         self.mains: dict[int, MainParameter] = {id(parameter): main for parameter, main in main_parameters(core)}
-        self.ready = False  # gradients were copied, and unscaled
-        self.overflow = False
+        self.ready: bool = False  # gradients were copied, and unscaled
+        self.overflow: bool = False
         self._norm: float | None = None
         self._limit: float | None = None
 
@@ -291,20 +299,45 @@ class EngineOptimizer:
         main = self.mains[id(parameter)]
         return main.full(main.state(key))
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, or of torch's optimizer, by any strategy."""
+    def check(self, saved: Any, shapes: Mapping[str, torch.Size], path: Path) -> None:
+        """Raise CheckpointError or ConfigurationError if something is not a state for :meth:`load_state_dict`.
+
+        Args:
+            saved: the state.
+            shapes: the shapes of the model's parameters, where they are known.
+            path: its file, for messages.
+        """
         flat = [name for names in self.groups.names for name in names]
+
+        def shapes_of(key: Any) -> tuple[torch.Size, ...]:
+            name = flat[key] if isinstance(key, int) and 0 <= key < len(flat) else key
+            return (shapes[name],) if name in shapes else ()
+
+        check_named_optimizer(self.user, saved, shapes_of, path)
         if len(saved["param_groups"]) != len(self.user.param_groups):
             raise ConfigurationError(
                 f"the saved optimizer has {len(saved['param_groups'])} groups of parameters, and this one has "
                 f"{len(self.user.param_groups)}. Create the optimizer that was saved."
             )
+        if not self.plugin.no_load_optim and saved["state"]:
+            entries = self._entries(saved)
+            for key in self.keys:
+                check_parts(self.table, self._reader(entries, key), shapes, path, self.groups.trains)
+
+    def _entries(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """What is saved of each parameter, by its name."""
+        flat = [name for names in self.groups.names for name in names]
+        by_name = {name: saved["state"].get(index, saved["state"].get(name)) for index, name in enumerate(flat)}
+        return {name: by_name[first] for name, first in self.groups.first_name.items() if by_name.get(first)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, or of torch's optimizer, by any strategy."""
+        self.check(saved, {}, Path("the state of the optimizer"))
         for group, other in zip(self.user.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         if self.plugin.no_load_optim or not saved["state"]:
             return
-        by_name = {name: saved["state"].get(index, saved["state"].get(name)) for index, name in enumerate(flat)}
-        entries = {name: by_name[first] for name, first in self.groups.first_name.items() if by_name.get(first)}
+        entries = self._entries(saved)
         for key in self.keys:
             self.table.load(self._reader(entries, key), self._putter(key), self.groups.trains)
         steps = [entry["step"] for entry in entries.values() if "step" in entry]
@@ -330,6 +363,8 @@ class EngineOptimizer:
 
 class MegatronOptimizerWrapper(AcceleratedOptimizer):
     """The prepared optimizer: the user's, whose settings are used, with the steps of Megatron-core."""
+
+    steps_taken: int
 
     def __init__(self, optimizer: Optimizer, engine: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)

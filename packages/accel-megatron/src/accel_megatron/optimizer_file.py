@@ -38,10 +38,10 @@ class OptimizerFile:
             raise ConfigurationError(f"--optimizer: {folder} has no {FILE}. Leave it out to convert the weights only.")
         saved = read_safely(folder / FILE, mapped=True)
         self.groups: list[dict[str, Any]] = saved["param_groups"]
-        self.names = self._names(model)
+        self.names: list[list[str]] = self._names(model)
         keys = [key for group in self.groups for key in group["params"]]
         flat = [name for group in self.names for name in group]
-        self.state = {name: saved["state"].get(key, {}) for name, key in zip(flat, keys, strict=True)}
+        self.state: dict[str, Any] = {name: saved["state"].get(key, {}) for name, key in zip(flat, keys, strict=True)}
         self.aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.aliases.setdefault(id(parameter), []).append(name)

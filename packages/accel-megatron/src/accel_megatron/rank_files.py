@@ -55,7 +55,8 @@ class RankFiles:
     """
 
     def __init__(self, folder: Path, architecture: Architecture, trust: bool = False) -> None:
-        self.folder, self.trust = folder, trust
+        self.folder: Path = folder
+        self.trust: bool = trust
         found = {}
         for file in self.folder.glob(f"mp_rank_*/{FILE}"):
             numbers = tuple(map(int, re.findall(r"\d+", file.parent.name)))
@@ -82,11 +83,11 @@ class RankFiles:
             )
         chunks = sum(re.fullmatch(r"model\d*", name) is not None for name in first)
         counts = [self._layers(stage, chunk, chunks) for chunk in range(chunks) for stage in range(pp)]
-        self.sizes = Sizes(tp, pp, ep, chunks, tuple(counts))
+        self.sizes: Sizes = Sizes(tp, pp, ep, chunks, tuple(counts))
         expected = architecture.settings()["num_layers"]
         if sum(counts) != expected:
             raise ConfigurationError(f"{self.folder} has {sum(counts)} layers, and the configuration has {expected}.")
-        self.experts = int(architecture.settings().get("num_moe_experts") or 1)
+        self.experts: int = int(architecture.settings().get("num_moe_experts") or 1)
 
     def _layers(self, stage: int, chunk: int, chunks: int) -> int:
         """The number of layers of a chunk."""

@@ -26,7 +26,9 @@ class MegatronLMDummyScheduler:
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
-        self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
+        self.optimizer: Any = optimizer
+        self.total_num_steps: int | None = total_num_steps
+        self.warmup_num_steps: int = warmup_num_steps
         self.kwargs = kwargs
 
     def step(self) -> None:

@@ -28,7 +28,7 @@ from .plugin import MegatronLMPlugin
 class MegatronStrategy(Strategy):
     """Each model becomes a Megatron-core model together with its optimizer."""
 
-    distributed_type = DistributedType.MEGATRON_LM
+    distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     supports_single_process = False
     uses_engine = True
     saves_gradients = False
@@ -45,7 +45,7 @@ class MegatronStrategy(Strategy):
         runtime.check_device(state.device)
         load_core()
         runtime.initialise(self.settings, state.num_processes)
-        self.data_mesh = runtime.data_mesh(state.device.type)
+        self.data_mesh: Any = runtime.data_mesh(state.device.type)
         self._engines: list[Any] = []
         self._data = self._collectives(parallel_state.get_data_parallel_group())
         self._averaging = self._collectives(parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -106,9 +106,11 @@ class DistFiles:
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
-        self.folder, self.saved = folder, SavedTensors(folder, _CLASSES)
+        self.folder: Path = folder
+        self.saved: SavedTensors = SavedTensors(folder, _CLASSES)
         settings = architecture.settings()
-        self.layers, self.experts = settings["num_layers"], int(settings.get("num_moe_experts") or 1)
+        self.layers: Any = settings["num_layers"]
+        self.experts: int = int(settings.get("num_moe_experts") or 1)
 
     def full(self, target: str, pair: Weight, meta: bool = False, state: str = "") -> torch.Tensor:
         """A parameter without padding, or a state of it; with ``meta`` its size only."""

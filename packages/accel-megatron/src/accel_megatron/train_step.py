@@ -94,9 +94,9 @@ class _TrainStep(AbstractTrainStep):
         self.accelerator: Any = PartialState() if args is None else accelerator
         self.args: Any = accelerator if args is None else args
         flag = bool(getattr(self.args, "megatron_dataset_flag", False))
-        self.get_batch = self._make(self.get_batch_func, self.accelerator, flag)
-        self.loss_func = self._make(self.get_loss_func, self.accelerator, True, None)
-        self.forward_step = self._make(self.get_forward_step_func, True, True)
+        self.get_batch: Callable[..., Any] = self._make(self.get_batch_func, self.accelerator, flag)
+        self.loss_func: Callable[..., Any] = self._make(self.get_loss_func, self.accelerator, True, None)
+        self.forward_step: Callable[..., Any] = self._make(self.get_forward_step_func, True, True)
 
     @staticmethod
     def _make(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:

@@ -7,15 +7,17 @@ concatenations and padding, so they are exact in both directions, and apply to o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_state.errors import ConfigurationError
+from accel_checkpoint.names import CheckpointError
+from accel_state.errors import AccelError, ConfigurationError
 
 from ._megatron_compat import parallel_state
 
@@ -271,13 +273,14 @@ class ParameterTable:
     def __init__(
         self, chunks: Sequence[nn.Module], pairs: Sequence[Weight], device: torch.device, buffers: bool = False
     ) -> None:
-        self.device, self.rank = device, dist.get_rank()
+        self.device: torch.device = device
+        self.rank: int = dist.get_rank()
         self.local: dict[str, list[Any]] = {}
         for chunk in chunks:
             for name, parameter in global_tensors(chunk, buffers):
                 self.local.setdefault(name, []).append(parameter)
-        self.pairs = {target: pair for pair in pairs for target in pair.targets}
-        self.weights = list(pairs)
+        self.pairs: dict[str, Weight] = {target: pair for pair in pairs for target in pair.targets}
+        self.weights: list[Weight] = list(pairs)
         own = {}
         for name, parameters in self.local.items():
             split = is_split(parameters[0])
@@ -369,3 +372,44 @@ class ParameterTable:
             dist.recv(received, ranks[0])
             return received.cpu()
         return None
+
+
+def check_parts(
+    table: ParameterTable,
+    read: Callable[[str], Any],
+    shapes: Mapping[str, torch.Size],
+    path: Path,
+    wanted: Callable[[Weight], bool] = lambda pair: True,
+) -> None:
+    """Raise CheckpointError if full tensors do not have the parts that this rank holds; no tensor is read.
+
+    Args:
+        table: the parameters.
+        read: returns a full tensor by its name.
+        shapes: the shapes of full tensors by name, where they are known.
+        path: the file, for messages.
+        wanted: the weights to check.
+    """
+
+    def read_shape(name: str) -> torch.Tensor:
+        value = read(name)
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        expected = shapes.get(name)
+        if not isinstance(value, torch.Tensor) or value.shape != (expected or value.shape):
+            raise CheckpointError(
+                f"{path}: {name} is {found}, not {expected or 'a tensor'}. Choose another checkpoint."
+            )
+        return value.to("meta")
+
+    def compare(parameter: nn.Parameter, part: torch.Tensor) -> None:
+        if part.shape != parameter.shape:
+            raise ValueError(f"{tuple(part.shape)} instead of {tuple(parameter.shape)}")
+
+    try:
+        table.load(read_shape, compare, wanted)
+    except AccelError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} does not fit the model ({type(error).__name__}: {error}). Load it into the model that was saved."
+        ) from error

@@ -1,7 +1,8 @@
 """Losses and gradient norms that are not finite or far too large, with the samples of their batches.
 
 Nothing is computed for it: the monitor looks at the losses that ``accelerator.backward`` gets and at the norms that
-``accelerator.clip_grad_norm_`` returns, in its own thread, when the loop has gone on. The loop waits for no device.
+``accelerator.clip_grad_norm_`` returns, in its own thread, when the loop has gone on. Nothing waits for a device: steps
+whose values are not there are looked at later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .recorder import Recorder, StepRecord
+from .recorder import RECENT_STEPS, Recorder, StepRecord
+from .values import is_known, number
 
 TOO_LARGE = 10.0
 """A norm of so many times its running median is reported."""
@@ -27,7 +29,7 @@ class NormLimit:
     """The running median of gradient norms, and the norm that is too large."""
 
     def __init__(self) -> None:
-        self.limit = math.inf
+        self.limit: float = math.inf
         self._norms: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._seen = 0
 
@@ -48,24 +50,32 @@ class BadSteps:
 
     Args:
         recorder: whose steps.
+
+    Attributes:
+        loss: of the latest step that was looked at; None before the first.
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        self.loss: float | None = None
         self._recorder = recorder
-        self._checked: StepRecord | None = None
+        self._taken: StepRecord | None = None
+        self._waiting: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # values of a device may come later
         self._norms = NormLimit()
         self._open: set[str] = set()  # kinds of which the latest value was bad
         self._events = 0
 
     def check(self) -> list[dict[str, Any]]:
         """The bad steps since the last call, as fields of a line; of values that are bad in a row only the first."""
-        fresh = self._recorder.latest(after=self._checked)
-        if not fresh:
-            return []
-        self._checked = fresh[-1]
-        losses, norms = numbers([record.loss for record in fresh]), numbers([record.norm for record in fresh])
+        fresh = self._recorder.latest(after=self._taken)
+        if fresh:
+            self._taken = fresh[-1]
+        waiting = self._waiting
+        waiting.extend(fresh)
         found: list[dict[str, Any]] = []
-        for record, loss, norm in zip(fresh, losses, norms, strict=True):
+        while waiting and is_known(waiting[0].loss) and is_known(waiting[0].norm):
+            record = waiting.popleft()
+            loss, norm = number(record.loss), number(record.norm)
+            self.loss = loss
             if loss is not None and math.isfinite(loss):
                 self._open.discard("loss")
             elif loss is not None:
@@ -126,20 +136,3 @@ def guilty_group(groups: Sequence[dict[str, Any]]) -> int | None:
     if bad:
         return bad[0] if len(bad) == 1 else None
     return max(range(len(norms)), key=norms.__getitem__)
-
-
-def numbers(values: list[Any]) -> list[float | None]:
-    """Numbers of values that may be tensors on a device, which are read at once; None for what is neither."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    accelerator = torch.accelerator.current_accelerator()
-    if tensors and accelerator is not None and tensors[0].device.type == accelerator.type:
-        # The loop may compute on a stream of its own, and nothing else orders this thread's reads after it.
-        torch.accelerator.synchronize(tensors[0].device)
-    read = iter(torch.stack([tensor.reshape(()).float() for tensor in tensors]).tolist() if tensors else ())
-    found: list[float | None] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(next(read))
-        else:
-            found.append(float(value) if isinstance(value, (int, float)) else None)
-    return found

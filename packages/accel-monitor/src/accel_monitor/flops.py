@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from accel_state.flops import grouped_product_flops
+from accel_state.flops import attention_flops, grouped_product_flops
 
 from ._torch_compat import TorchDispatchMode
 from .parts import Part
@@ -24,11 +24,11 @@ _STEPS_BEFORE = 2
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(_shape(query), _shape(key), _shape(value)))
+    return attention_flops(_shape(query), _shape(key), _shape(value))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(_shape(query), _shape(key), _shape(value))) * 5 // 2
+    return attention_flops(_shape(query), _shape(key), _shape(value)) * 5 // 2
 
 
 def _grouped_product(first: Any, second: Any, *_: Any, **__: Any) -> int:
@@ -40,13 +40,16 @@ def _shape(tensor: Any) -> torch.Size:
     return shape
 
 
+# Torch's own formula refuses fewer heads of keys than of queries in 2.11.
+_KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+
 _FORMULAS: dict[Any, Any] = {
     **flop_registry,
     **{
         getattr(_aten, name): formula
         for name, formula in (
-            ("_scaled_dot_product_flash_attention_for_cpu", _attention),
-            ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
+            *((f"_scaled_dot_product_{kernel}", _attention) for kernel in _KERNELS),
+            *((f"_scaled_dot_product_{kernel}_backward", _attention_backward) for kernel in _KERNELS),
             ("_grouped_mm", _grouped_product),
         )
         if hasattr(_aten, name)
@@ -71,8 +74,8 @@ class StepFlops(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self.total = 0
-        self.recomputed = 0
+        self.total: int = 0
+        self.recomputed: int = 0
         self.uncounted: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

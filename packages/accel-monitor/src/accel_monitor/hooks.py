@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Sampler
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_state.errors import ConfigurationError
 
 from .parts import Part
-from .recorder import Recorder
+from .recorder import DRAWN, SAMPLES, SKIPPED, TOKENS, Drawn, Recorder
 
 _DATA, _FORWARD, _BACKWARD, _WAITING = int(Part.DATA), int(Part.FORWARD), int(Part.BACKWARD), int(Part.WAITING)
 _OPTIMIZER, _EVALUATION, _OTHER = int(Part.OPTIMIZER), int(Part.EVALUATION), int(Part.OTHER)
@@ -26,7 +27,7 @@ _TOKENS = ("input_ids", "tokens")
 
 def size_of(batch: Any) -> tuple[int, int]:
     """Samples and tokens of a batch: the length of its first tensor, and the elements of its ``input_ids``."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         shape = batch.shape
         return (shape[0] if shape else 1), 0
     if isinstance(batch, (list, tuple)):
@@ -40,8 +41,8 @@ def size_of(batch: Any) -> tuple[int, int]:
         return 0, 0
     for name in _TOKENS:
         ids = get(name)
-        if isinstance(ids, torch.Tensor):
-            return len(ids), ids.numel()
+        if isinstance(ids, Tensor):
+            return ids.shape[0] if ids.dim() else 1, ids.numel()
     return size_of(list(batch.values()))
 
 
@@ -89,13 +90,12 @@ class _Loading:
     """What the methods of a measured loader need.
 
     Attributes:
-        drawn: the indices of the batches that the sampler has drawn and the loader has not handed out; None if its
-            sampler does not tell.
+        drawn: the indices of the batches of this iteration; None if its sampler does not tell.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.drawn: deque[Any] | None = None
+        self.drawn: Drawn | None = None
 
 
 def _drawing(sampler: Any) -> Iterator[Any]:
@@ -105,15 +105,9 @@ def _drawing(sampler: Any) -> Iterator[Any]:
     batch. A prepared loader reads what is left of the epoch in between.
     """
     loading, cls = getattr(type(sampler), _CLASSES)
-    drawn: deque[Any] = deque()
-    loading.drawn = drawn
-    return _noted(cls.__iter__(sampler), drawn)
-
-
-def _noted(batches: Iterator[Any], drawn: deque[Any]) -> Iterator[Any]:
-    for indices in batches:
-        drawn.append(indices)
-        yield indices
+    loading.drawn = Drawn()
+    # The batches, each of which stays in the dictionary until it was handed out, without a line of Python for each.
+    return map(loading.drawn.batches.setdefault, itertools.count(), cls.__iter__(sampler))
 
 
 def _measured(loader: Any) -> Iterator[Any]:
@@ -122,25 +116,48 @@ def _measured(loader: Any) -> Iterator[Any]:
     recorder: Recorder = loading.recorder
     loading.drawn = None
     batches = cls.__iter__(loader)
-    models = recorder.models
+    models, mark, append, also, now = recorder.models, recorder.mark, recorder.append, recorder.also, perf_counter
     try:
         while True:
             evaluating = bool(models) and not models[0].training
-            recorder.switch(_EVALUATION if evaluating else _DATA)
+            begins = _EVALUATION if evaluating else _DATA
+            append(begins)
+            append(now())
+            if also is not None:
+                also(begins)
             try:
                 batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                recorder.switch(_EVALUATION if evaluating else recorder.idle)
+            except BaseException as error:
+                mark(_EVALUATION if evaluating else recorder.idle)
+                if isinstance(error, StopIteration):
+                    return
+                raise
             drawn = loading.drawn
-            indices = drawn.popleft() if drawn else None
-            if not evaluating:
-                recorder.count(*size_of(batch))
-                recorder.part = recorder.after_batch
+            if evaluating:
+                mark(_EVALUATION)
+                if drawn is not None:
+                    recorder.note(SKIPPED, drawn)
+                recorder.bound()
+            else:
+                begins = recorder.after_batch
+                append(begins)
+                append(now())
+                if also is not None:
+                    also(begins)
+                if drawn is not None:
+                    append(DRAWN)
+                    append(drawn)
+                first = batch[0] if type(batch) is list and batch else None
+                if type(first) is Tensor and (shape := first.shape) and shape[0]:
+                    append(SAMPLES)
+                    append(shape)  # the usual case, without a call
+                else:
+                    samples, tokens = size_of(batch)
+                    recorder.note(SAMPLES, samples)
+                    recorder.note(TOKENS, tokens)
+                recorder.idle, recorder.is_new_batch = _OTHER, True
                 if recorder.flops is not None:
                     recorder.flops.begin_batch()
-                recorder.indices = [indices] if recorder.indices is None else [*recorder.indices, indices]
             yield batch
     finally:
         if recorder.flops is not None:
@@ -203,7 +220,7 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, recorder: Recorder, marks_backward: bool) -> None:
         self.recorder = recorder
-        self.separates_waiting = isinstance(model, DistributedDataParallel)
+        self.separates_waiting: bool = isinstance(model, DistributedDataParallel)
         self._model, self._marks_backward = model, marks_backward
         self._last: nn.Parameter | None = None
         self._handles: list[RemovableHandle] = []
@@ -231,35 +248,34 @@ class ModelHooks:
 
     def _before(self, module: nn.Module, arguments: Any) -> None:
         recorder = self.recorder
+        if self._parameter_hooks and self._last is not None:
+            self._keep_last()
         if module.training and torch.is_grad_enabled():
             recorder.evaluating = False
-            recorder.switch(_WAITING if self.separates_waiting else _FORWARD)
+            recorder.mark(_WAITING if self.separates_waiting else _FORWARD)
         else:
             recorder.evaluating = True
-            recorder.switch(_EVALUATION)
+            recorder.mark(_EVALUATION)
 
     def _inside(self, module: nn.Module, arguments: Any) -> None:
         if not self.recorder.evaluating:
-            self.recorder.switch(_FORWARD)
+            self.recorder.mark(_FORWARD)
 
     def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
         # A hook of the output would tell when the backward pass begins, and cost as much as all other hooks together.
         if not self.recorder.evaluating:
-            self.recorder.switch(_BACKWARD)
+            self.recorder.mark(_BACKWARD)
 
     def _remember(self, parameter: nn.Parameter) -> None:
         self._last = parameter
 
-    def _gradients_done(self, parameter: nn.Parameter) -> None:
-        self.recorder.switch(_WAITING)
-
-    def after_step(self) -> None:
-        """Keep the hook of the parameter whose gradient came last; the order is the same in later steps."""
-        if self._parameter_hooks and self._last is not None:
-            for handle in self._parameter_hooks:
-                handle.remove()
-            self._parameter_hooks = []
-            self._handles.append(self._last.register_post_accumulate_grad_hook(self._gradients_done))
+    def _keep_last(self) -> None:
+        """Keep the hook of the parameter whose gradient came last; the order is the same in later backward passes."""
+        assert self._last is not None
+        for handle in self._parameter_hooks:
+            handle.remove()
+        self._parameter_hooks = []
+        self._handles.append(self._last.register_post_accumulate_grad_hook(self.recorder.marker(_WAITING)))
 
     def remove(self) -> None:
         """End the measurement."""
@@ -267,31 +283,23 @@ class ModelHooks:
             handle.remove()
 
 
-class OptimizerHooks:
-    """The hooks of one optimizer; the steps of the run are those of the first."""
+def watch_optimizer(optimizer: Optimizer, recorder: Recorder, counts: bool) -> Callable[[], None]:
+    """Measure every later step of an optimizer; the steps of the run are those of one that ``counts``.
 
-    def __init__(self, optimizer: Optimizer, recorder: Recorder, counts: bool, models: list[ModelHooks]) -> None:
-        self.recorder, self._counts, self._models = recorder, counts, models
-        self._first = True
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+    Returns:
+        A function that ends the measurement.
+    """
 
-    def _before(self, *_: Any) -> None:
-        self.recorder.switch(_OPTIMIZER)
+    def after(*_: Any) -> None:
+        recorder.mark(recorder.idle)
 
-    def _after(self, *_: Any) -> None:
-        recorder = self.recorder
-        recorder.switch(recorder.idle)
-        if self._counts:
-            recorder.step_done()
-        if self._first:
-            self._first = False
-            for model in self._models:
-                model.after_step()
+    handles = (
+        optimizer.register_step_pre_hook(recorder.marker(_OPTIMIZER)),
+        optimizer.register_step_post_hook(recorder.step_done if counts else after),
+    )
 
-    def remove(self) -> None:
-        """End the measurement."""
-        for handle in self._handles:
+    def remove() -> None:
+        for handle in handles:
             handle.remove()
+
+    return remove

@@ -62,7 +62,7 @@ def _lines(ledger: Ledger) -> Iterator[str]:
     text, _, detail = headline(ledger).partition(":")
     yield f"<h1>{escape(text.capitalize())}</h1><p>{escape(detail.strip().capitalize())}</p>"
     begin, end = clock(ledger.run.begin), clock(ledger.run.end)
-    directory = escape(str(ledger.run.directory))
+    directory = escape(str(ledger.run.directory.resolve()))
     yield f'<p class="soft">{directory}: {begin} to {end}, {duration(ledger.wall)}</p>'
     yield "<h2>What the time was spent on</h2>"
     yield '<svg class="bar" viewBox="0 0 1000 36" preserveAspectRatio="none" aria-label="share of each cause">'

@@ -142,7 +142,7 @@ def make_ledger(run: Run) -> Ledger:
         entries[slot] = life.entries
         last = attempts[-1]
         in_use = slot[0] != newest.slot[0] or slot[1] < newest.start["world_size"]
-        if not last.finished and in_use and run.end > last.end:
+        if not last.finished and not last.running and in_use and run.end > last.end:
             life.entries.append(_dead(last.end, run.end))
         repeated = max(repeated, life.repeated_steps)
         failures = max(failures, sum(not attempt.finished and not attempt.running for attempt in attempts))

@@ -1,13 +1,11 @@
 """The counters of a process in shared memory of its machine, which survive the process.
 
-The counters of a recorder are in memory that the kernel keeps when the process is killed. The next attempt on this
-machine finds in it the last step that the killed process completed, and what it did after it. Each number is written at
-once, and the moment of the record is the sum of the seconds by part, so that a record is never torn. Torch-free.
+The kernel keeps this memory when the process is killed. The next attempt on this machine finds in it the last step that
+the killed process completed, and the seconds by part up to the last quarter of a second. Torch-free.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import stat
@@ -16,12 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .recorder import COUNTERS, Recorder
+from .counters import NUMBERS, load
+from .recorder import Recorder
 
 PREFIX = "accel_monitor_"
-_MAGIC = b"ACCELMO2"
+_MAGIC = b"ACCELMO3"
 _HEAD = len(_MAGIC)
-_SIZE = 4096
+_SIZE = _HEAD + 8 * NUMBERS
 
 
 def _directory() -> str:
@@ -41,6 +40,7 @@ class LiveRecord:
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        self.path: str
         descriptor, self.path = tempfile.mkstemp(prefix=PREFIX, dir=_directory())
         try:
             if os.write(descriptor, bytes(_SIZE)) < _SIZE:
@@ -52,7 +52,7 @@ class LiveRecord:
         finally:
             os.close(descriptor)
         self._memory[:_HEAD] = _MAGIC
-        recorder.use(memoryview(self._memory)[_HEAD : _HEAD + 8 * COUNTERS].cast("d"))
+        recorder.use(memoryview(self._memory)[_HEAD:_SIZE].cast("d"))
 
     def remove(self) -> None:
         """Delete the file; the process has written its last line."""
@@ -65,16 +65,22 @@ def read_live(path: str) -> dict[str, Any] | None:
     if not _is_ours(path):
         return None
     try:
-        content = Path(path).read_bytes()[: _HEAD + 8 * COUNTERS]
+        content = Path(path).read_bytes()
     except OSError:
         return None
-    if len(content) < _HEAD + 8 * COUNTERS or not content.startswith(_MAGIC):
+    if len(content) != _SIZE or not content.startswith(_MAGIC):
         return None
-    step, samples, tokens, step_at, *seconds = memoryview(content)[_HEAD:].cast("d").tolist()
-    counts = {"step": step, "samples": samples, "tokens": tokens}
-    if not all(math.isfinite(value) and value >= 0 for value in (*counts.values(), step_at, *seconds)):
+    counters = load(memoryview(content)[_HEAD:].cast("d"))
+    if counters is None:
         return None
-    return {"at": sum(seconds), "step_at": step_at or None, "parts": seconds, **{k: int(v) for k, v in counts.items()}}
+    return {
+        "at": counters.since - counters.start,
+        "step_at": None if counters.step_at is None else counters.step_at - counters.start,
+        "parts": counters.seconds,
+        "step": counters.step,
+        "samples": counters.samples,
+        "tokens": counters.tokens,
+    }
 
 
 def remove_live(path: str) -> None:

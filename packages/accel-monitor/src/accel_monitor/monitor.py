@@ -6,12 +6,14 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_state import devices
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.options import CoreOptions
 from accel_state.paths import as_path, refuse_link
@@ -19,18 +21,22 @@ from accel_state.state import current_rank
 
 from ._torch_compat import PASSES_HIGHER_ORDER, has_compiled_modules, watch_compilation
 from .bad_steps import NormLimit, guilty_group
+from .device_times import DeviceTimes
 from .flops import FlopCount, StepFlops
-from .hooks import ModelHooks, OptimizerHooks, watch_loader
+from .hooks import ModelHooks, watch_loader, watch_optimizer
 from .parts import Part
-from .recorder import Recorder, Snapshot
+from .recorder import GROUP, LOSS, NORM, Recorder, Snapshot
 from .records import FOLDER
 from .reporter import Reporter
 from .serving import ServerProcess
 from .stragglers import OwnParts
 from .tracked import TrackedValues
+from .values import DeviceValues, value_of
 
 INTERVAL = 2.0
 """Seconds between two reports."""
+_SETTLE_SECONDS = 1.0
+"""How long the end of a run waits for its last losses, if the device does not compute them."""
 _FOR_PART = {"saving": Part.SAVING, "loading": Part.LOADING, "evaluation": Part.EVALUATION, "other": Part.OTHER}
 
 
@@ -83,7 +89,7 @@ class Monitor:
         self._peak_flops = peak_flops
         self._recorder = Recorder()
         self._recorder.begin_at(step)
-        self._recorder.compares = world_size > 1
+        self._recorder.compares = world_size > 1 and device.type == "cpu"
         identity = {
             "replica": replica,
             "rank": rank,
@@ -93,13 +99,12 @@ class Monitor:
         }
         self._reporter = Reporter(self._recorder, directory, interval, identity, launcher, device)
         self._world_size, self._device = world_size, device
-        if device.type != "cpu":
-            self._reporter.event(
-                "note",
-                text=f"times are those of the host: on {device.type} it queues work, and the time is booked where the "
-                "loop waits for a result.",
-            )
         self._models: list[ModelHooks] = []
+        self._device_times: DeviceTimes | None = None
+        self._device_values: DeviceValues | None = None
+        self._value_of = value_of
+        if device.type != "cpu":
+            self._measure_on(device)
         self._removals: list[Callable[[], None]] = []
         self._watches_compilation = self._has_compiled = False
         self._counting: Optimizer | None = None
@@ -110,6 +115,24 @@ class Monitor:
         self._server = ServerProcess(directory, address) if serves else None
         self._reporter.start()
         atexit.register(self._at_exit)
+
+    def _measure_on(self, device: torch.device) -> None:
+        known = devices.of(device)
+        if known is not None and known.streams() is not None:
+            self._device_times = DeviceTimes(self._recorder, device, self._note_host_times)
+            self._device_values = DeviceValues(device)
+            self._value_of = self._device_values.take
+        else:
+            self._note_host_times("it has no events")
+
+    def _note_host_times(self, reason: str) -> None:
+        self._device_times = None
+        self._reporter.event(
+            "note",
+            text=f"times are those of the host ({reason}): on {self._device.type} it queues work, and the time is "
+            "booked where the loop waits for a result.",
+        )
+        self._reporter.own_parts = self._own_parts()
 
     def watch(
         self,
@@ -143,16 +166,19 @@ class Monitor:
                     "communicates inside of them.",
                 )
             recorder.models.append(model)
-            if PASSES_HIGHER_ORDER and recorder.flops is None and len(recorder.models) == 1:
-                recorder.flops = FlopCount(recorder, self._may_count, self._flops_counted)
-            self._reporter.own_parts = self._own_parts(device=self._device)
+            if len(recorder.models) == 1:
+                if PASSES_HIGHER_ORDER:
+                    recorder.flops = FlopCount(recorder, self._may_count, self._flops_counted)
+                else:
+                    self._note_uncounted(f"torch {torch.__version__} is too old. Upgrade torch")
+            self._reporter.own_parts = self._own_parts()
             self._removals.append(hooks.remove)
         if optimizer is not None:
             inner = getattr(optimizer, "optimizer", optimizer)
             check_type(inner, Optimizer, "optimizer", "Pass an optimizer of torch.")
             counts = self._counting is None
             self._counting = self._counting or inner
-            self._removals.append(OptimizerHooks(inner, recorder, counts, self._models).remove)
+            self._removals.append(watch_optimizer(inner, recorder, counts))
         if loader is not None:
             self._removals.append(watch_loader(loader, recorder))
         self._watch_compilation()
@@ -186,10 +212,11 @@ class Monitor:
         else:
             self._note_uncounted(f"{step.uncounted} is not counted")
 
-    def _own_parts(self, device: torch.device) -> OwnParts:
-        if device.type != "cpu":
-            return OwnParts.DATA  # times are those of the host, which queues work
-        return OwnParts.ALL if all(hooks.separates_waiting for hooks in self._models) else OwnParts.COMPUTE
+    def _own_parts(self) -> OwnParts:
+        separates_waiting = bool(self._models) and all(hooks.separates_waiting for hooks in self._models)
+        if self._device.type == "cpu":
+            return OwnParts.ALL if separates_waiting else OwnParts.COMPUTE
+        return OwnParts.DEVICE if separates_waiting and self._device_times is not None else OwnParts.DATA
 
     def _watch_compilation(self) -> None:
         if not self._watches_compilation:
@@ -201,11 +228,11 @@ class Monitor:
     def _compiling(self, *_: Any) -> None:
         self._has_compiled = True
         self._outer_parts.append(self._recorder.part)
-        self._recorder.switch(Part.COMPILING)
+        self._recorder.mark(Part.COMPILING)
 
     def _compiled(self, *_: Any) -> None:
         if self._outer_parts:
-            self._recorder.switch(self._outer_parts.pop())
+            self._recorder.mark(self._outer_parts.pop())
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -220,14 +247,14 @@ class Monitor:
             raise ConfigurationError(f"part {name!r} is not one of {', '.join(_FOR_PART)}.")
         recorder = self._recorder
         outer = recorder.part
-        recorder.switch(_FOR_PART[name])
-        began = recorder.since
+        recorder.mark(_FOR_PART[name])
+        began = perf_counter()
         try:
             yield
         finally:
-            recorder.switch(outer)
+            recorder.mark(outer)
         if name == "saving":
-            self._reporter.event("save", seconds=round(recorder.since - began, 6), step=recorder.step)
+            self._reporter.event("save", seconds=round(perf_counter() - began, 6), step=recorder.step)
 
     def loaded(self, step: int) -> None:
         """Report that a state was loaded, and how many optimizer steps it contains."""
@@ -237,20 +264,36 @@ class Monitor:
 
     def timed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs ``backward(loss, ...)``, measures it, and remembers the loss."""
-        recorder, begin = self._recorder, int(Part.BACKWARD)
+        recorder, models, now = self._recorder, self._models, perf_counter
+        append, also, begins = recorder.append, recorder.also, int(Part.BACKWARD)
+        value_of = self._value_of
 
-        def run(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder.switch(begin)
-            recorder.backwards += 1
-            try:
-                result = backward(loss, *args, **kwargs)
-            finally:
-                recorder.switch(recorder.idle)
-            recorder.loss = value_of(loss)
-            if recorder.backwards == 2:
+        def run(loss: Any, **kwargs: Any) -> Any:
+            if recorder.is_new_batch:
+                recorder.is_new_batch = False
+            else:
                 # From now on, the forward passes within a batch are told apart by hooks.
-                for model in self._models:
+                for model in models:
                     model.install()
+            append(begins)
+            append(now())
+            if also is not None:
+                also(begins)
+            try:
+                # A call with ** costs more than all that is measured here.
+                result = backward(loss, **kwargs) if kwargs else backward(loss)
+            except BaseException:
+                recorder.mark(recorder.idle)
+                raise
+            idle = recorder.idle
+            append(idle)
+            append(now())
+            if also is not None:
+                also(idle)
+            # Read now: the loop may change it, and not every change counts as one (an all-reduce, `.data`).
+            value = (value_of(loss),)
+            append(LOSS)
+            append(value)
             return result
 
         return run
@@ -263,26 +306,27 @@ class Monitor:
             outer = recorder.part
             if outer == evaluation:
                 return collective(*args, **kwargs)
-            recorder.switch(waiting)
+            recorder.mark(waiting)
             try:
                 return collective(*args, **kwargs)
             finally:
-                recorder.switch(outer)
+                recorder.mark(outer)
 
         return run
 
     def timed_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
-        recorder, limit = self._recorder, NormLimit()
+        note, limit, value_of = self._recorder.note, NormLimit(), self._value_of
 
         def run(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
-            recorder.norm = value = value_of(norm)
+            value = value_of(norm)
+            note(NORM, value)
             groups = [] if self._counting is None else self._counting.param_groups
             # A norm on a device is read later, when the gradients of several groups cannot be compared any more.
             is_exceeded = isinstance(value, float) and limit.is_exceeded(value)
             if groups and (is_exceeded or len(groups) == 1):
-                recorder.group = guilty_group(groups)
+                note(GROUP, guilty_group(groups))
             return norm
 
         return run
@@ -317,22 +361,13 @@ class Monitor:
         for remove in self._removals:
             remove()
         self._removals.clear()
+        if self._device_values is not None and finished:
+            self._device_values.settle(_SETTLE_SECONDS)
         self._reporter.finish(finished)
         if self._server is not None:
             self._server.stop()
             self._server = None
         atexit.unregister(self._at_exit)
-
-
-def value_of(tensor: Any) -> Any:
-    """A loss or a norm to remember: a number on the CPU, on devices a copy, since the loop may change its tensor before
-    the copy is read, as the next replay of a CUDA graph does.
-
-    None for subclasses of tensors: reading the value of a DTensor may communicate.
-    """
-    if type(tensor) is not torch.Tensor or tensor.numel() != 1:
-        return None
-    return tensor.item() if tensor.is_cpu else tensor.detach().clone()
 
 
 def attach(

@@ -32,6 +32,7 @@ LETTERS = {
     Part.COMPILING: "C",
     Part.STARTUP: "-",
 }
+_MEANINGS = {Part.WAITING: "waiting for others", Part.STARTUP: "start-up"}
 _OWN = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 _SILENT_INTERVALS, _SILENT_SECONDS = 5, 15.0
 _HUNG_STEPS, _HUNG_SECONDS = 10, 60.0
@@ -159,7 +160,7 @@ def render(run: Run, width: int, height: int, now: float | None = None) -> Itera
     text = f"{len(rows)} ranks: {counts}; {step}, {rate:.4g} samples/s, {duration(run.end - run.begin)}"
     computed = [row.flops for row in rows if row.flops is not None]
     if computed:
-        text += f", {sum(computed) / 1e12:.4g} TFLOP/s"
+        text += f", {_operations(sum(computed))}"
     used = [row.mfu for row in rows if row.mfu is not None]
     if used:
         text += f", MFU {sum(used) / len(used):.1%}"
@@ -176,18 +177,19 @@ def render(run: Run, width: int, height: int, now: float | None = None) -> Itera
         urgent = sorted(rows, key=lambda row: (row.state == "training", -(row.own or 0.0)))[:room]
         shown = sorted(urgent, key=lambda row: row.slot)
     several = len({row.slot[0] for row in rows}) > 1
-    for row in shown:
-        yield _line(row, several, host_width, width - len(head) - 1)
+    bars = [_bar(row.parts, width - len(head) - 1) for row in shown]
+    for row, bar in zip(shown, bars, strict=True):
+        yield _line(row, several, host_width, bar)
     if len(shown) < len(rows):
         yield f"{len(shown)} of {len(rows)} ranks: those that are not training, then the slowest"
         yield from _histogram([row.own for row in rows if row.own is not None], width)
-    yield "D data, F forward, B backward, w waiting for others, O optimizer, . other, E eval, S save, L load"[:width]
+    yield from _legend("".join(bars), width)
     yield from findings(run)
     for note in run.notes:
         yield f"note: {note}"
 
 
-def _line(row: Row, several: bool, host_width: int, bar: int) -> str:
+def _line(row: Row, several: bool, host_width: int, bar: str) -> str:
     name = f"{row.slot[0]}/{row.slot[1]}" if several else str(row.slot[1])
     own = "-" if row.own is None else duration(row.own)
     rate = "-" if row.rate is None else f"{row.rate:.4g}"
@@ -195,7 +197,29 @@ def _line(row: Row, several: bool, host_width: int, bar: int) -> str:
     loss = f"{row.loss:.4g}" if isinstance(row.loss, (int, float)) else str(row.loss or "-")
     text = f"{name:>6} {row.state:<10} {row.step:>8} {own:>9} {rate:>9} {memory:>8} {loss:>9}"
     host = f" {row.host:<{host_width}}" if host_width else ""
-    return f"{text}{host} {_bar(row.parts, bar)}"
+    return f"{text}{host} {bar}"
+
+
+def _operations(each_second: float) -> str:
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if each_second >= unit:
+            return f"{each_second / unit:.4g} {name}FLOP/s"
+    return f"{each_second / 1e6:.4g} MFLOP/s"
+
+
+def _legend(bars: str, width: int) -> Iterator[str]:
+    """What the letters of the bars mean."""
+    line = ""
+    for part, letter in LETTERS.items():
+        if letter not in bars:
+            continue
+        text = f"{letter} {_MEANINGS.get(part, part.name.lower())}"
+        if line and len(line) + 3 + len(text) > width:
+            yield f"{line},"
+            line = ""
+        line += f"{', ' if line else ''}{text}"
+    if line:
+        yield line
 
 
 def _bar(parts: tuple[float, ...], width: int) -> str:

@@ -1,22 +1,30 @@
-"""Divides the time of the training loop into parts. This is what runs on the path of a step."""
+"""Notes when each part of the training loop begins, and adds up the seconds by part in another thread."""
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
-from .parts import Part
+from .counters import NUMBERS, STEP, STEP_ENDS, Counters
+from .parts import STEP_PARTS, Part
 
 RECENT_STEPS = 1024
 """Steps of which the time by part is kept."""
-_STEP, _SAMPLES, _TOKENS, _STEP_AT, _SECONDS = range(5)
-COUNTERS = _SECONDS + len(Part)
-"""Numbers in the counters of a recorder: step, samples, tokens, end of the latest step, and seconds by part."""
+_STEP_ENDS = int(Part.OTHER) + STEP_ENDS
+_MOST_NOTES = 1 << 15
+
+LOSS, NORM, GROUP, INDICES, SAMPLES, TOKENS, ON_DEVICE = range(2 * STEP_ENDS, 2 * STEP_ENDS + 7)
+SKIPPED, DRAWN, RAN = range(ON_DEVICE + 1, ON_DEVICE + 4)
+"""What the loop notes besides parts. As values of :meth:`Recorder.note`: the loss and the gradient norm, the parameter
+group that made the norm too large, the indices of a batch, its samples and tokens, and a step that a device has
+measured; and the :class:`Drawn` of a batch for evaluation. By themselves: that of a batch for training, and the
+processor time so far."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,9 @@ class StepRecord(NamedTuple):
 
     Attributes:
         step: its number, from 1.
-        seconds: counters of the seconds by part at its end.
-        ran: processor time of the loop's thread at its end; 0 if the steps are not compared with those of other ranks.
+        seconds: of the step, by part.
+        on_device: whether they are those of the latest step that the device has measured, and not the host's.
+        ran: processor time of the loop's thread in it; 0 if the steps are not compared with those of other ranks.
         loss: the last loss of the step: a number on the CPU, else a copy on its device; None if unknown.
         norm: the gradient norm that the script computed, likewise.
         group: the parameter group that made the norm too large or not finite; None if unknown.
@@ -62,92 +71,106 @@ class StepRecord(NamedTuple):
     norm: Any
     group: int | None
     indices: Any
+    on_device: bool = False
 
 
-def _own_memory() -> memoryview[float]:
-    return memoryview(bytearray(8 * COUNTERS)).cast("d")
+class Drawn:
+    """The batches of indices that a sampler has drawn in one iteration, which a loader hands out in the same order.
+
+    Attributes:
+        batches: by number, from 0. The loader adds them, and the thread that adds up removes them.
+    """
+
+    __slots__ = ("_taken", "batches")
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Any] = {}
+        self._taken = 0
+
+    def take(self) -> Any:
+        """The indices of the next batch that was handed out; None if the sampler does not tell."""
+        self._taken += 1
+        return self.batches.pop(self._taken - 1, None)
 
 
 class Recorder:
     """The time of one process by part, and its counters.
 
-    The loop calls :meth:`switch` at each boundary, so that the parts always add up to the time that has passed. A
-    thread reads with :meth:`snapshot`; nothing is locked.
+    The loop notes each boundary between parts, and what else is known of a step, by appending two things to a queue:
+    what is noted, an integer, and a reading of the clock or a value, which is none. More would cost a short step more
+    than it seems to, because what it needs is not in the processor's caches after a model's passes: a function of torch
+    that takes 0.2 microseconds in a loop takes 2 there. What runs in every step therefore appends by itself, and the
+    thread that reads (:meth:`snapshot`, :meth:`latest`) does the rest. A signal handler may note something between the
+    two; its notes are whole when it returns.
 
     Attributes:
-        counters: the numbers that survive the process if they are in shared memory (:mod:`accel_monitor.live`).
-        recent: the latest steps.
+        append: appends to the queue; always two things.
+        extend: appends all of several things.
+        also: called at each boundary with the part that begins; None without a device that is measured.
     """
 
     __slots__ = (
         "__weakref__",
+        "_begun",
+        "_counters",
+        "_done",
+        "_lock",
+        "_memory",
+        "_noted",
+        "_queue",
+        "_recent",
+        "_seconds",
         "after_batch",
-        "backwards",
+        "also",
+        "append",
         "compares",
-        "counters",
         "evaluating",
+        "extend",
         "flops",
-        "group",
         "idle",
-        "indices",
+        "is_new_batch",
         "loss",
         "models",
-        "norm",
-        "on_step",
-        "part",
-        "recent",
-        "samples",
-        "seconds",
-        "since",
-        "start",
-        "step",
-        "step_at",
-        "tokens",
     )
 
-    counters: memoryview[float]
-    seconds: memoryview[float]
-
     def __init__(self) -> None:
-        self.part: int = Part.STARTUP
         self.idle: int = Part.STARTUP
         """The part between two others: start-up before the first batch, then OTHER."""
         self.after_batch: int = Part.OTHER
         """The part that begins with a batch for training."""
-        self.backwards = 0
-        """Backward passes since the latest batch."""
-        self.compares = True
+        self.is_new_batch: bool = False
+        """Whether there was no backward pass since the latest batch."""
+        self.compares: bool = True
         """Whether the steps are compared with those of other ranks, which needs the processor time of each."""
-        self.start = self.since = perf_counter()
-        self.step = 0
-        self.samples = 0
-        self.tokens = 0
-        self.step_at: float | None = None
         self.loss: Any = None
-        """The latest loss: a number on the CPU, else a copy on its device."""
-        self.norm: Any = None
-        """The latest gradient norm that the script computed, likewise."""
-        self.group: int | None = None
-        """The parameter group that made the latest norm too large."""
-        self.indices: Any = None
-        """Indices of the samples of the batches since the latest step."""
+        """The latest loss that was added up: a number on the CPU, else a copy on its device."""
         self.models: list[Any] = []
         """The models whose ``training`` says whether batches are for training."""
-        self.evaluating = False
+        self.evaluating: bool = False
         """Whether the latest forward pass was without gradients, or of a model in evaluation mode."""
         self.flops: Any = None
         """Counts the operations of a step (:class:`accel_monitor.flops.FlopCount`); None when that is done."""
-        self.on_step: Callable[[Recorder], None] | None = None
-        """Called after each step."""
-        self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT_STEPS)
+        self._lock = threading.Lock()
+        self._done = 0.0  # a number of the kind that is in the memory: converting it takes longer
+        self._queue: deque[Any] = deque()
+        self._begun: list[int] = []  # what is noted next, whose value was not appended yet
+        self._noted = _Noted()
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self._seconds = [0.0] * len(Part)  # at the end of the latest step that is added up
+        self.append: Callable[[Any], None] = self._queue.append
+        self.extend: Callable[[tuple[Any, ...]], None] = self._queue.extend
+        self.also: Callable[[int], None] | None = None
+        now = perf_counter()
+        self._counters = Counters(now, now)
         self.use(_own_memory())
         _alive.add(self)
 
-    def use(self, counters: memoryview[float]) -> None:
-        """Keep the counters in this memory from now on, with their present values."""
-        counters[:] = getattr(self, "counters", counters)
-        self.counters = counters
-        self.seconds = counters[_SECONDS:]
+    def use(self, memory: memoryview[float]) -> None:
+        """Keep the counters in this memory from now on; called by the loop."""
+        with self._lock:
+            self._memory = memory
+            memory[STEP] = self._done
+            self._add_up()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Models and optimizers refer to it in their hooks; their pickles and copies are not measured.
@@ -156,44 +179,126 @@ class Recorder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return Recorder()
 
-    def begin_at(self, step: int) -> None:
-        """Set how many optimizer steps are in the state that the script has loaded."""
-        self.step = step
-        self.counters[_STEP] = step
+    @property
+    def step(self) -> int:
+        """Optimizer steps, including those of the checkpoint that was loaded."""
+        return int(self._done)
 
-    def switch(self, part: int) -> None:
-        """End the current part, and begin another."""
-        now = perf_counter()
-        self.seconds[self.part] += now - self.since
-        self.since = now
-        self.part = part
+    def mark(self, part: int) -> None:
+        """End the current part, and begin this one."""
+        self.append(part)
+        self.append(perf_counter())
+        if self.also is not None:
+            self.also(part)
 
-    def count(self, samples: int, tokens: int) -> None:
-        """Count a batch for training."""
-        self.samples += samples
-        self.tokens += tokens
-        self.idle = Part.OTHER
-        self.backwards = 0
+    def note(self, what: int, value: Any) -> None:
+        """Note a value of the current step: what it is (``LOSS`` and so on), and the value."""
+        self.extend((what, (value,)))
 
-    def step_done(self) -> None:
-        """Count an optimizer step, after :meth:`switch`."""
-        self.step = step = self.step + 1
-        self.step_at = since = self.since
-        counters = self.counters
-        counters[_STEP] = step
-        counters[_SAMPLES] = self.samples
-        counters[_TOKENS] = self.tokens
-        counters[_STEP_AT] = since - self.start
-        # The only system call of a step, which costs a virtual machine more than everything else that is measured.
-        ran = thread_time() if self.compares else 0.0
-        # A plain tuple, read as a StepRecord: making an object costs the loop a microsecond.
-        record = (step, self.seconds.tolist(), ran, self.loss, self.norm, self.group, self.indices)
-        self.recent.append(record)
-        self.norm = self.group = self.indices = None
+    def marker(self, part: int) -> Callable[..., None]:
+        """A function that begins a part, as a hook with any arguments."""
+        append, also, now = self.append, self.also, perf_counter
+
+        def begin(*_: Any) -> None:
+            append(part)
+            append(now())
+            if also is not None:
+                also(part)
+
+        return begin
+
+    def step_done(self, *_: Any) -> None:
+        """End the current part, and count an optimizer step; a hook of the optimizer."""
+        append = self.append
+        self._memory[STEP] = self._done = self._done + 1.0
+        if self.compares:
+            # The only system call of a step, which costs a virtual machine more than everything else that is measured.
+            append(RAN)
+            append(thread_time())
+        append(_STEP_ENDS)
+        append(perf_counter())
+        if self.also is not None:
+            self.also(_STEP_ENDS)
         if self.flops is not None:
             self.flops.end_step()
-        if self.on_step is not None:
-            self.on_step(self)
+        if len(self._queue) > _MOST_NOTES:
+            self.bound()
+
+    def bound(self) -> None:
+        """Add up if the thread does not, because a file system does not answer: the queue must not grow without end."""
+        if len(self._queue) > _MOST_NOTES:
+            self.add_up()
+
+    @property
+    def part(self) -> int:
+        """The current part; called by the loop."""
+        try:
+            place = -2
+            while not isinstance(what := self._queue[place], int) or what >= LOSS:
+                place -= 1
+            return what & ~STEP_ENDS
+        except IndexError:  # added up
+            with self._lock:
+                self._add_up()
+                return self._counters.part
+
+    @property
+    def start(self) -> float:
+        """When the recorder was made, as ``time.perf_counter`` has it."""
+        return self._counters.start
+
+    def begin_at(self, step: int) -> None:
+        """Set how many optimizer steps are in the state that the script has loaded."""
+        with self._lock:
+            self._add_up()
+            self._memory[STEP] = self._done = float(step)
+            self._counters.step = step
+
+    def add_up(self) -> None:
+        """Add up what the loop has noted; may be called from another thread."""
+        with self._lock:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        counters, noted, begun, take = self._counters, self._noted, self._begun, self._queue.popleft
+        for _ in range(len(self._queue)):
+            item = take()
+            if isinstance(item, int):
+                begun.append(item)
+                continue
+            what = begun.pop()
+            if what < LOSS:
+                if counters.take(what, item):
+                    self._end_step()
+            else:
+                noted.take(what, item)
+        counters.samples, counters.tokens = noted.samples, noted.tokens
+        if noted.loss is not None:
+            self.loss = noted.loss
+        counters.save(self._memory)
+
+    def _end_step(self) -> None:
+        counters, noted = self._counters, self._noted
+        seconds = [now - before for now, before in zip(counters.seconds, self._seconds, strict=True)]
+        on_device = noted.on_device
+        if on_device is not None:
+            seconds = [on_device[part] if part in STEP_PARTS else seconds[part] for part in Part]
+            total = sum(on_device)
+            counters.shares = [(part, on_device[part] / total) for part in STEP_PARTS] if total > 0 else None
+        self._recent.append(
+            StepRecord(
+                counters.step,
+                seconds,
+                noted.ran,
+                noted.loss,
+                noted.norm,
+                noted.group,
+                noted.indices,
+                on_device is not None,
+            )
+        )
+        self._seconds = list(counters.seconds)
+        noted.end_step()
 
     def latest(self, at_most: int = RECENT_STEPS, after: StepRecord | None = None) -> list[StepRecord]:
         """The latest steps, oldest first; may be called from another thread.
@@ -203,18 +308,13 @@ class Recorder:
             after: a record that was returned before: only those that followed it. Their steps may begin again, where a
                 state was loaded.
         """
-        while True:
-            try:
-                records = list(self.recent)
-                break
-            except RuntimeError:  # the loop has appended meanwhile
-                continue
-        found: list[StepRecord] = []
-        for record in reversed(records):
-            # By the counters, which no other step shares.
-            if len(found) == at_most or (after is not None and record[1] is after.seconds):
-                break
-            found.append(StepRecord._make(record))
+        with self._lock:
+            self._add_up()
+            found: list[StepRecord] = []
+            for record in reversed(self._recent):
+                if len(found) == at_most or record is after:
+                    break
+                found.append(record)
         return found[::-1]
 
     def forget(self, keep: int) -> None:
@@ -222,39 +322,90 @@ class Recorder:
 
         Each holds the indices of its samples, which are many with large batches.
         """
-        while len(self.recent) > keep:
-            self.recent.popleft()
+        with self._lock:
+            while len(self._recent) > keep:
+                self._recent.popleft()
 
     def snapshot(self) -> Snapshot:
         """The counters now; may be called from another thread."""
-        while True:
-            since, part = self.since, self.part
-            seconds: list[float] = list(self.seconds)
-            samples, tokens, step, step_at = self.samples, self.tokens, self.step, self.step_at
-            if since == self.since:
-                break
-        elapsed = perf_counter() - self.start
-        # What the loop has not booked yet belongs to the current part. By difference, so that the sum is exact even
-        # if the loop was interrupted between adding a part and moving `since`.
-        seconds[part] += elapsed - sum(seconds)
-        return Snapshot(
-            seconds,
-            elapsed,
-            Part(part),
-            step,
-            samples,
-            tokens,
-            None if step_at is None else step_at - self.start,
-        )
+        with self._lock:
+            self._add_up()
+            counters = replace(self._counters, seconds=list(self._counters.seconds))
+            # What the loop has not ended yet belongs to the current part.
+            counters.take(counters.part, perf_counter())
+            return Snapshot(
+                counters.seconds,
+                counters.since - counters.start,
+                Part(counters.part),
+                counters.step,
+                counters.samples,
+                counters.tokens,
+                None if counters.step_at is None else counters.step_at - counters.start,
+            )
+
+    def after_fork(self) -> None:
+        """In a forked process: leave the memory of the parent alone."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._queue.clear()
+        self.use(_own_memory())
+
+
+class _Noted:
+    """What the loop has noted of the current step, and counts.
+
+    Attributes:
+        ran: processor time of the step.
+        on_device: seconds by part of the latest step that a device has measured; None without.
+    """
+
+    def __init__(self) -> None:
+        self.samples = self.tokens = 0
+        self.loss: Any = None
+        self.ran = self._ran = 0.0
+        self.on_device: list[float] | None = None
+        self.end_step()
+
+    def end_step(self) -> None:
+        self.norm: Any = None
+        self.group: int | None = None
+        self.indices: list[Any] | None = None
+
+    def take(self, what: int, value: Any) -> None:
+        if what == RAN:
+            self.ran, self._ran = value - self._ran, value
+        elif what == DRAWN:
+            self._take_indices(value.take())
+        elif what == SAMPLES:
+            self.samples += value[0]
+        elif what == TOKENS:
+            self.tokens += value[0]
+        elif what == INDICES:
+            self._take_indices(value[0])
+        elif what == LOSS:
+            self.loss = value[0]
+        elif what == NORM:
+            self.norm = value[0]
+        elif what == GROUP:
+            self.group = value[0]
+        elif what == SKIPPED:
+            value[0].take()
+        else:
+            self.on_device = value[0]
+
+    def _take_indices(self, indices: Any) -> None:
+        self.indices = [*(self.indices or ()), indices]
+
+
+def _own_memory() -> memoryview[float]:
+    return memoryview(bytearray(8 * NUMBERS)).cast("d")
 
 
 _alive: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A forked process must not write to the counters of its parent."""
     for recorder in _alive:
-        recorder.use(_own_memory())
+        recorder.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -354,9 +354,13 @@ def _add_latest(attempt: Attempt, file: Path) -> None:
     started = start_time(attempt.start["pid"])
     # Process ids are used again.
     attempt.running = started is not None and started <= attempt.start["time"]
-    live = read_live(attempt.start.get("live") or "")
-    if live is not None:
-        _add(attempt, {"kind": "sample", "id": attempt.start["id"], **live})
+    live, last = read_live(attempt.start.get("live") or ""), attempt.samples[-1] if attempt.samples else None
+    if live is None:
+        return
+    if last is not None and live["at"] < last.at and live["step"] > last.step:
+        # The loop itself counts the steps there; its seconds are older than those of the latest report.
+        live |= {"at": last.at, "parts": list(last.parts), "samples": max(last.samples, live["samples"])}
+    _add(attempt, {"kind": "sample", "id": attempt.start["id"], **live})
 
 
 def _split(folder: Path, by_slot: dict[tuple[int, int], list[Attempt]]) -> list[Run]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,23 +23,26 @@ from accel_state.errors import ConfigurationError
 from accel_state.paths import make_directory, open_for_writing
 
 from . import process
-from .bad_steps import BadSteps, numbers
-from .live import LiveRecord, read_live, remove_live
-from .parts import NAMES
+from .bad_steps import BadSteps
+from .live import LiveRecord, remove_live
+from .parts import NAMES, STEP_PARTS
 from .recorder import RECENT_STEPS, Recorder
-from .records import FOLDER, bad_step_sentence, encode, encode_now, file_name, read_attempts, to_sample
+from .records import FOLDER, bad_step_sentence, encode, encode_now, file_name, read_attempts
 from .stragglers import REPORTED_STEPS, OwnParts, Watch, encode_recent
+from .values import is_known, number
 
 # Not that of accel_state, which needs a PartialState: scripts without an Accelerator may have none.
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 # Lines are appended at first after this many intervals, later when the run has grown by this share: a run of a month
 # has some thousand lines a rank.
 _INTERVALS = 5
 _GROWTH = 0.002
-# Several reports in the steps in which a slow rank is to be found, but no more than a few a second.
+# Several reports in the steps in which a slow rank is to be found, also where a step takes a few milliseconds.
 _STEPS_A_REPORT = 6
-_FASTEST_SECONDS = 0.25
+_FASTEST_SECONDS = 0.05
+_ADD_UP_SECONDS = 0.25
+"""Seconds between two times at which the counters are added up, at most; a single process reports no faster."""
 # A shared directory takes about this long for each file that rank 0 reads.
 _SECONDS_A_RANK = 0.002
 # How long the end of the process waits for its last line, if the file system does not answer.
@@ -67,7 +73,9 @@ class Reporter:
         started_with: int | None,
         device: torch.device,
     ) -> None:
-        self.recorder, self.interval, self._device = recorder, interval, device
+        self._device = device
+        self.recorder: Recorder = recorder
+        self.interval: float = interval
         self._name = file_name(identity["replica"], identity["rank"])
         self._folder = project_dir / FOLDER
         self._started_with = started_with
@@ -81,8 +89,10 @@ class Reporter:
         """Which parts of a step are known to be this rank's own, without waiting for others."""
         self.memory: int | None = None
         """Bytes in use at the latest report; None if unknown."""
-        self._queued: tuple[int, float] | None = None  # of the last report, with its step
-        self._pause = interval if self._world_size == 1 else min(interval, _FASTEST_SECONDS)
+        self._queued: tuple[int, float] | None = None  # of the last report with another step, with that step
+        # Between such reports: the last step, and mean seconds of a step.
+        self._queued_means: deque[tuple[int, float]] = deque(maxlen=REPORTED_STEPS)
+        self._pause = interval if self._world_size == 1 else min(interval, _ADD_UP_SECONDS)
         self._thread_id = threading.get_native_id()
         self._pid = os.getpid()
         self._id = f"{self._pid:x}-{time.time_ns():x}"
@@ -140,7 +150,6 @@ class Reporter:
         self._finished, self._stop = finished, True
         self._wake.set()
         self._thread.join(_LAST_LINE_SECONDS)
-        self.recorder.on_step = None
 
     @property
     def slow_rank(self) -> int | None:
@@ -157,7 +166,9 @@ class Reporter:
                 self._report(stop)
             if stop:
                 return
-            self._wake.wait(self._pause)
+            due = time.monotonic() + self._pause
+            while (rest := due - time.monotonic()) > 0 and not self._wake.wait(min(rest, _ADD_UP_SECONDS)):
+                self.recorder.add_up()  # what is added up survives a kill
             self._wake.clear()
 
     @contextlib.contextmanager
@@ -181,7 +192,7 @@ class Reporter:
         os.pwrite(self._now, encode_now({**line, **self._recent(line)}), 0)
         self._compare(line["step"])
         self._look_for_bad_steps()
-        self.recorder.forget(REPORTED_STEPS + 1)
+        self.recorder.forget(REPORTED_STEPS)
         with self._lock:
             events, self._events = self._events, []
         lines = [*events]
@@ -205,25 +216,40 @@ class Reporter:
 
     def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
         """The latest steps, for rank 0 to compare, if there are other ranks. Sets the pause to the next report."""
-        records = self.recorder.latest(REPORTED_STEPS + 1)
-        if len(records) < 2:
+        records = self.recorder.latest(REPORTED_STEPS)
+        if not records:
             return {}
-        first, last = records[0], records[-1]
-        mean = (sum(last.seconds) - sum(first.seconds)) / (len(records) - 1)
+        last = records[-1]
+        # Without the start-up that the first step contains.
+        mean = statistics.fmean(sum(record.seconds[part] for part in STEP_PARTS) for record in records)
         # Before the steps to look through are forgotten.
-        pause = max(_FASTEST_SECONDS, RECENT_STEPS / 2 * mean)
+        pause = max(_ADD_UP_SECONDS, RECENT_STEPS / 2 * mean)
         if self._world_size > 1:
             # Rank 0 reads the reports of all ranks.
             pause = max(_FASTEST_SECONDS, _STEPS_A_REPORT * mean, _SECONDS_A_RANK * self._world_size)
         self._pause = min(self.interval, pause)
         if self._world_size == 1:
             return {}
-        queued = line["queued"] or 0.0
-        before, self._queued = self._queued, (last.step, queued)
-        mean_queued = 0.0
-        if before is not None and last.step > before[0]:
-            mean_queued = (queued - before[1]) / (last.step - before[0])
-        return {**self._identity, "recent": encode_recent(records, self.own_parts, mean_queued)}
+        self._note_queued(last.step, line["queued"] or 0.0)
+        if self.own_parts is OwnParts.DEVICE:
+            records = [record for record in records if record.on_device]  # all but the first steps
+        if not records:
+            return {}
+        queued = [self._mean_queued(record.step) for record in records]
+        return {**self._identity, "recent": encode_recent(records, self.own_parts, queued)}
+
+    def _note_queued(self, step: int, queued: float) -> None:
+        before = self._queued
+        if before is not None and step < before[0]:  # a state was loaded
+            self._queued_means.clear()
+            before = None
+        if before is None or step > before[0]:
+            self._queued = (step, queued)
+            mean = 0.0 if before is None else (queued - before[1]) / (step - before[0])
+            self._queued_means.append((step, mean))
+
+    def _mean_queued(self, step: int) -> float:
+        return next((mean for last, mean in self._queued_means if step <= last), 0.0)
 
     def _look_for_bad_steps(self) -> None:
         for found in self._bad_steps.check():
@@ -242,7 +268,7 @@ class Reporter:
             logger.warning(found.sentence())
             self.event("straggler", **asdict(found))
         elif before is not None and self._watch.named is None:
-            logger.warning(f"rank {before.rank} does not make the other ranks wait any longer.")
+            logger.warning(f"rank {before.rank} no longer makes the other ranks wait.")
             self.event("recovered", rank=before.rank, step=step)
 
     def _begin(self) -> None:
@@ -268,11 +294,14 @@ class Reporter:
             return None
         last = attempts[-1]
         if last.finished is None and not last.running and last.start["host"] == socket.gethostname():
-            path = last.start.get("live") or ""
-            live = read_live(path)
-            if live is not None and to_sample(live) is not None:
-                self._append(encode({"kind": "sample", "id": last.start["id"], **live}))
-            remove_live(path)
+            if last.samples:
+                # It may be from memory that is removed here, or from the file that is overwritten next.
+                sample = last.samples[-1]
+                counts = {
+                    name: getattr(sample, name) for name in ("at", "parts", "step", "step_at", "samples", "tokens")
+                }
+                self._append(encode({"kind": "sample", "id": last.start["id"], **counts}))
+            remove_live(last.start.get("live") or "")
         return last.end
 
     def _append(self, content: bytes) -> None:
@@ -301,20 +330,20 @@ class Reporter:
             "step_at": None if snapshot.step_at is None else round(snapshot.step_at, 6),
             "samples": snapshot.samples,
             "tokens": snapshot.tokens,
-            "loss": _value(self.recorder.loss),
+            "loss": self._latest_loss(),
             "memory": memory,
             "ran": ran,
             "queued": queued,
         }
+
+    def _latest_loss(self) -> float | str | None:
+        """The latest loss that is known; values that JSON has no number for as text."""
+        loss = self.recorder.loss
+        value = number(loss) if is_known(loss) else self._bad_steps.loss
+        return value if value is None or math.isfinite(value) else str(value)
 
 
 def _ends_line(file: Path) -> bool:
     with file.open("rb") as stream:
         stream.seek(-1, os.SEEK_END)
         return stream.read(1) == b"\n"
-
-
-def _value(loss: Any) -> float | str | None:
-    """The loss as a number; values that JSON has no number for as text."""
-    (value,) = numbers([loss])
-    return value if value is None or abs(value) < float("inf") else str(value)

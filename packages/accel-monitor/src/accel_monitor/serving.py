@@ -103,9 +103,10 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, folder: Path, host: str, port: int) -> None:
-        self.folder, self.token = folder, token_of(folder)
+        self.folder: Path = folder
+        self.token: str = token_of(folder)
         if ":" in host:
-            self.address_family = socket.AF_INET6
+            self.address_family: int = socket.AF_INET6
         self._lock = threading.Lock()
         self._read: tuple[float, int | None, Run] | None = None
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
@@ -202,6 +203,8 @@ class ServerProcess:
 
     def __init__(self, project_dir: Path, address: str) -> None:
         try:
+            self.host: str
+            self.port: int
             self.host, self.port = parse_listening_address(address)
         except ValueError as error:
             raise ConfigurationError(f"monitor_port={address!r}: {error}") from None

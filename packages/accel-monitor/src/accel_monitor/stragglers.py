@@ -5,13 +5,16 @@ step without waiting. Each rank reports it for its latest steps (``recent`` in i
 rank 0 compares them. No rank communicates for it.
 
 A rank is named when its own time exceeds the median of the other ranks in the steps that all of them report, by a share
-of the step, in most of the steps. The largest and smallest differences are left out, so that a few interruptions do not
-count; a rank that is slow in one step of four is not named. The part that exceeds most is the reason.
+of the step, in most of the steps, and by several times what the difference varies. The largest and smallest differences
+are left out, so that a few interruptions do not count; a rank that is slow in one step of four is not named. The part
+that exceeds most is the reason.
 
-A processor that others use shows in two ways. Where waiting for other ranks is a part of its own, the passes of a step
-take longer than the processor time of the step, which is known for each step. Elsewhere, and for the time that is spent
-on data, the kernel's count of how long the thread was ready and did not run is used, which is known as a mean between
-two reports.
+On a machine that others use, all ranks lack a processor for a part of the time, and one that computes more lacks it
+longer. So that time is compared with the processor time: a host is the reason only where the two have another ratio
+than on the other ranks. Where waiting for other ranks is a part of its own, a rank had no processor while the passes of
+a step took longer than the processor time of the step, which is known for each step. The kernel counts how long the
+thread was ready and did not run, also where it waited for data or other ranks and could go on; that is known as a mean
+between two reports. The longer of the two counts, elsewhere the mean.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,21 @@ REPORTED_STEPS = 28
 _FEWEST_STEPS = 10
 _LEFT_OUT = 2
 _SHARE, _SECONDS = 0.15, 0.002
-_SLOW_STEPS = 0.6
+"""Of a rank's own time, and at least."""
+_SHARE_OF_PASSES = 0.25
+_SLOW_STEPS = 0.75
+_SECONDS_WITHOUT, _STEPS_OF_A_MEAN = 0.001, 2
+"""Without a processor: at least, and steps of which a mean is taken. The scheduler takes a processor away for some
+milliseconds at once, so that a short step loses that or nothing: every other step may lose it."""
+_LACKING, _TIMES_LACKING = 0.3, 1.5
+"""Without a processor for so many seconds, for each of processor time, beyond so many times those of other ranks."""
 _COMPUTE = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 _TICK = 1e-5
 """Seconds of the numbers in a report."""
 _IN_A_ROW, _IN_A_ROW_OF_MEANS = {"data": 1, "compute": 1, "host": 2}, 3
 """Checks that must agree. A mean between two reports says less than the steps themselves."""
+_IN_A_ROW_OF_ANOTHER_PART = 10
+"""Checks that must agree before a rank that is named is named again, with another part: they may alternate."""
 _REPEAT_CHECKS = 20
 """Checks without a finding after which a rank counts as recovered."""
 
@@ -113,27 +124,39 @@ class OwnParts(Enum):
     """Waiting is a part of its own."""
     COMPUTE = "compute"
     """Waiting is in the parts, but not in the processor time of the loop's thread."""
+    DEVICE = "device"
+    """Waiting is a part of its own, and a device has measured them."""
     DATA = "data"
-    """Only the time for data: a device computes."""
+    """Only the time for data: a device computes, and waits for others within the passes."""
 
 
-def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts, queued: float) -> dict[str, Any]:
-    """The report of the latest steps, which follow each other; ``queued`` as in :class:`Recent`."""
+def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts, queued: Sequence[float]) -> dict[str, Any]:
+    """The report of the latest steps, which follow each other.
+
+    Args:
+        records: the steps, at least one.
+        own_parts: what is known of them.
+        queued: for each of them, as in :class:`Recent`.
+    """
     own: list[int] = []
-    for before, after in pairwise(records):
-        spent = [max(0.0, late - early) for late, early in zip(after.seconds, before.seconds, strict=True)]
-        # A thread that waits for other ranks, or for a processor, does not run.
+    for record, of_step in zip(records, queued, strict=True):
+        spent = record.seconds
         passes = sum(spent[part] for part in _COMPUTE)
-        compute = min(passes, after.ran - before.ran)
+        # On the CPU, a thread that waits for other ranks, or for a processor, does not run.
+        compute = passes if own_parts is OwnParts.DEVICE else min(passes, record.ran)
+        if own_parts is OwnParts.ALL:
+            held = max(passes - compute, of_step)
+        else:
+            held = 0.0 if own_parts is OwnParts.DEVICE else queued[-1]
         values = (
             spent[Part.DATA],
             0.0 if own_parts is OwnParts.DATA else compute,
-            spent[Part.OTHER] if own_parts is OwnParts.ALL else 0.0,
-            passes - compute if own_parts is OwnParts.ALL else queued,
+            spent[Part.OTHER] if own_parts in (OwnParts.ALL, OwnParts.DEVICE) else 0.0,
+            held,
         )
         own += [round(value / _TICK) for value in values]
-    mean = own_parts is not OwnParts.ALL
-    return {"last": records[-1].step, "own": own, "queued": round(queued, 6), "held_is_mean": mean}
+    is_mean = own_parts in (OwnParts.COMPUTE, OwnParts.DATA)
+    return {"last": records[-1].step, "own": own, "queued": round(queued[-1], 6), "held_is_mean": is_mean}
 
 
 def decode_recent(line: Mapping[str, Any]) -> Recent | None:
@@ -155,36 +178,109 @@ def find_straggler(ranks: Mapping[int, Recent]) -> Straggler | None:
     Args:
         ranks: the latest steps by rank; those of one group of ranks that synchronise in every step.
     """
-    if len(ranks) < 2:
+    common = _common_steps(ranks) if len(ranks) > 1 else None
+    if common is None:
         return None
+    last, steps = common
+    found = _works_longer(steps) or _lacks_processor(steps)
+    if found is None:
+        return None
+    rank, part, excess, own = found
+    first = last - len(steps[rank].own) + 1
+    return Straggler(rank, ranks[rank].host, ranks[rank].device, part, excess, own, first, last)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a rank that all ranks have reported; seconds of one step are means.
+
+    Attributes:
+        own: as in :class:`Recent`.
+        held: as in :class:`Recent`.
+        queued: as in :class:`Recent`.
+        held_is_mean: as in :class:`Recent`.
+        parts: seconds of data, of computation and of other code.
+        lacking: seconds without a processor.
+    """
+
+    own: Sequence[tuple[float, float, float]]
+    held: Sequence[float]
+    queued: float
+    held_is_mean: bool
+    parts: tuple[float, float, float]
+    lacking: float
+
+    @property
+    def ratio(self) -> float:
+        """Seconds without a processor for each of computation."""
+        return self.lacking / max(self.parts[1], _TICK)
+
+
+def _common_steps(ranks: Mapping[int, Recent]) -> tuple[int, dict[int, _Steps]] | None:
+    """The number of the last step that all ranks have reported, and the steps up to it; None if there are too few."""
     last = min(recent.step for recent in ranks.values())
     first = max(max(recent.step - len(recent.own) + 1 for recent in ranks.values()), last - STEPS + 1)
     count = last - first + 1
     if count < _FEWEST_STEPS:
         return None
-    begins = {rank: first - (recent.step - len(recent.own) + 1) for rank, recent in ranks.items()}
-    rows = {rank: list(recent.own)[begins[rank] :][:count] for rank, recent in ranks.items()}
-    waits = {rank: list(recent.held)[begins[rank] :][:count] for rank, recent in ranks.items()}
-    # First without the time in which a thread had no processor, which is noisy.
-    for with_waits in (0, 1):
-        totals = {
-            rank: [sum(row) + with_waits * wait for row, wait in zip(of_rank, waits[rank], strict=True)]
-            for rank, of_rank in rows.items()
-        }
-        slowest = max(totals, key=lambda rank: statistics.median(totals[rank]))
-        others = [rank for rank in ranks if rank != slowest]
-        typical = [statistics.median(totals[rank][step] for rank in others) for step in range(count)]
-        differences = [mine - other for mine, other in zip(totals[slowest], typical, strict=True)]
-        excess, own = _trimmed(differences), statistics.fmean(totals[slowest])
-        threshold = max(_SECONDS, _SHARE * own)
-        slow_steps = sum(difference > threshold / 2 for difference in differences)
-        if excess >= threshold and slow_steps >= _SLOW_STEPS * count:
-            recent = ranks[slowest]
-            queued = recent.queued - statistics.median(ranks[rank].queued for rank in others)
-            # Without a processor, reading data takes longer, too.
-            part = "host" if with_waits or queued > excess / 2 else _largest(rows, slowest, others)
-            return Straggler(slowest, recent.host, recent.device, part, excess, own, first, last)
-    return None
+    steps = {}
+    for rank, recent in ranks.items():
+        begin = first - (recent.step - len(recent.own) + 1)
+        own, held = list(recent.own)[begin:][:count], list(recent.held)[begin:][:count]
+        data, compute, other = (_trimmed([row[index] for row in own]) for index in range(3))
+        parts = (data, compute, other)
+        steps[rank] = _Steps(own, held, recent.queued, recent.held_is_mean, parts, _trimmed(held))
+    return last, steps
+
+
+def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
+    """The rank that needs more time with a processor: rank, part, seconds more than the others, and seconds in all."""
+    totals = {rank: [sum(row) for row in of_rank.own] for rank, of_rank in steps.items()}
+    slowest = max(totals, key=lambda rank: statistics.median(totals[rank]))
+    others = [rank for rank in steps if rank != slowest]
+    typical = (statistics.median(column) for column in zip(*(totals[rank] for rank in others), strict=True))
+    own = statistics.fmean(totals[slowest])
+    usual = statistics.median(steps[rank].ratio for rank in others) if steps[slowest].parts[1] else 0.0
+    threshold = max(_SECONDS, _SHARE * _caution(usual) * own)
+    excess = _clear_excess([mine - other for mine, other in zip(totals[slowest], typical, strict=True)], threshold)
+    return None if excess is None else (slowest, _largest_part(steps, slowest, others), excess, own)
+
+
+def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
+    """The rank that has no processor more often than the others, for what it computes; as :func:`_works_longer`."""
+    usual = statistics.median_low(of_rank.ratio for of_rank in steps.values())
+    slowest = max(steps, key=lambda rank: steps[rank].lacking - usual * steps[rank].parts[1])
+    mine, others = steps[slowest], [of_rank for rank, of_rank in steps.items() if rank != slowest]
+    usual = statistics.median(of_rank.ratio for of_rank in others)
+    if mine.ratio < _TIMES_LACKING * usual + _LACKING:
+        return None
+    own = sum(mine.parts) + mine.lacking
+    # Where the processor time is unknown, only the time without a processor can be compared.
+    extra = statistics.median(of_rank.lacking for of_rank in others) if not mine.parts[1] else 0.0
+    differences = [held - usual * row[1] - extra for held, row in zip(mine.held, mine.own, strict=True)]
+    threshold = _SHARE_OF_PASSES * _caution(usual) ** 2 * (mine.parts[1] + mine.lacking)
+    excess = _clear_excess(differences, max(_SECONDS_WITHOUT, threshold), _STEPS_OF_A_MEAN)
+    return None if excess is None else (slowest, "host", excess, own)
+
+
+def _caution(ratio: float) -> float:
+    """Where ranks lack a processor, the processor time varies as well: caches and cores are shared with others."""
+    return 1.0 + min(1.0, ratio)
+
+
+def _clear_excess(differences: Sequence[float], threshold: float, of_a_mean: int = 1) -> float | None:
+    """The mean of differences, without the smallest and the largest, if it is above a threshold and no chance.
+
+    Args:
+        differences: of steps that follow each other.
+        threshold: for the mean; three quarters of the steps must have half of it.
+        of_a_mean: so many steps count as one, with their mean.
+    """
+    mean = _trimmed(differences)
+    begins = range(len(differences) % of_a_mean, len(differences), of_a_mean)
+    means = [statistics.fmean(differences[begin : begin + of_a_mean]) for begin in begins]
+    slow = sum(of_steps > threshold / 2 for of_steps in means)
+    return mean if mean >= threshold and slow >= _SLOW_STEPS * len(means) else None
 
 
 def _trimmed(values: Sequence[float]) -> float:
@@ -192,13 +288,21 @@ def _trimmed(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[_LEFT_OUT : len(values) - _LEFT_OUT])
 
 
-def _largest(rows: Mapping[int, Sequence[tuple[float, float, float]]], slowest: int, others: Sequence[int]) -> str:
+def _largest_part(steps: Mapping[int, _Steps], slowest: int, others: Sequence[int]) -> str:
     """The part of a step by which a rank exceeds the others most."""
-    columns = {}
-    for index, name in enumerate(("data", "compute", "host")):
-        typical = statistics.median(statistics.fmean(row[index] for row in rows[rank]) for rank in others)
-        columns[name] = statistics.fmean(row[index] for row in rows[slowest]) - typical
-    return max(columns, key=columns.__getitem__)
+    mine = steps[slowest]
+    more = [mine.parts[part] - statistics.median(steps[rank].parts[part] for rank in others) for part in range(3)]
+    # Without a processor, reading data takes longer, too.
+    usual = statistics.median(steps[rank].ratio for rank in others) if mine.parts[1] else 0.0
+    queued = mine.queued - statistics.median(steps[rank].queued for rank in others)
+    if mine.held_is_mean:
+        by_host = min(queued, mine.queued - usual * mine.parts[1])
+    else:
+        by_host = min(queued, mine.parts[0] * (1 - (1 + usual) / (1 + mine.ratio)))
+    by_host = min(max(0.0, by_host), max(0.0, more[0]))
+    more[0] -= by_host
+    more[2] += by_host
+    return ("data", "compute", "host")[more.index(max(more))]
 
 
 class Watch:
@@ -213,7 +317,7 @@ class Watch:
     """
 
     def __init__(self, folder: Path, replica: int | None, world_size: int) -> None:
-        self.files = [folder / f"{file_name(replica, rank)}.now" for rank in range(world_size)]
+        self.files: list[Path] = [folder / f"{file_name(replica, rank)}.now" for rank in range(world_size)]
         self.named: Straggler | None = None
         self._first: dict[int, Any] = {}
         self._moved: set[int] = set()
@@ -249,8 +353,12 @@ class Watch:
         suspect = (found.rank, found.part)
         self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
+        before = self.named
         by_means = found.part == "host" and any(recent.held_is_mean for recent in ranks.values())
-        if self._in_a_row < (_IN_A_ROW_OF_MEANS if by_means else _IN_A_ROW[found.part]):
+        needed = _IN_A_ROW_OF_MEANS if by_means else _IN_A_ROW[found.part]
+        if before is not None and before.rank == found.rank and before.part != found.part:
+            needed = _IN_A_ROW_OF_ANOTHER_PART
+        if self._in_a_row < needed:
             return None
-        before, self.named = self.named, found
+        self.named = found
         return found if before is None or (before.rank, before.part) != suspect else None

@@ -22,6 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 # Sees every operation below autograd. Documented in the notes on extending PyTorch, but only importable from here.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# Attention as the memory-efficient kernel of GPUs computes it, of tensors without memory; the public function chooses a
+# kernel by the device.
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+
 
 def has_meta_collectives() -> bool:
     """Whether torch's collectives accept tensors without values: in 2.13, not in 2.10. Nothing public tells."""

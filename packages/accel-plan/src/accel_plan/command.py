@@ -35,13 +35,17 @@ _VALUES: dict[str, tuple[int | None, str, str]] = {
     "batch_size": (1, "N", "batch size of the loader (default: 1)"),
     "seq_length": (1, "N", "tokens per sample (default: 2048, or the model's maximum if it is smaller)"),
     "global_batch_tokens": (1, "N", "with --auto: tokens of an optimizer step of all ranks"),
-    "pp_schedule": (None, "NAME", "pipeline schedule: 1f1b (default), gpipe or interleaved1f1b"),
+    "pp_schedule": (
+        None,
+        "NAME",
+        "pipeline schedule: 1f1b (default), gpipe, interleaved1f1b, interleaved_zero_bubble, zbv or dualpipev",
+    ),
     "pp_num_microbatches": (
         1,
         "N",
         "micro batches that a pipeline splits each rank's batch into (default: the pipeline size)",
     ),
-    "pp_stages_per_rank": (1, "N", "pipeline stages per rank (default: 1, or 2 with interleaved1f1b)"),
+    "pp_stages_per_rank": (1, "N", "pipeline stages per rank (default: 1 with 1f1b and gpipe, 2 with others)"),
 }
 _FIRST = ("config", "config_file", "model", "optimizer", "implementation", "memory", "hardware", "html", "output")
 # What a search decides.

@@ -14,9 +14,9 @@ from accel_state.hardware import HardwareProfile
 from .candidates import AXES, FULL, NONE, SELECTIVE, Candidate, Shape
 from .changes import with_values
 from .memory import BACKWARD, FORWARD
-from .operations import OTHER, Message
+from .operations import OTHER, Message, Operation
 from .plan import PlanRequest, is_compiled, make_plan
-from .timing import Speeds, simulate
+from .timing import Speeds
 
 # Messages of hidden states in a block under tensor parallelism: two gathers and two reductions forward, as many
 # backward, and three in a recomputation (docs/guides/planning.md).
@@ -36,8 +36,8 @@ class _Traced:
     forward: float  # seconds
     backward: float
     others: float  # of the blocks' forward pass, besides matrix products and attention
-    update: float  # clipping and the optimizer
-    host: float  # preparing all operations
+    update: tuple[Operation, ...]  # clipping and the optimizer, of all parameters
+    host: float  # preparing all operations of a pass
     weights: int  # bytes
     activations: float  # bytes a token, of all blocks
     element: int  # bytes of a value in the compute dtype
@@ -59,6 +59,8 @@ class Estimates:
     ) -> None:
         self._request, self._shape, self._hardware, self._length = request, shape, hardware, length
         self._compiled, self._precision = is_compiled(request.settings), precision
+        self._speeds = Speeds(replace(hardware, operation_seconds=0.0), self._compiled)
+        self._updates: dict[int, float] = {}
 
     def bytes(self, item: Candidate) -> float:
         """At the peak of a step."""
@@ -89,14 +91,32 @@ class Estimates:
         gather, reduce = self._data_messages(item, traced)
         blocks = max(self._shape.blocks // axes["pp"], 1)
         behind_forward, behind_backward = (forward / blocks, backward / blocks) if overlaps else (0.0, 0.0)
-        waits = gather + blocks * (max(0.0, gather - behind_forward) + max(0.0, gather - behind_backward))
-        waits += blocks * self._model_messages(item, traced)
-        stages = 2 if item.schedule == "interleaved1f1b" else 1
-        computed = (forward + backward) * (1 + (axes["pp"] - 1) / item.micro_batches / stages)
+        # Computation hides messages, but for the first gather and the last reduction.
+        hidden = 1 if overlaps else 0
+        waits = hidden * gather + blocks * (max(0.0, gather - behind_forward) + max(0.0, gather - behind_backward))
         host = traced.host / axes["pp"] * (1.0 if item.checkpointing == NONE else 4 / 3) * item.micro_batches
-        micro = max(computed, host) if overlaps else computed + host
-        reduction = reduce + blocks * max(0.0, reduce - behind_backward)
-        return item.steps * (micro + waits) + reduction + traced.update / (item.shards * item.split)
+        computed = forward + backward if overlaps else forward + backward + host
+        computed = (computed + blocks * self._model_messages(item, traced, computed / blocks)) * self._bubble(item)
+        micro = max(computed, host) if overlaps else computed
+        reduction = hidden * reduce + blocks * max(0.0, reduce - behind_backward)
+        update = self._update_seconds(item.shards * axes["tp"]) / axes["pp"]
+        return item.steps * (micro + waits) + reduction + update
+
+    def _bubble(self, item: Candidate) -> float:
+        """How many times its work a rank of a pipeline takes."""
+        alone = self._hardware.alone_speedup
+        stages = 2 if item.schedule == "interleaved1f1b" else 1
+        waiting = 1 + (item.axes["pp"] - 1) / item.micro_batches / stages
+        # Where ranks share processors, those that work get the time of those that wait.
+        return waiting if item.axes["pp"] == 1 or alone <= 1 else max(1.0, waiting / alone)
+
+    def _update_seconds(self, parts: int) -> float:
+        """Of clipping and the optimizer, if each parameter is divided into so many parts."""
+        if parts not in self._updates:
+            items, host = self._traced.update, self._hardware.operation_seconds
+            divided = (_times(one, 1 / parts) for one in items)
+            self._updates[parts] = sum(self._speeds.seconds(one) + one.calls * host for one in divided)
+        return self._updates[parts]
 
     def _data_messages(self, item: Candidate, traced: _Traced) -> tuple[float, float]:
         """Seconds in which the parameters of a block are gathered, and its gradients reduced."""
@@ -110,25 +130,30 @@ class Estimates:
             reduce += self._message("all-reduce", size / item.shards, copies, stride)
         return gather, reduce
 
-    def _model_messages(self, item: Candidate, traced: _Traced) -> float:
-        """Seconds of the messages of a block that its computation waits for."""
-        axes, shape, seconds = item.axes, self._shape, 0.0
-        tokens = item.batch_size * self._length * traced.element
+    def _model_messages(self, item: Candidate, traced: _Traced, computed: float) -> float:
+        """Seconds of the messages of a block that its computation, of so many seconds, waits for."""
+        axes, shape, number = item.axes, self._shape, item.micro_batches
+        tokens = item.batch_size / number * self._length * traced.element
+        again = 0 if item.checkpointing == NONE else 1
+        kinds = []  # messages of a micro batch: how many, and what they are
         if axes["tp"] > 1:
-            number = _TENSOR_MESSAGES + (0 if item.checkpointing == NONE else _TENSOR_AGAIN)
-            seconds += number * self._message("all-gather", tokens * shape.hidden / item.sequence, axes["tp"], 1)
+            size = tokens * shape.hidden / item.sequence
+            kinds.append((_TENSOR_MESSAGES + again * _TENSOR_AGAIN, "all-gather", size, axes["tp"], 1))
         if axes["cp"] > 1:  # keys and values, and their gradients
-            keys = 2 * shape.key_heads * shape.head / axes["tp"]
-            seconds += 3 * self._message("all-gather", tokens * keys, axes["cp"], axes["tp"])
-        passes = 2 if item.checkpointing == NONE else 3
+            size = tokens * 2 * shape.key_heads * shape.head / axes["tp"]
+            kinds.append((3, "all-gather", size, axes["cp"], axes["tp"]))
         if axes["sp"] > 1:  # queries, keys, values and results
-            heads = 2 * (shape.heads + shape.key_heads) * shape.head / axes["tp"]
-            seconds += passes * self._message("all-to-all", tokens * heads / axes["sp"], axes["sp"], axes["tp"])
+            size = tokens * 2 * (shape.heads + shape.key_heads) * shape.head / axes["tp"] / axes["sp"]
+            kinds.append((2 + again, "all-to-all", size, axes["sp"], axes["tp"]))
+        seconds, total = 0.0, number * sum(times for times, *_ in kinds)
+        for times, kind, size, ranks, stride in kinds:
+            waiting = self._speeds.waiting_seconds(computed / total, ranks)
+            seconds += number * times * (self._message(kind, size, ranks, stride) + waiting)
         return seconds
 
     def _message(self, kind: str, payload: float, ranks: int, stride: int) -> float:
         group = tuple(range(0, ranks * stride, stride))
-        return Speeds(self._hardware).message_seconds(Message(kind, "", group, int(payload), ""))
+        return self._speeds.message_seconds(Message(kind, "", group, int(payload), ""))
 
     @functools.cached_property
     def _traced(self) -> _Traced:
@@ -136,20 +161,28 @@ class Estimates:
         processes = int(settings["num_processes"])
         base = Candidate({**one, "dp_shard": processes}, 1, 1, NONE, self._precision)
         plan = make_plan(replace(self._request, settings=with_values(settings, base.values()), batch_size=1, rank=0))
-        speeds = Speeds(self._hardware, self._compiled)
         items = [item for _, part in plan.operations for item in part if item.message is None and not item.lane]
-        phases = simulate(((1, tuple(items)),), speeds).phases
-        blocks = [item for item in items if item.phase == FORWARD and item.kind == OTHER and item.block is not None]
+        passes = [item for item in items if item.phase in (FORWARD, BACKWARD)]
+        seconds = {
+            phase: sum(self._speeds.seconds(item) for item in passes if item.phase == phase)
+            for phase in (FORWARD, BACKWARD)
+        }
+        blocks = [item for item in passes if item.phase == FORWARD and item.kind == OTHER and item.block is not None]
         element = 4 if self._precision == "no" else 2
         logits = self._length * self._shape.vocabulary * (element + 2 * 4)
         return _Traced(
-            forward=phases[FORWARD],
-            backward=phases[BACKWARD],
-            others=sum(map(speeds.seconds, blocks)),
-            update=sum(seconds for phase, seconds in phases.items() if phase not in (FORWARD, BACKWARD)) * processes,
-            host=sum(item.calls for item in items if not (item.fused and self._compiled))
+            forward=seconds[FORWARD],
+            backward=seconds[BACKWARD],
+            others=sum(map(self._speeds.seconds, blocks)),
+            update=tuple(_times(item, processes) for item in items if item.phase not in (FORWARD, BACKWARD)),
+            host=sum(item.calls for item in passes if not (item.fused and self._compiled))
             * self._hardware.operation_seconds,
             weights=4 * plan.parameters,
             activations=max(plan.memory.activations - logits, plan.memory.activations // 10) / self._length,
             element=element,
         )
+
+
+def _times(item: Operation, number: float) -> Operation:
+    """An operation on so many times the bytes."""
+    return replace(item, bytes=int(item.bytes * number), fused_bytes=int(item.fused_bytes * number))

@@ -125,15 +125,16 @@ class MemoryTracker(TorchDispatchMode):
     Tensors that an operation makes and frees inside are not seen: they belong to the kernels of a device.
     """
 
-    def __init__(self, axes: Axes, timed: bool = False) -> None:
+    def __init__(self, axes: Axes, timed: bool = False, on_cpu: bool = False) -> None:
         super().__init__()
         self._axes = axes
         self._timed = timed
+        self._on_cpu = on_cpu
         self._held: dict[int, _Held] = {}
         self._events: list[_Raw] = []
         self._start: list[tuple[_Held, int]] = []
         self._recording = False
-        self.position = _Position()
+        self.position: _Position = _Position()
         self.names: dict[int, str] = {}  # of modules, by id
         self._container = ""
         self._operations: OperationRecorder | None = None
@@ -164,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):
         self._start = [(held, held.size) for held in present if held.size]
         self._events, self._recording = [], True
         if self._timed:
-            self._operations = OperationRecorder(self._axes, self._held.__contains__)
+            self._operations = OperationRecorder(self._axes, self._held.__contains__, self._on_cpu)
 
     def begin_pass(self, times: int) -> None:
         """A forward and backward pass begins that happens ``times`` times in a step, or the update."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from accel_state.flops import grouped_product_flops
+from accel_state.flops import attention_flops, grouped_product_flops
 
 from ._torch_compat import process_group_of, schema_of, storage_id
 from .record import COLLECTIVES, POINT_TO_POINT, SEND, Axes, axis_of, tensors_in
@@ -51,6 +51,7 @@ class Message:
     lane: str  # messages of one lane follow each other; lanes overlap with computation and each other
     early: bool = False  # a gather of parameters: ready as soon as the one before it was used
     after: str = ""  # the lane whose last message makes the input; empty if an operation makes it
+    bucketed: bool = False  # sent together with others, as DDP does
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class OperationRecorder:
     Args:
         axes: the mesh.
         is_alive: whether a storage still exists.
+        on_cpu: whether the kernels are those of CPUs.
     """
 
-    def __init__(self, axes: Axes, is_alive: Callable[[int], bool]) -> None:
+    def __init__(self, axes: Axes, is_alive: Callable[[int], bool], on_cpu: bool = False) -> None:
         self._axes = axes
+        self._on_cpu = on_cpu
         self._is_alive = is_alive
         self._groups: dict[tuple[int, int, int], tuple[str, tuple[int, ...]]] = {}
         self._passes: list[tuple[int, list[Operation]]] = [(1, [])]
@@ -146,7 +149,7 @@ class OperationRecorder:
         made = tensors_in(result)
         short = name.removeprefix("aten::").split(".")[0]
         kind = PRODUCT if short in _PRODUCTS else ATTENTION if short.startswith(_ATTENTION) else OTHER
-        flops = _flops(func, short, args, kwargs, result) if kind != OTHER else 0
+        flops = _flops(func, short, args, kwargs, result, self._on_cpu) if kind != OTHER else 0
         moved = _moved(func, args, given, made)
         dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in given if tensor.is_floating_point()), "")
         side = ""
@@ -181,7 +184,8 @@ class OperationRecorder:
         payload = sum(tensor.nbytes for tensor in tensors_in(result if index < 0 else args[index]))
         if kind == SEND:
             kind = "gradients" if phase in _BACKWARD else "activations"
-        data = "dp" in axis
+        # Tokens for experts on the ranks of an axis of data are waited for, as those of tensor parallelism are.
+        data = "dp" in axis and kind != "all-to-all"
         lane = f"{'gather' if kind == 'all-gather' else 'reduce'} {axis}" if data else f"exchange {axis}"
         before = {self._pending[key] for key in map(storage_id, given) if key in self._pending}
         others = [pending for pending in before if pending[0] != lane]
@@ -191,7 +195,9 @@ class OperationRecorder:
         # Results of functional collectives are new tensors; others write into their first argument.
         outputs = tensors_in(args[0] if name.startswith("c10d::") else result) if kind not in POINT_TO_POINT else []
         self._pending.update({storage_id(tensor): (lane, number) for tensor in outputs})
-        message = Message(kind, axis, ranks, payload, lane, early, after)
+        # FSDP's all-reduce between replicas is of gradients that it has reduced before.
+        bucketed = data and kind == "all-reduce" and not after and phase in _BACKWARD
+        message = Message(kind, axis, ranks, payload, lane, early, after, bucketed)
         self._add(Operation(block, phase, OTHER, kind, module, "", 0, 0, 0, False, (), lane, message))
 
     def _wait_for(self, lanes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -271,28 +277,39 @@ def _moved(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], made: 
     return written + sum({storage_id(tensor): _size(tensor) for tensor in given}.values())
 
 
-def _flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+def _flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], result: Any, on_cpu: bool) -> int:
     """FLOPs as torch's own counter has them; half of attention's if it is causal, since kernels skip the other half."""
     if short.startswith(_ATTENTION):
-        return _attention_flops(func, short, args, kwargs)
+        return _attention_flops(func, short, args, kwargs, on_cpu)
     if short == "_grouped_mm":
         return grouped_product_flops(args[0].shape, args[1].shape)
     counter = flop_registry.get(func.overloadpacket)
     return 0 if counter is None else int(counter(*args, **kwargs, out_val=result))
 
 
-def _attention_flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any]) -> int:
-    """Two products forward; five backward, of which one repeats the forward pass.
-
-    Source: Dao, FlashAttention-2, arXiv:2307.08691, section 4.1.
-    """
+def _attention_flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], on_cpu: bool) -> int:
+    """Two products forward; five backward, of which one repeats the forward pass."""
     names = [argument.name for argument in schema_of(func).arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = named["query"], named["key"], named["value"]
-    batch, heads, length, width = query.shape
-    products = batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    share = 0.5 if named.get("is_causal", False) else 1.0
-    return int(2 * products * share * (2.5 if "backward" in short else 1))
+    products = attention_flops(query.shape, key.shape, value.shape)
+    share = 1.0
+    if named.get("is_causal", False):
+        share = _causal_share_on_cpu(query.shape[-2], key.shape[-2]) if on_cpu else 0.5
+    return int(products * share * (2.5 if "backward" in short else 1))
+
+
+def _causal_share_on_cpu(queries: int, keys: int) -> float:
+    """The share of all scores that torch's kernel for CPUs computes: those of blocks of keys that are not all masked.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, torch 2.6 to 2.13.
+    """
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    scores = 0
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries)
+        scores += (last - first) * min(-(-last // 512) * 512, keys)
+    return scores / (queries * keys)
 
 
 def more_operations(smaller: Passes, larger: Passes, blocks: int, steps: int) -> Passes | None:

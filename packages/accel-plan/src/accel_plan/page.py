@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from accel_state.charts.page import Cell, Curve, chart, charts, document, table
 from accel_state.hardware import HardwareProfile
+from accel_state.humanize import counted
 
 from .memory import CATEGORIES, StepMemory
 from .plan import RankPlan
@@ -30,9 +31,10 @@ def as_html(plan: RankPlan, hardware: HardwareProfile | None) -> str:
     if plan.step is not None:
         figures.append(_memory_chart(plan, plan.step))
     if plan.time is not None and hardware is not None:
-        speeds = Speeds(hardware, plan.time.compiled, plan.mixed_precision == "fp8")
+        fp8 = plan.mixed_precision == "fp8"
+        speeds = Speeds(hardware, plan.time.compiled, fp8, plan.time.overlaps_products)
         figures.append(_time_chart(simulate(plan.operations, speeds, timeline=True).spans))
-    title = f"{plan.model} on {plan.processes:,} processes"
+    title = f"{plan.model} on {counted(plan.processes, 'process')}"
     parts = [f"<h1>{escape(title)}</h1>", charts(figures) if figures else "", "<h2>Mesh</h2>", _mesh(plan, hardware)]
     if plan.time is not None:
         parts += ["<h2>Time</h2>", _seconds(plan)]

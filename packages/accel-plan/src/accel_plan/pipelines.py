@@ -125,7 +125,7 @@ def trace_pipeline(
     if traced is None:
         shared = SharedSplit()
         traced = {index: trace(replace(task, rank=rank), shared) for index, rank in enumerate(ranks)}
-    stages = tuple(tuple(range(index, stage_count, size)) for index in range(size))
+    stages = tuple(tuple(settings.stages_of(index, size)) for index in range(size))
     traces = tuple(traced[index][0] for index in range(size))
     return TracedPipeline(position, ranks, stages, blocks, traces), traced[position][1]
 

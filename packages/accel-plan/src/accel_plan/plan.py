@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
 from accel_bigmodel.estimate.training import DIVISIONS, OPTIMIZER_COPIES, TrainingMemory, memory_of_rank
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import HardwareProfile
@@ -72,6 +72,7 @@ class RankPlan:
     mixed_precision: str
     optimizer: str
     offloaded: tuple[str, ...] = ()  # the parts of memory in CPU memory or on a drive
+    offloads_activations: bool = False  # whether inputs of checkpointed blocks, counted here, are in CPU memory
     pipeline: PipelinePlan | None = None
     peak: PeakMemory | None = None  # None if the memory of a step is not followed
     unfollowed: str = ""  # what of the configuration is the reason
@@ -122,7 +123,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
     pipeline_plan: PipelinePlan | None = None
     ranks: tuple[Passes, ...] = ()  # of a pipeline
     # Blocks of which only some are checkpointed are not alike.
-    all_blocks = request.all_blocks or settings["fsdp_activation_checkpointing_every"] > 1
+    every = (settings["fsdp_activation_checkpointing_every"], settings["activation_checkpointing_every"] or 1)
+    all_blocks = request.all_blocks or max(every) > 1
     if task.pipeline is not None:
         traced, batch = trace_pipeline(task, task.pipeline, all_blocks)
         memories = [_memory_of(item, strategy, axes, optimizer, precision) for item in traced.traces]
@@ -154,6 +156,7 @@ def make_plan(request: PlanRequest) -> RankPlan:
         mixed_precision=precision,
         optimizer=optimizer,
         offloaded=_offloaded_parts(settings),
+        offloads_activations=_offloads_activations(settings),
         pipeline=pipeline_plan,
         peak=None if result.step is None else peak_of(result.step),
         unfollowed=_unfollowed(settings, task.pipeline),
@@ -179,7 +182,8 @@ def _time_of(
     if hardware is None or not operations:
         return None
     precision = settings["mixed_precision"] or "no"
-    speeds = Speeds(hardware, is_compiled(settings), fp8=precision == FP8)
+    overlaps = bool(settings["parallelism_config_enable_async_tp"])
+    speeds = Speeds(hardware, is_compiled(settings), fp8=precision == FP8, overlaps_products=overlaps)
     bubble = 0.0
     if task.pipeline is not None:
         position = ranks.index(operations)
@@ -202,6 +206,8 @@ def _untimed(settings: Resolution, pipeline: PipelineParallelConfig | None) -> s
         return f"of {strategy_of(settings)}"  # computed from the trace of a replica
     if _offloaded_parts(settings):
         return "with offloaded parts"  # transfers to and from the host are not traced
+    if _offloads_activations(settings):
+        return "with activations in host memory"
     if pipeline is not None and pipeline.schedule not in TIMED_SCHEDULES:
         return f"in the schedule {pipeline.schedule}"
     return ""
@@ -263,6 +269,7 @@ def _trace_task(request: PlanRequest) -> TraceTask:
         pipeline=pipeline,
         optimizer=request.optimizer,
         implementation=request.implementation or ("for_loop" if settings["cpu"] else None),
+        on_cpu=bool(settings["cpu"]),
         follow=not _unfollowed(settings, pipeline),
         timed=request.hardware is not None and not _untimed(settings, pipeline),
     )
@@ -274,8 +281,6 @@ def _unfollowed(settings: Resolution, pipeline: PipelineParallelConfig | None) -
         return f"of {strategy_of(settings)}"  # not traced
     if _offloaded_parts(settings):
         return "with offloaded parts"  # on the CPU here like all others
-    if pipeline is not None and pipeline.schedule in SPLIT_BACKWARD:
-        return f"in the schedule {pipeline.schedule}"  # not compared with real runs
     if pipeline is not None and strategy_of(settings) != "ddp":
         return "of a pipeline with sharded parameters"  # real ranks took up to 10% more than was followed
     if settings["use_parallelism_config"] and settings["parallelism_config_ep_size"] > 1:
@@ -284,7 +289,7 @@ def _unfollowed(settings: Resolution, pipeline: PipelineParallelConfig | None) -
 
 
 def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:
-    if settings["use_fsdp"] and settings["fsdp_offload_params"]:
+    if _uses_fsdp(settings) and settings["fsdp_offload_params"]:
         return "weights", "gradients", "optimizer"
     if not settings["use_deepspeed"]:
         return ()
@@ -292,9 +297,21 @@ def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:
     return tuple(part for part, name in devices.items() if settings[name] not in (None, "none"))
 
 
+def _offloads_activations(settings: Resolution) -> bool:
+    """Whether inputs of checkpointed blocks are kept in host memory."""
+    if _uses_fsdp(settings):
+        return bool(settings["fsdp_activation_checkpointing"] and settings["fsdp_activation_checkpointing_offload"])
+    return bool(settings["activation_checkpointing"] and settings["activation_checkpointing_offload"])
+
+
 def _traced_variables(settings: Resolution) -> dict[str, str]:
-    """The launcher's variables; a step in 8 bits is traced in bf16, which has the same messages."""
+    """The launcher's variables; a step in 8 bits is traced in bf16, which has the same messages.
+
+    Products that overlap with their communication are traced without: their operators hide what they send.
+    """
     variables = settings.environment()
+    if settings["parallelism_config_enable_async_tp"]:
+        variables["PARALLELISM_CONFIG_ENABLE_ASYNC_TP"] = "false"
     return {**variables, "ACCELERATE_MIXED_PRECISION": "bf16"} if settings["mixed_precision"] == FP8 else variables
 
 
@@ -346,6 +363,11 @@ def _sequence_length(requested: int | None, config: Any) -> int:
     return min(DEFAULT_SEQ_LENGTH, maximum) if requested is None else requested
 
 
+def _uses_fsdp(settings: Resolution) -> bool:
+    """Whether FSDP shards the model: one process trains without it, with a warning."""
+    return bool(settings["use_fsdp"]) and settings["num_processes"] != 1
+
+
 def strategy_of(settings: Resolution) -> str:
     """How the model is sharded, as a key of ``accel_bigmodel.estimate.training.DIVISIONS``."""
     if settings["use_deepspeed"]:
@@ -356,7 +378,7 @@ def strategy_of(settings: Resolution) -> str:
             shards *= settings[f"parallelism_config_{axis}_size"]
         if shards == 1:
             return "ddp"
-    if not settings["use_fsdp"]:
+    if not _uses_fsdp(settings):
         return "fsdp2" if settings["use_parallelism_config"] else "ddp"
     if settings["fsdp_version"] == 2:
         return "fsdp2" if settings["fsdp_reshard_after_forward"] else "fsdp2_no_reshard"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.humanize import convert_bytes
+from accel_state.humanize import convert_bytes, counted
 
 from .changes import Changes
 from .memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
@@ -30,8 +30,8 @@ def as_text(plan: RankPlan, changes: Changes | None = None) -> str:
 def _head(plan: RankPlan) -> list[str]:
     coordinates = ", ".join(f"{name} {value} of {size}" for name, (value, size) in plan.coordinates.items())
     lines = [
-        f"{plan.model}: {plan.parameters:,} parameters, {plan.strategy} on {plan.processes:,} processes, mixed "
-        f"precision: {plan.mixed_precision}",
+        f"{plan.model}: {plan.parameters:,} parameters, {plan.strategy} on {counted(plan.processes, 'process')}, "
+        f"mixed precision: {plan.mixed_precision}",
         f"rank {plan.rank}: {coordinates}",
     ]
     pipeline = plan.pipeline
@@ -65,9 +65,12 @@ def _pipeline(plan: RankPlan) -> list[str]:
 
 
 def _memory(plan: RankPlan) -> list[str]:
-    if plan.peak is not None:
-        return [*_peak(plan, plan.peak), *_verdict(plan)]
-    return _estimate(plan)
+    lines = [*_peak(plan, plan.peak), *_verdict(plan)] if plan.peak is not None else _estimate(plan)
+    if plan.offloads_activations:
+        lines.append(
+            "  The inputs of checkpointed blocks count as if the device kept them. They are offloaded: it needs less."
+        )
+    return lines
 
 
 def _estimate(plan: RankPlan) -> list[str]:

@@ -24,8 +24,10 @@ from .plan import PlanRequest, RankPlan, make_plan
 SHOWN = 5
 _PLANNED, _PLANNED_ALIKE = 6, 3
 """Number of configurations that are planned, and of those that differ in batches, sharding and checkpointing only."""
+_PIPELINES, _PIPELINES_ALIKE = 3, 1
+"""The same for pipelines, which come on top."""
 _FASTER = 0.9
-"""Estimated share of the best step below which a pipeline is planned, which takes minutes."""
+"""Estimated share of the best other step below which a pipeline is planned, which takes minutes."""
 _TOO_LARGE = 1.15
 """Share of the memory from which an estimate leaves a configuration out."""
 
@@ -170,16 +172,20 @@ def _plan_first(
     refused: dict[str, str] = {}
     alike: Counter[tuple[int, ...]] = Counter()
     errors: dict[tuple[str, int], float] = {}  # of the estimates of memory, where one was planned
+    counts = Counter[bool]()
     # Those of pipelines take longest to make, so they are made last, and only where they may be faster.
     for candidate in sorted(ordered, key=lambda item: item.axes["pp"] > 1):
-        if candidate.axes["pp"] > 1 and not _may_be_faster(estimates, candidate, choices, limit):
+        pipeline = candidate.axes["pp"] > 1
+        if pipeline and not _may_be_faster(estimates, candidate, choices, limit):
             continue
-        enough = any(choice.plan.total <= limit for choice in choices)
-        if len(choices) + len(refused) >= (_PLANNED if enough else 3 * _PLANNED):
-            break
+        fits = any(choice.plan.total <= limit for choice in choices)
+        number, alike_number = (_PIPELINES, _PIPELINES_ALIKE) if pipeline else (_PLANNED, _PLANNED_ALIKE)
+        if counts[pipeline] >= (number if fits else 3 * _PLANNED):
+            continue
         size, kind = estimates.bytes(candidate), (candidate.checkpointing, candidate.axes["tp"])
-        if alike[candidate.family] >= _PLANNED_ALIKE or size * errors.get(kind, 0.0) > limit:
+        if alike[candidate.family] >= alike_number or size * errors.get(kind, 0.0) > limit:
             continue
+        counts[pipeline] += 1
         try:
             with _frozen():
                 plan = replace(make_plan(planning_request(request, candidate)), operations=(), step=None)
@@ -206,8 +212,8 @@ def _frozen() -> Iterator[None]:
 
 
 def _may_be_faster(estimates: Estimates, candidate: Candidate, choices: Sequence[Choice], limit: int) -> bool:
-    fitting = [choice for choice in choices if choice.plan.total <= limit]
-    best = min(fitting, key=lambda choice: choice.seconds, default=None)
+    others = [choice for choice in choices if choice.plan.total <= limit and choice.candidate.axes["pp"] == 1]
+    best = min(others, key=lambda choice: choice.seconds, default=None)
     return best is None or estimates.seconds(candidate) < _FASTER * estimates.seconds(best.candidate)
 
 

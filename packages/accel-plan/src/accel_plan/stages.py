@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,8 +106,9 @@ class SimulatedPipeline(TrainingPipeline):
     """
 
     def __init__(self, monitor: StageMonitor, *args: Any, **settings: Any) -> None:
-        self.monitor, monitor.pipeline = monitor, self
-        self.stage_class = functools.partial(monitored_stage_class(), monitor)
+        monitor.pipeline = self
+        self.monitor: StageMonitor = monitor
+        self.stage_class: Callable[..., Any] = functools.partial(monitored_stage_class(), monitor)
         super().__init__(*args, **settings)
 
     def split_model(self, *args: Any) -> PipelineSplit:

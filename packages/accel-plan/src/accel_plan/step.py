@@ -40,13 +40,13 @@ class ShardOptimizer:
     """
 
     def __init__(self, name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> None:
-        self.shards = {parameter: parameter for parameter in parameters}
+        self.shards: dict[torch.Tensor, torch.Tensor] = {parameter: parameter for parameter in parameters}
         meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in self.shards}
         # DTensors of several meshes are not updated together; those that are alike are.
         if len(meshes) == 1 and None not in meshes:
             for parameter in self.shards:
                 self.shards[parameter] = nn.Parameter(local_tensor(parameter).detach(), parameter.requires_grad)
-        self.optimizer = build_optimizer(name, implementation, self.shards.values())
+        self.optimizer: torch.optim.Optimizer = build_optimizer(name, implementation, self.shards.values())
 
     def step(self) -> None:
         """Update the shards."""

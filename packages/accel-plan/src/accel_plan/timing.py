@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import HardwareProfile
@@ -24,8 +24,12 @@ _FUNCTIONS = frozenset(
     ("exp", "log", "_softmax", "_log_softmax", "silu", "gelu", "sigmoid", "tanh", "sqrt", "rsqrt", "sin", "cos")
 )
 """Operations that compute longer than they move their bytes, where processors are slow."""
+_OF_UNITS = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat")
+"""Operations with which FSDP 2 begins to gather the parameters of a unit, and to reduce its gradients."""
 OPTIMIZER, HOST, BUBBLE = "clipping and optimizer", "waiting for the host", "pipeline bubble"
-EXPOSED = "exposed communication"
+EXPOSED, WAITING = "exposed communication", "waiting"
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""DDP all-reduces gradients once those that are ready have so many bytes: its defaults, the first time and later."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class StepTime:
     compiled: bool
     compared: bool  # whether the speeds of the device are measured, or fitted to runs on it
     bottleneck: str = ""
+    overlaps_products: bool = False  # as of :class:`Speeds`
 
 
 @dataclass
@@ -69,11 +74,14 @@ class Speeds:
         hardware: the device.
         compiled: torch.compile fuses what is between two matrix products.
         fp8: matrix products in the blocks of the model have operands of 8 bits.
+        overlaps_products: messages of tensor parallelism travel in pieces beside the products next to them, as with
+            ``enable_async_tp``.
     """
 
     hardware: HardwareProfile
     compiled: bool = False
     fp8: bool = False
+    overlaps_products: bool = False
 
     def share(self, name: str) -> float:
         """The share of a number of the profile that is reached."""
@@ -123,22 +131,37 @@ class Speeds:
         hardware, ranks, kind = self.hardware, message.ranks, message.kind
         nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
         sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))
-        if len(nodes) == 1 and (measured := hardware.measured_seconds(kind, sent)) is not None:
+        if len(nodes) == 1 and (measured := self._curve_of_group(kind, len(ranks), sent)) is not None:
             return measured
-        bandwidth = float("inf")
+        link = network = float("inf")
         if max(nodes.values()) > 1:
-            bandwidth = self._known(hardware.link_bandwidth, "link_bandwidth", len(ranks), len(nodes))
+            link = self._known(hardware.link_bandwidth, "link_bandwidth", len(ranks), len(nodes))
         if len(nodes) > 1:
             network = self._known(hardware.network_bandwidth, "network_bandwidth", len(ranks), len(nodes))
+        near = min(nodes.values())
+        if kind == "all-to-all":
+            # What a rank sends to each other one is for that one alone, and leaves the node through its own port.
+            portion = message.payload / len(ranks)
+            moving = max(portion * (near - 1) / link, portion * (len(ranks) - near) / network)
+        else:
             # Rings enter and leave a node through the ports of all its devices in the group.
-            bandwidth = min(bandwidth, network * min(nodes.values()))
+            moving = sent / min(link, network * near)
         steps, between = len(ranks) - 1, len(nodes) - 1
         if kind in POINT_TO_POINT or kind == "broadcast":
             steps, between = 1, min(between, 1)
         elif kind == "all-reduce":
             steps, between = 2 * steps, 2 * between
         latency = (steps - between) * hardware.link_latency + between * hardware.network_latency
-        return hardware.message_seconds + latency + sent / (bandwidth * self.share("links"))
+        return hardware.message_seconds + latency + moving / self.share("links")
+
+    def waiting_seconds(self, computed: float, ranks: int) -> float:
+        """In which ranks that have computed so many seconds since their last message wait for the slowest of them."""
+        return self._curve_of_group(WAITING, ranks, computed) or 0.0
+
+    def _curve_of_group(self, name: str, ranks: int, size: float) -> float | None:
+        """Of a curve of so many ranks of a node, or that of all of them."""
+        seconds = self.hardware.measured_seconds(f"{name} of {ranks}", size)
+        return self.hardware.measured_seconds(name, size) if seconds is None else seconds
 
     def _known(self, value: float | None, name: str, ranks: int, nodes: int) -> float:
         if value is None:
@@ -161,7 +184,7 @@ class Simulation:
 
     def __init__(self, speeds: Speeds, timeline: bool = False) -> None:
         self.speeds = speeds
-        self.clock = 0.0
+        self.clock: float = 0.0
         self.parts: defaultdict[str, float] = defaultdict(float)
         self.messages: defaultdict[str, float] = defaultdict(float)
         self.phases: defaultdict[str, float] = defaultdict(float)
@@ -170,7 +193,12 @@ class Simulation:
         self._lanes: dict[str, _Lane] = {}
         self._host = 0.0
         self._copied_in = 0.0
-        self._durations: dict[int, float] = {}  # of messages, by id: many are the same object
+        self._durations: dict[Message, float] = {}
+        self._met = 0.0  # when ranks last waited for each other
+        self._product = 0.0  # seconds of the last product, if no message has travelled beside it
+        self._arriving: tuple[Message, float] | None = None  # what travels beside the next product, and its seconds
+        self._bucket: list[tuple[Operation, Message]] = []
+        self._bucket_bytes = FIRST_BUCKET_BYTES
 
     def run(self, items: Iterable[Operation]) -> None:
         """Run operations after those before."""
@@ -178,7 +206,7 @@ class Simulation:
             before = self.clock
             if item.message is not None:
                 self._send(item, item.message)
-            elif item.lane:
+            elif item.lane and self.speeds.hardware.overlaps:
                 self._run_in_lane(item)
             else:
                 self._compute(item)
@@ -186,6 +214,8 @@ class Simulation:
 
     def finish(self) -> float:
         """Wait for all messages, and return the seconds of the step."""
+        self._send_bucket()
+        self._arrive(0.0)
         for name, lane in self._lanes.items():
             self._wait_until(lane.free, name)
             lane.waited = len(lane.ends)
@@ -193,6 +223,8 @@ class Simulation:
 
     def _compute(self, item: Operation) -> None:
         for name, count in item.waits:
+            if self._bucket and self._bucket[0][1].lane == name:
+                self._send_bucket()
             lane = self._lanes.get(name)
             if lane is not None:
                 lane.waited = min(lane.waited + count, len(lane.ends))
@@ -201,6 +233,8 @@ class Simulation:
         duration, overhead = self.speeds.seconds(item), 0.0
         if not (item.fused and self.speeds.compiled):
             overhead = item.calls * self.speeds.hardware.operation_seconds
+        if item.name in _OF_UNITS:
+            overhead += self.speeds.hardware.unit_seconds
         part = item.kind if item.phase in _MODEL else OPTIMIZER
         if not self.speeds.hardware.overlaps:
             duration += overhead
@@ -212,15 +246,49 @@ class Simulation:
         self._span("compute", f"{item.name} {item.module}", self.clock, duration)
         self.parts[part] += duration
         self.clock += duration
+        if item.kind == PRODUCT:
+            self._arrive(duration)
+            self._product = duration
+
+    def _arrive(self, product: float) -> None:
+        """Wait for the rest of a message that travels beside a product of so many seconds."""
+        if self._arriving is not None:
+            (message, duration), self._arriving = self._arriving, None
+            self._wait_until(self.clock + _beside(product, duration, len(message.ranks)), message.lane)
 
     def _send(self, item: Operation, message: Message) -> None:
         if message.axis == "pp" or message.kind in POINT_TO_POINT:
             return  # the schedule of the pipeline has them
-        if id(message) not in self._durations:
-            self._durations[id(message)] = self.speeds.message_seconds(message)
-        duration = self._durations[id(message)]
+        if message.bucketed:
+            self._bucket.append((item, message))
+            if sum(one.payload for _, one in self._bucket) >= self._bucket_bytes:
+                self._send_bucket()
+            return
+        self._send_now(item, message)
+
+    def _send_bucket(self) -> None:
+        """Send the gradients that DDP has put into one bucket since the last one."""
+        if not self._bucket:
+            return
+        bucket, self._bucket, self._bucket_bytes = self._bucket, [], BUCKET_BYTES
+        item, message = bucket[-1]
+        self._send_now(item, replace(message, payload=sum(one.payload for _, one in bucket)))
+        lane = self._lanes[message.lane]
+        lane.ends += lane.ends[-1:] * (len(bucket) - 1)
+
+    def _send_now(self, item: Operation, message: Message) -> None:
+        if message not in self._durations:
+            self._durations[message] = self.speeds.message_seconds(message)
+        duration = self._durations[message] + self.speeds.waiting_seconds(self.clock - self._met, len(message.ranks))
         self.messages[message.axis] += duration
         lane = self._lanes.setdefault(message.lane, _Lane())
+        beside = self.speeds.overlaps_products and self.speeds.hardware.overlaps and message.axis == "tp"
+        if beside and message.kind in ("all-gather", "reduce-scatter"):
+            self._arrive(0.0)
+            if message.kind == "all-gather":
+                self._arriving, duration = (message, duration), 0.0
+            else:
+                duration, self._product = _beside(self._product, duration, len(message.ranks)), 0.0
         ready = lane.gate if message.early else self.clock
         if message.after in self._lanes:
             ready = self._lanes[message.after].free
@@ -231,6 +299,7 @@ class Simulation:
         self._span(message.lane, f"{message.kind} {item.module}", start, duration)
         if not self.speeds.hardware.overlaps:
             self._wait_until(lane.free, message.lane)
+            self._met = self.clock
 
     def _run_in_lane(self, item: Operation) -> None:
         duration, lane = self.speeds.seconds(item), self._lanes.get(item.lane)
@@ -248,6 +317,14 @@ class Simulation:
     def _span(self, lane: str, what: str, start: float, duration: float) -> None:
         if self._timeline and duration > 0:
             self.spans.append(Span(lane, what, start, start + duration))
+
+
+def _beside(product: float, message: float, ranks: int) -> float:
+    """Seconds that a message adds to a product, if both are divided into as many pieces as there are ranks.
+
+    A piece of one waits for a piece of the other, so that the longer one and a piece of the shorter one remain.
+    """
+    return max(product, message) + min(product, message) / ranks - product
 
 
 _MODEL = (FORWARD, BACKWARD, RECOMPUTATION)
@@ -297,6 +374,7 @@ def step_time(passes: Passes, speeds: Speeds, tokens: int, ranks: int, dtype: st
         compiled=speeds.compiled,
         compared=speeds.hardware.measured or speeds.hardware.key == FITTED_ON,
         bottleneck=bottleneck(parts, seconds),
+        overlaps_products=speeds.overlaps_products,
     )
 
 

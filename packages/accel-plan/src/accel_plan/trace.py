@@ -30,7 +30,7 @@ from .peak import more_blocks
 from .record import Axes, Recorder, Traffic, add_traffic, storage_bytes
 from .stages import SharedSplit, SimulatedPipeline, StageMemory, StageMonitor, recording_pass
 from .step import ShardOptimizer, categorize_unreduced, follow_steps, implementation_for
-from .world import ReplicatedModel, simulated_rank, without_memory
+from .world import ReplicatedModel, attention_of_gpus, simulated_rank, without_memory
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 TRACED_BLOCKS = 3
@@ -82,6 +82,7 @@ class TraceTask:
     pipeline: PipelineParallelConfig | None = None
     optimizer: str = "adamw"
     implementation: str | None = None  # of the optimizer; None: the default on accelerators
+    on_cpu: bool = False
     follow: bool = True  # the memory of a step
     timed: bool = False  # the operations of a step
 
@@ -120,8 +121,12 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         values = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         stack.enter_context(without_memory())
+        if not task.on_cpu:
+            stack.enter_context(attention_of_gpus())
         tracker = (
-            stack.enter_context(MemoryTracker(task.axes, task.timed).watching()) if task.follow or task.timed else None
+            stack.enter_context(MemoryTracker(task.axes, task.timed, task.on_cpu).watching())
+            if task.follow or task.timed
+            else None
         )
         _allocate(model)
         if tracker is not None:
@@ -269,7 +274,15 @@ def _recording_microbatch(
     """The settings with a micro-batch as the example, so that the stages know their shapes without other ranks."""
     size = samples // settings.check_batch(samples, task.axes["pp"])
     inputs = _model_inputs(model, task, samples)
-    return replace(settings, example={name: item[:size] for name, item in inputs.items() if name != "labels"})
+    example: dict[str, Any] = {name: item[:size] for name, item in inputs.items() if name != "labels"}
+    parts = task.axes.get("cp", 1) * task.axes.get("sp", 1)
+    if parts > 1:
+        # Split sequences come with positions and a mask, and without a cache.
+        example = {name: item[:, : task.seq_length // parts] for name, item in example.items()}
+        added = {"position_ids": example["input_ids"], "attention_mask": example["input_ids"], "use_cache": False}
+        taken = inspect.signature(model.forward).parameters
+        example |= {name: value for name, value in added.items() if name in taken}
+    return replace(settings, example=example)
 
 
 def _model_inputs(model: nn.Module, task: TraceTask, samples: int) -> dict[str, torch.Tensor]:

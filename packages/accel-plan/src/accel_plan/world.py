@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from accel_state import PartialState, context, env
@@ -23,6 +25,7 @@ from ._torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     desugars_itself,
+    efficient_attention,
     fake_store,
     forget_device_meshes,
     unset_fake_temporarily,
@@ -50,7 +53,7 @@ class ReplicatedModel(nn.Module):
         self.group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.as_views = gradient_as_bucket_view
-        self.synchronises = True
+        self.synchronises: bool = True
         self.buckets: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -100,7 +103,7 @@ class LocalCollectives(Collectives):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
 
     def over(self, group: Any) -> Collectives:
         return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
@@ -209,6 +212,42 @@ def _mask_replacements() -> list[tuple[Any, str, Any]]:
     if hasattr(masks, "find_packed_sequence_indices"):
         replaced.append((masks, "find_packed_sequence_indices", lambda position_ids: None))
     return replaced
+
+
+@contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """A block in which attention takes the kernels that it has on GPUs, where tensors without memory take the CPU's.
+
+    Without a mask, a GPU has no fused kernel for float32 with fewer heads of keys than of queries, so that it keeps all
+    scores; and it has one for values of another width than keys (DeepSeek-V3's), which a CPU has not.
+    """
+    original = functional.scaled_dot_product_attention
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **rest: Any,
+    ) -> torch.Tensor:
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        settings = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, **rest}
+        has_all_heads = query.shape[-3] == key.shape[-3]
+        if attn_mask is None and has_all_heads and query.shape[-1] != value.shape[-1]:
+            inputs = (tensor.to(dtype) for tensor in (query, key, value))
+            result: torch.Tensor = efficient_attention(*inputs, None, True, dropout_p, is_causal, scale=scale)[0]
+            return result
+        if dtype is torch.float32 and not has_all_heads:
+            with sdpa_kernel(SDPBackend.MATH):
+                return original(query, key, value, **settings)
+        return original(query, key, value, **settings)
+
+    with _patched([(functional, "scaled_dot_product_attention", attend)]):
+        yield
 
 
 class _GroupedProducts(TorchDispatchMode):

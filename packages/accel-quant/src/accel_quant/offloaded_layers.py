@@ -19,7 +19,8 @@ class FileStore:
     """Tensors of a safetensors file, mapped when they are read."""
 
     def __init__(self, file: SafetensorsFile, names: Mapping[str, str]) -> None:
-        self.file, self.names = file, dict(names)
+        self.file: SafetensorsFile = file
+        self.names: dict[str, str] = dict(names)
 
     def read(self) -> dict[str, torch.Tensor]:
         """All tensors, by their names in the layer."""

@@ -22,6 +22,11 @@ class GradientAccumulationPlugin:
 
     Raises:
         ConfigurationError: ``num_steps`` is not a positive integer.
+
+    Examples:
+        >>> plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        >>> plugin.num_steps
+        4
     """
 
     num_steps: int | None = None

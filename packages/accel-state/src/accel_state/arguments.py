@@ -51,20 +51,24 @@ def check_number(
     return int(value) if whole else number  # type: ignore[call-overload]
 
 
+def check_flag(name: str, value: Any, or_none: bool = False) -> None:
+    """Raise ArgumentTypeError for an argument that is neither True nor False (nor 1, 0, or if allowed None).
+
+    The text "false" would count as true.
+    """
+    allowed = (True, False, None) if or_none else (True, False)
+    if not any(value is item for item in allowed) and not (type(value) is int and value in (0, 1)):
+        raise ArgumentTypeError(f"{name}={value!r} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}.")
+
+
 def check_flags(settings: Any) -> None:
     """Raise ArgumentTypeError if a field of a data class that is declared as a bool has another value.
 
-    The text "false" would count as true. 0 and 1 are allowed, and None where the declaration or the default has it.
+    None is allowed where the declaration or the default has it.
     """
     for field in dataclasses.fields(settings):
         declared = str(field.type).replace(" ", "")
         if declared not in ("bool", "bool|None"):
             continue
-        value = getattr(settings, field.name)
         or_none = declared == "bool|None" or field.default is None
-        allowed = (True, False, None) if or_none else (True, False)
-        if not any(value is item for item in allowed) and not (type(value) is int and value in (0, 1)):
-            raise ArgumentTypeError(
-                f"{type(settings).__name__}({field.name}={value!r}) must be {', '.join(map(str, allowed[:-1]))} or "
-                f"{allowed[-1]}."
-            )
+        check_flag(f"{type(settings).__name__}.{field.name}", getattr(settings, field.name), or_none)

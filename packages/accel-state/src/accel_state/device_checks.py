@@ -49,11 +49,11 @@ def _device_check(device_type: str, title: str) -> Callable[..., bool]:
     return is_available
 
 
-is_xpu_available = _device_check("xpu", "an Intel GPU")
-is_npu_available = _device_check("npu", "an Ascend NPU")
-is_mlu_available = _device_check("mlu", "a Cambricon MLU")
-is_musa_available = _device_check("musa", "a Moore Threads GPU")
-is_sdaa_available = _device_check("sdaa", "a Tecorigin accelerator")
+is_xpu_available: Callable[..., bool] = _device_check("xpu", "an Intel GPU")
+is_npu_available: Callable[..., bool] = _device_check("npu", "an Ascend NPU")
+is_mlu_available: Callable[..., bool] = _device_check("mlu", "a Cambricon MLU")
+is_musa_available: Callable[..., bool] = _device_check("musa", "a Moore Threads GPU")
+is_sdaa_available: Callable[..., bool] = _device_check("sdaa", "a Tecorigin accelerator")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:

@@ -44,13 +44,16 @@ class HardwareProfile:
         sources: where each number is from, by its name.
         measured: whether the numbers were measured in use, rather than taken from data sheets.
         overlaps: whether communication and preparing operations overlap with computation.
+        unit_seconds: seconds in which the host gathers or reduces the parameters of a unit of FSDP 2, besides
+            operations and messages, where that does not overlap with computation.
         alone_speedup: how many times as fast a device computes while the others of its node wait: more than 1 where
             ranks share processors.
         curves: of measured devices, which reach their limits at some sizes only: seconds besides operation_seconds of
             matrix products ("products bf16", by FLOPs), attention ("attention bf16", by FLOPs), other operations with a
             new result ("memory", by bytes that they read and write), in place ("in place"), and with a function such
-            as exp ("functions"); and seconds of collectives of all devices of a node ("all-reduce", by the bytes
-            that each sends in a ring).
+            as exp ("functions"); seconds of collectives of all devices of a node ("all-reduce", by the bytes that each
+            sends in a ring) and of groups of some of them ("all-reduce of 2"); and seconds that a collective takes
+            longer after devices have computed apart ("waiting", by the seconds of that).
     """
 
     key: str
@@ -68,6 +71,7 @@ class HardwareProfile:
     sources: Mapping[str, str]
     measured: bool = False
     overlaps: bool = True
+    unit_seconds: float = 0.0
     alone_speedup: float = 1.0
     curves: Mapping[str, Curve] = field(default_factory=dict)
 

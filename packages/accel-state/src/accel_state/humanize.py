@@ -6,12 +6,15 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from .arguments import check_number
+from .errors import ConfigurationError
+
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: ``"1 process"``, ``"2 processes"``, ``"0 files"``."""
+    """A count with its noun: ``"1 process"``, ``"1,024 processes"``, ``"0 files"``."""
     if count != 1:
         noun += "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}"
+    return f"{count:,} {noun}"
 
 
 def convert_bytes(size: float) -> str:
@@ -20,6 +23,7 @@ def convert_bytes(size: float) -> str:
     Args:
         size: bytes; may be negative (a difference).
     """
+    check_number("size", size, infinite=True)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -39,13 +43,13 @@ def convert_file_size_to_int(size: float | str) -> int:
             "5Gb" (5 * 10**9 bits).
 
     Raises:
-        ValueError: the text is not a size.
+        ConfigurationError: it is not a size.
     """
     if not isinstance(size, str):
-        return int(size)
+        return int(check_number("size", size, at_least=0))
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ValueError(
+        raise ConfigurationError(
             f"{size!r} is not a size. Give a number of bytes, or a number with a unit: '500MB', '5GB', '5GiB'."
         )
     number, prefix, binary, unit = match.groups()

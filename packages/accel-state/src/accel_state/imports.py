@@ -19,6 +19,8 @@ from packaging.version import InvalidVersion, Version, parse
 
 from .errors import ConfigurationError, MissingDependencyError
 
+_Check = Callable[[], bool]
+
 
 def is_package_available(module: str, distribution: str | None = None, min_version: str | None = None) -> bool:
     """Whether a module can be imported, and its distribution is new enough.
@@ -48,7 +50,7 @@ def _is_findable(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _installed(module: str, title: str, min_version: str | None = None, name: str | None = None) -> Callable[[], bool]:
+def _installed(module: str, title: str, min_version: str | None = None, name: str | None = None) -> _Check:
     """Make ``is_<name>_available``, where ``name`` is by default the module's."""
 
     def is_available() -> bool:
@@ -59,46 +61,46 @@ def _installed(module: str, title: str, min_version: str | None = None, name: st
     return is_available
 
 
-is_aim_available = _installed("aim", "Aim")
-is_amdsmi_available = _installed("amdsmi", "amdsmi")
-is_boto3_available = _installed("boto3", "boto3")
-is_clearml_available = _installed("clearml", "ClearML")
-is_comet_ml_available = _installed("comet_ml", "Comet")
-is_datasets_available = _installed("datasets", "Hugging Face Datasets")
-is_deepspeed_available = _installed("deepspeed", "DeepSpeed")
-is_dvclive_available = _installed("dvclive", "DVCLive")
-is_import_timer_available = _installed("import_timer", "import_timer")
-is_matplotlib_available = _installed("matplotlib", "matplotlib")
-is_mlflow_available = _installed("mlflow", "MLflow (or mlflow-skinny)")
-is_msamp_available = _installed("msamp", "MS-AMP")
-is_pandas_available = _installed("pandas", "pandas")
-is_peft_available = _installed("peft", "PEFT")
-is_pynvml_available = _installed("pynvml", "pynvml")
-is_pytest_available = _installed("pytest", "pytest")
-is_rich_available = _installed("rich", "Rich")
-is_sagemaker_available = _installed("sagemaker", "the SageMaker SDK")
-is_schedulefree_available = _installed("schedulefree", "Schedule-Free")
-is_swanlab_available = _installed("swanlab", "SwanLab")
-is_timm_available = _installed("timm", "timm")
-is_torchdata_available = _installed("torchdata", "torchdata")
-is_torchvision_available = _installed("torchvision", "torchvision")
-is_tqdm_available = _installed("tqdm", "tqdm")
-is_trackio_available = _installed("trackio", "Trackio")
-is_transformer_engine_available = _installed("transformer_engine", "Transformer Engine")
-is_transformers_available = _installed("transformers", "Transformers")
-is_triton_available = _installed("triton", "Triton")
-is_wandb_available = _installed("wandb", "Weights & Biases")
-is_ipex_available = _installed("intel_extension_for_pytorch", "Intel Extension for PyTorch", name="ipex")
-is_lomo_available = _installed("lomo_optim", "the LOMO optimizers", name="lomo")
-is_megatron_lm_available = _installed("megatron.core", "Megatron Core", name="megatron_lm")
-is_torchao_available = _installed("torchao", "torchao with float8 training", "0.6.1")
-is_torchdata_stateful_dataloader_available = _installed(
+is_aim_available: _Check = _installed("aim", "Aim")
+is_amdsmi_available: _Check = _installed("amdsmi", "amdsmi")
+is_boto3_available: _Check = _installed("boto3", "boto3")
+is_clearml_available: _Check = _installed("clearml", "ClearML")
+is_comet_ml_available: _Check = _installed("comet_ml", "Comet")
+is_datasets_available: _Check = _installed("datasets", "Hugging Face Datasets")
+is_deepspeed_available: _Check = _installed("deepspeed", "DeepSpeed")
+is_dvclive_available: _Check = _installed("dvclive", "DVCLive")
+is_import_timer_available: _Check = _installed("import_timer", "import_timer")
+is_matplotlib_available: _Check = _installed("matplotlib", "matplotlib")
+is_mlflow_available: _Check = _installed("mlflow", "MLflow (or mlflow-skinny)")
+is_msamp_available: _Check = _installed("msamp", "MS-AMP")
+is_pandas_available: _Check = _installed("pandas", "pandas")
+is_peft_available: _Check = _installed("peft", "PEFT")
+is_pynvml_available: _Check = _installed("pynvml", "pynvml")
+is_pytest_available: _Check = _installed("pytest", "pytest")
+is_rich_available: _Check = _installed("rich", "Rich")
+is_sagemaker_available: _Check = _installed("sagemaker", "the SageMaker SDK")
+is_schedulefree_available: _Check = _installed("schedulefree", "Schedule-Free")
+is_swanlab_available: _Check = _installed("swanlab", "SwanLab")
+is_timm_available: _Check = _installed("timm", "timm")
+is_torchdata_available: _Check = _installed("torchdata", "torchdata")
+is_torchvision_available: _Check = _installed("torchvision", "torchvision")
+is_tqdm_available: _Check = _installed("tqdm", "tqdm")
+is_trackio_available: _Check = _installed("trackio", "Trackio")
+is_transformer_engine_available: _Check = _installed("transformer_engine", "Transformer Engine")
+is_transformers_available: _Check = _installed("transformers", "Transformers")
+is_triton_available: _Check = _installed("triton", "Triton")
+is_wandb_available: _Check = _installed("wandb", "Weights & Biases")
+is_ipex_available: _Check = _installed("intel_extension_for_pytorch", "Intel Extension for PyTorch", name="ipex")
+is_lomo_available: _Check = _installed("lomo_optim", "the LOMO optimizers", name="lomo")
+is_megatron_lm_available: _Check = _installed("megatron.core", "Megatron Core", name="megatron_lm")
+is_torchao_available: _Check = _installed("torchao", "torchao with float8 training", "0.6.1")
+is_torchdata_stateful_dataloader_available: _Check = _installed(
     "torchdata.stateful_dataloader", "torchdata with its stateful data loader", "0.8.0", "torchdata_stateful_dataloader"
 )
-is_8bit_bnb_available = _installed(
+is_8bit_bnb_available: _Check = _installed(
     "bitsandbytes", "bitsandbytes with 8-bit layers that can be saved", "0.37.2", "8bit_bnb"
 )
-is_4bit_bnb_available = _installed("bitsandbytes", "bitsandbytes with 4-bit layers", "0.39.0", "4bit_bnb")
+is_4bit_bnb_available: _Check = _installed("bitsandbytes", "bitsandbytes with 4-bit layers", "0.39.0", "4bit_bnb")
 
 
 def is_tensorboard_available() -> bool:

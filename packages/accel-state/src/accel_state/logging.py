@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import env
 from .errors import AccelError, ConfigurationError, require
@@ -17,8 +17,13 @@ class LoggingBeforeStateError(AccelError, RuntimeError):
     """A logger was called before the rank of this process was known."""
 
 
-# Generic only for type checkers before Python 3.11.
-class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # not generic at run time before Python 3.11
+
+
+class MultiProcessAdapter(_Adapter):
     """A logger whose methods take ``main_process_only`` (default True) and ``in_order`` (default False).
 
     Each message starts with its rank: ``[RANK 0] ...``.

@@ -6,10 +6,14 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from . import devices
+from .arguments import check_number
 from .errors import AccelError, ConfigurationError
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class NoExecutableBatchSizeError(AccelError, RuntimeError):
@@ -53,13 +57,30 @@ def release_memory(*objects: Any) -> list[Any]:
     return [None] * count
 
 
+class TakesBatchSize(Protocol):
+    """A decorator of functions whose first parameter is the batch size, which callers omit."""
+
+    def __call__(self, function: Callable[Concatenate[int, P], T], /) -> Callable[P, T]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], T],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[P, T]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> TakesBatchSize: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
     """Decorator: call a function with smaller and smaller batch sizes until it fits into memory.
-
     The function takes the batch size as its first parameter, which callers omit. It must create everything that uses
     device memory itself, so that the memory can be released between attempts. A later call starts with the batch size
     that worked last. Each process of a distributed run decides independently.
@@ -77,6 +98,15 @@ def find_executable_batch_size(
         TypeError: the function has no parameter for the batch size; or, at a call, the other arguments do not fit.
         NoExecutableBatchSizeError: at a call, every batch size ran out of memory.
         ConfigurationError: ``reduce_batch_size_fn`` returned a batch size that is not smaller.
+
+    Examples:
+        >>> @find_executable_batch_size(starting_batch_size=64)
+        ... def train(batch_size):
+        ...     if batch_size > 32:
+        ...         raise torch.OutOfMemoryError("out of memory")
+        ...     return batch_size
+        >>> train()
+        32
     """
     if function is None:
         return functools.partial(
@@ -94,7 +124,7 @@ def find_executable_batch_size(
         ) from None
     reduce: Callable[..., int] = reduce_batch_size_fn or (lambda batch_size: batch_size * 9 // 10)
     takes_last = bool(inspect.signature(reduce).parameters)
-    first_batch_size = starting_batch_size
+    first_batch_size = int(check_number("starting_batch_size", starting_batch_size, whole=True))
 
     @functools.wraps(function)
     def with_batch_size(*args: Any, **kwargs: Any) -> Any:

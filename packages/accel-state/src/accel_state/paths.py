@@ -69,6 +69,8 @@ def leads_outside(directory: str | os.PathLike[str], name: str) -> bool:
         return True
     if ".." in (*posix.parts, *windows.parts):
         return True
+    if len(posix.parts) == 1 and not os.path.islink(os.path.join(directory, name)):
+        return False
     try:
         return not Path(directory, name).resolve().is_relative_to(Path(directory).resolve())
     except (OSError, RuntimeError):  # a link to itself

@@ -28,6 +28,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Raises:
         ConfigurationError: the seed, or the seed plus the rank, is out of range.
+
+    Examples:
+        >>> set_seed(0)
+        >>> torch.rand(1)
+        tensor([0.4963])
     """
     if not hasattr(seed, "__index__"):
         raise ArgumentTypeError(f"seed={seed!r} is a {type(seed).__name__}. Pass an integer: set_seed(42).")

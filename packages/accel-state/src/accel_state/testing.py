@@ -66,7 +66,7 @@ class WorldError(AccelError):
     def __init__(self, summary: str, reports: Sequence[str], timed_out: bool) -> None:
         sections = [f"--- rank {rank} ---\n{report.rstrip()}" for rank, report in enumerate(reports)]
         super().__init__("\n".join([summary, *sections]))
-        self.reports = list(reports)
+        self.reports: list[str] = list(reports)
         self.timed_out = timed_out
 
 

@@ -26,7 +26,7 @@ class _Relay:
 
     def __init__(self, host: str, port: int, name: str) -> None:
         self._listener = listen(host, port)
-        self.port = int(self._listener.getsockname()[1])
+        self.port: int = int(self._listener.getsockname()[1])
         self._waiting = threading.BoundedSemaphore(_WAITING)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -138,7 +138,8 @@ class TunnelClient(_Relay):
     """
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self.address, self._token = address, token
+        self._token = token
+        self.address: tuple[str, int] = address
         super().__init__(LOOPBACK, 0, "accel tunnel")
 
     def _target(self, connection: socket.socket) -> socket.socket:

@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from accel_state.errors import ConfigurationError
 
 from .base import GeneralTracker, TrackerError
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 Call = Callable[[], Any]
 _POLL_SECONDS = 0.05
@@ -61,9 +61,9 @@ class DeliveryQueue:
 
     def __init__(self, tracker: GeneralTracker, delivery: Delivery) -> None:
         self.tracker = tracker
-        self.name = str(tracker.name)
+        self.name: str = str(tracker.name)
         self.error: TrackerError | None = None  # why the tracker is disabled
-        self.waited = 0.0  # seconds of the last wait since the last progress
+        self.waited: float = 0.0  # seconds of the last wait since the last progress
         self._raised = False
         self._delivery = delivery
         self._calls: deque[tuple[str, Call]] = deque()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
@@ -13,7 +13,7 @@ from .base import REQUIRED, GeneralTracker
 from .enums import LoggerType
 from .trackers.registry import TRACKERS
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _METHODS = ("store_init_configuration", "log")
 _registered: dict[str, type[GeneralTracker]] = {}
@@ -82,8 +82,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     A tracker object replaces the class of the same name.
 
     Args:
-        log_with: a name, a LoggerType, a tracker class or object, "all" for every installed tracker, or a list of
-            these.
+        log_with: a name, a LoggerType, a tracker class or object, "all" for every installed tracker (without
+            ``logging_dir`` those that need none, with a warning), or a list of these.
         logging_dir: directory for logs.
 
     Returns:
@@ -99,13 +99,28 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     trackers = [item for item in items if not isinstance(item, str)]
     names = list(dict.fromkeys(str(item) for item in items if isinstance(item, str)))
     if LoggerType.ALL.value in names:
-        names = list(dict.fromkeys([*names, *get_available_trackers()]))
         names.remove(LoggerType.ALL.value)
+        names = list(dict.fromkeys([*names, *_startable(logging_dir)]))
     given = {getattr(tracker, "name", None) for tracker in trackers}
     selected = [*(_load(name) for name in names if name not in given), *trackers]
     for tracker in selected:
         _check(tracker, logging_dir)
     return selected
+
+
+def _startable(logging_dir: Any) -> list[str]:
+    """The installed trackers, without a directory those that need none; the others are named in a warning."""
+    available = get_available_trackers()
+    if logging_dir is not None:
+        return available
+    without = [name for name in available if getattr(_class_of(name), "requires_logging_directory", False)]
+    if without:
+        logger.warning(
+            "log_with='all' leaves out %s: they need a logging directory. Pass project_dir=... to the Accelerator, or "
+            "logging_dir=... to TrackerRun.",
+            ", ".join(without),
+        )
+    return [name for name in available if name not in without]
 
 
 def _is_available(name: str) -> bool:

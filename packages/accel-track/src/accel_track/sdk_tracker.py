@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from accel_state.errors import AccelError, require
 from accel_state.imports import is_package_available
@@ -21,7 +21,7 @@ from .base import GeneralTracker
 from .rank_info import on_main_process
 from .serialize import as_number, flatten, to_plain
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 RESPONSE_SECONDS = 10.0
 _OPTIONAL_METHODS = ("log_images", "log_table", "log_figure", "log_artifact", "log_artifacts")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import logging
 import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError, check_type
@@ -26,7 +27,7 @@ from .log_with import filter_trackers
 from .rank_info import is_main_process
 from .snapshot import Snapshot
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 Settings = Mapping[str, Mapping[str, Any]] | None
 
@@ -47,6 +48,7 @@ class TrackerRun:
         logging_dir: directory for trackers that write files.
         strict: raise TrackerError when a tracker fails, instead of disabling it with a warning.
         delivery: queue size and timeouts; ``strict`` is added to it.
+        owner: an object that uses it. When it is gone and another run starts, this one is finished.
 
     Attributes:
         log_with: the tracker classes and objects that were selected.
@@ -64,12 +66,13 @@ class TrackerRun:
         *,
         strict: bool = False,
         delivery: Delivery | None = None,
+        owner: Any = None,
     ) -> None:
         if logging_dir is not None:
             as_path("logging_dir", logging_dir)
         self.logging_dir = logging_dir  # as it was given: trackers may expect text
-        self.log_with = filter_trackers(log_with, logging_dir)
-        self.owner_pid = os.getpid()
+        self.log_with: list[Any] = filter_trackers(log_with, logging_dir)
+        self.owner_pid: int = os.getpid()
         self._delivery = delivery or Delivery()
         if strict:
             self._delivery = replace(self._delivery, strict=True)
@@ -80,10 +83,11 @@ class TrackerRun:
         self._config: dict[str, Any] | None = None
         self._last_step: int | None = None
         self._warned: set[str] = set()
+        self._owner = None if owner is None else weakref.ref(owner)
 
     def __getstate__(self) -> dict[str, Any]:
         # Queues and threads belong to this object: a copy logs nothing until init_trackers is called on it.
-        return {**self.__dict__, "_queues": []}
+        return {**self.__dict__, "_queues": [], "_owner": None}
 
     # Logging
 
@@ -100,7 +104,11 @@ class TrackerRun:
             TrackerError: in strict mode, a tracker failed to start.
         """
         check_type(project_name, str, "init_trackers(project_name=...)", "Pass the name of the project as text.")
+        check_type(
+            init_kwargs or {}, Mapping, "init_trackers(init_kwargs=...)", "Pass arguments by the tracker's name."
+        )
         self.finish()
+        _finish_abandoned()
         self._config = _without_secrets(_dictionary(config))
         self.owner_pid, self._last_step = os.getpid(), None
         self._not_created.clear()
@@ -127,6 +135,7 @@ class TrackerRun:
         queues = self._queues
         if step is not None:
             step = int(check_number("step", step, whole=True))
+        _check_values(values)
         if not queues or os.getpid() != self.owner_pid:
             self._explain_silence()
             return
@@ -146,6 +155,7 @@ class TrackerRun:
             values: names to images or lists of them: tensors (channels first), arrays (channels last), or PIL images;
                 bytes, or numbers from 0 to 1.
         """
+        _check_values(values)
         snapshot = self._snapshot(values) if self._queues else None
         if snapshot is not None:
             self._submit(
@@ -169,6 +179,7 @@ class TrackerRun:
             data: rows.
             dataframe: a pandas data frame, instead of ``columns`` and ``data``.
         """
+        check_type(table_name, str, "log_table", "Pass the name of the table as text.")
         table = {"columns": columns, "data": data, "dataframe": dataframe}
         snapshot = self._snapshot(table) if self._queues else None
         if snapshot is not None:
@@ -190,13 +201,13 @@ class TrackerRun:
         Raises:
             ConfigurationError: there is no such file.
         """
+        path = as_path("local_path", local_path)
         if not self._queues:
             return
-        path = str(local_path)
-        if not Path(path).is_file():
-            raise ConfigurationError(f"file not found: {path!r}. Write it on the main process before logging it.")
+        if not path.is_file():
+            raise ConfigurationError(f"file not found: {str(path)!r}. Write it on the main process before logging it.")
         self._submit(
-            "log_artifact", lambda method, kwargs: method(path, artifact_path=artifact_path, **kwargs), log_kwargs
+            "log_artifact", lambda method, kwargs: method(str(path), artifact_path=artifact_path, **kwargs), log_kwargs
         )
         self.flush()
 
@@ -241,6 +252,11 @@ class TrackerRun:
         self.finish(failed=kind is not None)
 
     # Access to the trackers
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its owner is gone."""
+        return self._owner is not None and self._owner() is None
 
     @property
     def has_trackers(self) -> bool:
@@ -292,7 +308,7 @@ class TrackerRun:
                 tracker: Any = Silence(queue.name) if queue.error else queue.tracker
                 return tracker.tracker if unwrap else tracker
         selected = any(tracker.name == name for tracker in self.log_with)
-        if name in self._not_created or (selected and not is_main_process()):
+        if str(name) in self._not_created or (selected and not is_main_process()):
             return Silence(str(name))
         started = ", ".join(queue.name for queue in self._queues) or "none"
         raise ConfigurationError(
@@ -391,10 +407,6 @@ class TrackerRun:
                 queue.submit(method, partial(call, function, (log_kwargs or {}).get(queue.name, {})))
 
     def _snapshot(self, values: Mapping[str, Any]) -> Snapshot | None:
-        if not isinstance(values, Mapping):
-            raise ConfigurationError(
-                f"log() got {values!r} of type {type(values).__name__}. Pass a dictionary of names to values."
-            )
         try:
             return Snapshot(values)
         except Exception as error:
@@ -432,6 +444,13 @@ def _dictionary(config: Any) -> dict[str, Any] | None:
     raise ConfigurationError(
         f"config={config!r} is of type {type(config).__name__}. Pass a dictionary, a namespace or a data class."
     )
+
+
+def _check_values(values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(
+            f"log() got {values!r} of type {type(values).__name__}. Pass a dictionary of names to values."
+        )
 
 
 def _no_op() -> None:
@@ -483,6 +502,15 @@ def _finish_at_exit(run: TrackerRun) -> None:
         # Called before the interpreter joins its threads and runs atexit callbacks, in which libraries close
         # themselves, and also in multiprocessing children, where atexit callbacks do not run.
         getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+
+
+def _finish_abandoned() -> None:
+    """Finish the runs whose owner is gone, such as the Accelerator of an earlier trial in a search of parameters."""
+    if _open:
+        gc.collect()  # owners are parts of cycles
+    for run in list(_open.values()):
+        if run.is_abandoned:
+            run.finish()
 
 
 def _finish_all() -> None:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,26 @@ def quiet_cpp_logs() -> Iterator[None]:
         level.value = former
 
 
+def symmetric_products(group: dist.ProcessGroup) -> Any:
+    """Torch's products that overlap with communication in a group, whose ranks get symmetric memory for them.
+
+    The namespace has ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, which have no public names.
+    """
+    memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    is_needed = not hasattr(memory.enable_symm_mem_for_group, "__deprecated__")  # newer versions do so by themselves
+    if is_needed and not memory.is_symm_mem_enabled_for_group(group.group_name):
+        memory.enable_symm_mem_for_group(group.group_name)
+    return torch.ops.symm_mem
+
+
+# -- data parallelism -------------------------------------------------------------------------------------------------
+
+
+def check_reducer(model: nn.parallel.DistributedDataParallel) -> None:
+    """Raise RuntimeError if a backward pass has begun to reduce gradients and not ended; the next forward would."""
+    model._check_reducer_finalized()
+
+
 # -- loss scaling ----------------------------------------------------------------------------------------------------
 
 
@@ -131,19 +151,67 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
 
 
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def orthogonalised(matrix: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """What ``torch.optim.Muon`` makes of a matrix, in bfloat16; it has no public function for it.
+
+    Args:
+        matrix: momentum, which may be changed.
+        settings: a parameter group of the optimizer.
+    """
+    module = importlib.import_module("torch.optim._muon")
+    result: torch.Tensor = module._zeropower_via_newtonschulz(
+        matrix, settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
+    )
+    return result
+
+
+def muon_rate(rate: float, settings: Mapping[str, Any], shape: torch.Size) -> float:
+    """The learning rate of a matrix of that shape in ``torch.optim.Muon``."""
+    module = importlib.import_module("torch.optim._muon")
+    adjusted: float = module._adjust_lr(rate, settings["adjust_lr_fn"], shape)
+    return adjusted
+
+
 # -- activation checkpointing ----------------------------------------------------------------------------------------
 
 
-def checkpoint_wrappers() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """``(apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper)``, which live in a private package."""
+def checkpoint_wrappers() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``(apply_activation_checkpointing, checkpoint_wrapper)``, which live in a private package."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as module
 
-    return module.apply_activation_checkpointing, module.checkpoint_wrapper, module.offload_wrapper
+    return module.apply_activation_checkpointing, module.checkpoint_wrapper
 
 
 def checkpointed_module(module: nn.Module) -> nn.Module | None:
     """The module inside a checkpoint wrapper, or None; no public attribute."""
     return getattr(module, "_checkpoint_wrapped_module", None)
+
+
+def selective_contexts(policy: Callable[..., Any], counts: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """``create_selective_checkpoint_contexts``, whose modes pass on operators that are not counted.
+
+    They compare all operators of the recomputation with those of the forward pass, and have no option against it: a
+    module inside that fully_shard was called on is gathered in one of them, and may still be there in the other.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    modes = create_selective_checkpoint_contexts(policy)
+    for mode in modes:
+        mode.__class__ = _counting(type(mode), counts)
+    return modes
+
+
+def _counting(kind: Any, counts: Callable[[Any], bool]) -> Any:
+    class Counting(kind):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if counts(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    return Counting
 
 
 def is_in_backward() -> bool:
@@ -218,22 +286,41 @@ def set_sync_gradients(modules: Sequence[Any], flags: Sequence[bool]) -> list[bo
 # -- FSDP 2 ----------------------------------------------------------------------------------------------------------
 
 
+def fsdp2_groups(model: nn.Module) -> Iterator[Any]:
+    """The groups of parameters of a model that ``fully_shard`` gathers together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # torch 2.11 made a list of it.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            yield from (group for group in groups if group is not None)
+
+
 def fsdp2_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     """The sharded parameters of a model, each with the object in which ``fully_shard`` keeps its state.
 
     There is no public access to gradients that are accumulated but not reduced yet.
     """
-    from torch.distributed.fsdp import FSDPModule
+    for group in fsdp2_groups(model):
+        for holder in group.fsdp_params:
+            yield holder.sharded_param, holder
 
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        # torch 2.11 made a list of it.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            for holder in () if group is None else group.fsdp_params:
-                yield holder.sharded_param, holder
+
+def forms_of_parameter(holder: Any) -> list[nn.Parameter]:
+    """The parameter of :func:`fsdp2_parameters` as it is sharded, gathered, and sharded after a forward pass; a module
+    has one of them at a time.
+    """
+    later = (gathered_parameter(holder), getattr(holder, "_sharded_post_forward_param", None))
+    return [holder.sharded_param, *(parameter for parameter in later if parameter is not None)]
+
+
+def choose_gradient_dtypes(group: Any) -> None:
+    """Choose the dtypes of a group's gradients again: torch does it once, from what is trainable before the first
+    forward pass, and reduces those of a group that was frozen then in the dtype of the computation.
+    """
+    group._init_mp_dtypes()
 
 
 def gathered_parameter(holder: Any) -> nn.Parameter | None:

@@ -8,26 +8,31 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
 from accel_state import (
+    AcceleratorState,
     ConfigurationError,
     DynamoBackend,
     GradientAccumulationPlugin,
+    GradientState,
+    PartialState,
     PrecisionType,
     RNGType,
     get_logger,
     operations,
 )
-from accel_state.arguments import check_number
+from accel_state.arguments import check_flag, check_number
 from accel_state.errors import check_type
 from accel_state.memory import release_memory
+from accel_state.operations.distributed import Reduction
 from accel_state.storage.url import Location
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
@@ -36,11 +41,12 @@ from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
 from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
 from .contract.strategy import Strategy
-from .core import reference_scripts, weights_io
+from .core import quantized_layers, reference_scripts, weights_io
 from .core.compile import TorchDynamoPlugin
 from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
+from .precision.full import Precision
 from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .properties import AcceleratorProperties
@@ -50,9 +56,24 @@ from .setup.unprepared import StartupChecks, warn_about_returned
 from .training import lomo, monitoring
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
+from .training.muon import refuse_alone
 from .training.uneven_inputs import join_uneven_inputs
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:  # the modules of plugins are loaded when they are used
+    from typing_extensions import TypeVarTuple, Unpack
+
+    from .core.megatron import MegatronSettings
+    from .deepspeed.plugin import DeepSpeedPlugin
+    from .fsdp.plugin import FullyShardedDataParallelPlugin
+    from .parallel.config import ParallelismConfig, TorchTensorParallelPlugin
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
+Loader = TypeVar("Loader", bound=PreparedLoader)
+
+logger: Final = get_logger(__name__)
 
 
 class Accelerator(AcceleratorProperties):
@@ -97,44 +118,59 @@ class Accelerator(AcceleratorProperties):
 
     Raises:
         ConfigurationError: an argument that is unknown, contradicts another, or cannot be used on this machine.
+
+    Examples:
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for inputs, targets in loader:
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(cross_entropy(model(inputs), targets))
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> accelerator.sync_gradients
+        True
     """
 
     def __init__(
         self,
         device_placement: bool = True,
         split_batches: bool = config_resolution.UNSET,
-        mixed_precision: PrecisionType | str | None = None,
+        mixed_precision: PrecisionType | Literal["no", "fp16", "bf16", "fp8"] | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: list[str | RNGType] | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronSettings | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list[KwargsHandler] | None = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
         strategy: Strategy | str | None = None,
         deterministic_reduction: bool = False,
         monitor: bool | None = None,
     ) -> None:
+        check_flag("device_placement", device_placement)
+        check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        check_flag("cpu", cpu, or_none=True)
         project = config_resolution.project_settings(project_dir, project_config)
-        self.dataloader_config = config_resolution.loader_settings(dataloader_config, split_batches)
+        loaders = config_resolution.loader_settings(dataloader_config, split_batches)
+        self.dataloader_config: DataLoaderConfiguration = loaders
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = config_resolution.rng_settings(rng_types)
-        self.handlers = Handlers(kwargs_handlers)
+        self.rng_types: list[RNGType | str] = config_resolution.rng_settings(rng_types)
+        self.handlers: Handlers = Handlers(kwargs_handlers)
         self._tracking = TrackerRun(
-            log_with, project.logging_dir, delivery=self.handlers.get(TrackingKwargs).to_delivery()
+            log_with, project.logging_dir, delivery=self.handlers.get(TrackingKwargs).to_delivery(), owner=self
         )
         setup = config_resolution.build(
             self.handlers,
@@ -154,13 +190,13 @@ class Accelerator(AcceleratorProperties):
                 "mesh": parallelism_config,
             },
         )
-        self.state = setup.state
-        self.process_state = setup.process
-        self.gradient_state = setup.gradient_state
-        self.strategy = setup.strategy
-        self.precision = setup.precision
-        self.scaler = setup.precision.scaler
-        self.prepared = Preparation(
+        self.state: AcceleratorState = setup.state
+        self.process_state: PartialState = setup.process
+        self.gradient_state: GradientState = setup.gradient_state
+        self.strategy: Strategy = setup.strategy
+        self.precision: Precision = setup.precision
+        self.scaler: torch.amp.GradScaler | None = setup.precision.scaler
+        self.prepared: Preparation = Preparation(
             setup, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
         )
         self._accumulation = Accumulation(
@@ -171,9 +207,10 @@ class Accelerator(AcceleratorProperties):
         if setup.strategy.replicas is not None:
             self._tracking = setup.strategy.replicas.share_tracking(self._tracking)
         self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
-        self._checkpointer.loaders_from_start = reference_scripts.are_written_in(
-            sys._getframe(1).f_globals.get("__name__", "")
-        )
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        self._is_of_reference = reference_scripts.are_written_in(caller)
+        reference_scripts.check_trainer(caller, setup.strategy)
+        self._checkpointer.loaders_from_start = self._is_of_reference
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
@@ -191,7 +228,13 @@ class Accelerator(AcceleratorProperties):
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    @overload
+    def prepare(self, obj: T, /, *, device_placement: list[bool] | None = None) -> T: ...
+    @overload
+    def prepare(self, *args: Unpack[Ts], device_placement: list[bool] | None = None) -> tuple[Unpack[Ts]]: ...
+    def prepare(  # type: ignore[misc]  # mypy does not see that Any accepts what Unpack[Ts] does
+        self, *args: Any, device_placement: list[bool] | None = None
+    ) -> Any:
         """Prepare models, optimizers, schedulers and loaders, given in any order.
 
         Args:
@@ -199,11 +242,21 @@ class Accelerator(AcceleratorProperties):
             device_placement: for each of them, whether it is moved to the device; by default the Accelerator's setting.
 
         Returns:
-            The prepared object, or a tuple of them in the order given.
+            The prepared object, or a tuple of them in the order given. To a type checker each keeps its type. What a
+            prepared loader or optimizer has beyond that, such as ``loader.set_epoch``, is in the types that
+            :meth:`prepare_data_loader` and :meth:`prepare_optimizer` return.
 
         Raises:
             ConfigurationError: ``device_placement`` and ``args`` differ in length, or a model cannot be trained here.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            >>> type(loader).__name__, type(optimizer).__name__
+            ('DataLoaderShard', 'AcceleratedOptimizer')
         """
+        if device_placement is not None and not isinstance(device_placement, (list, tuple)):
+            raise ConfigurationError(f"device_placement={device_placement!r} must be a list of True, False or None.")
         placements: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placements) != len(args):
             raise ConfigurationError(
@@ -214,34 +267,82 @@ class Accelerator(AcceleratorProperties):
         self._monitor.prepared()
         return result[0] if len(result) == 1 else tuple(result)
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
         """Prepare a model.
 
         Args:
             model: the model.
             device_placement: move it to the device; by default the Accelerator's setting.
             evaluation_mode: it will not be trained, so gradients need no synchronisation.
+
+        Returns:
+            The model, ready for training: in mixed precision, on its device, and wrapped or sharded as the strategy
+            needs it.
+
+        Raises:
+            ConfigurationError: not a module; a model that is on several devices, in a run of several processes; or one
+                that the strategy or the compiler does not support.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare_model(model, evaluation_mode=True)
         """
-        return self.prepared.model(model, device_placement, evaluation_mode)
+        prepared: Any = self.prepared.model(model, device_placement, evaluation_mode)
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; ``device_placement`` moves its state to the device."""
+        """Prepare an optimizer.
+
+        Args:
+            optimizer: the optimizer, of parameters of prepared models.
+            device_placement: move its state to the device; by default the Accelerator's setting.
+
+        Returns:
+            The optimizer, whose ``step`` does nothing while gradients accumulate, and skips steps whose gradients
+            overflowed.
+
+        Raises:
+            ConfigurationError: not an optimizer.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare_model(model)
+            >>> optimizer = accelerator.prepare_optimizer(optimizer)
+            >>> optimizer.step_was_skipped
+            False
+        """
         return self.prepared.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler, after its optimizer."""
+        """Prepare a learning rate scheduler, after its optimizer.
+
+        Args:
+            scheduler: the scheduler of an optimizer that is prepared already.
+
+        Returns:
+            The scheduler, which advances when its optimizer steps.
+
+        Raises:
+            ConfigurationError: an object without a ``step`` method.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, step_size=1)
+            >>> scheduler = accelerator.prepare_scheduler(scheduler)
+            >>> scheduler.get_last_lr()
+            [0.1]
+        """
         return self.prepared.scheduler(scheduler)
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[T],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> PreparedLoader[T]:
         """Prepare a loader: each process gets its share of the data.
 
         Args:
@@ -249,11 +350,46 @@ class Accelerator(AcceleratorProperties):
             device_placement: move batches to the device; by default the Accelerator's setting.
             slice_fn_for_dispatch: splits a batch that one process reads for all;
                 ``accel_state.operations.slice_tensors`` by default.
-        """
-        return self.prepared.data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose first epoch starts ``num_batches`` later. Skipped samples of map-style data are not read."""
+        Returns:
+            A loader whose batches are those of this process; its length is the number of batches of this process.
+
+        Raises:
+            ConfigurationError: not a loader, or one that contradicts ``DataLoaderConfiguration``.
+            MissingDependencyError: ``use_stateful_dataloader`` without torchdata.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> inputs, targets = next(iter(accelerator.prepare_data_loader(loader)))
+            >>> inputs.device
+            device(type='cpu')
+        """
+        prepared: PreparedLoader[T] = self.prepared.data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return prepared
+
+    @overload
+    def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader: ...
+    @overload
+    def skip_first_batches(self, dataloader: DataLoader[T], num_batches: int = 0) -> DataLoader[T]: ...
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader whose first epoch starts ``num_batches`` later. Skipped samples of map-style data are not read.
+
+        Args:
+            dataloader: a prepared loader, or another one of torch.
+            num_batches: batches of this process, counted from the start of the epoch.
+
+        Returns:
+            A loader with the same settings and data.
+
+        Raises:
+            ConfigurationError: ``num_batches`` is negative or not an integer, or ``dataloader`` is not a loader.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(loader)
+            >>> len(list(accelerator.skip_first_batches(loader, num_batches=1)))
+            1
+        """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
@@ -265,15 +401,34 @@ class Accelerator(AcceleratorProperties):
         """
         return self.strategy.sequences.split_loader(dl, model)
 
+    @overload
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self,
+        model: DistributedDataParallel | DataParallel[Any],
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> Any: ...
+    @overload
+    def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model: ...
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model that was prepared, without its wrappers.
 
         Args:
             model: a prepared model.
             keep_fp32_wrapper: keep mixed precision's autocast around its forward.
             keep_torch_compile: keep it compiled.
+
+        Returns:
+            The model, which shares its parameters with the prepared one.
+
+        Raises:
+            ConfigurationError: not a module.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> prepared = accelerator.prepare(model)
+            >>> accelerator.unwrap_model(prepared) is model
+            True
         """
         # An object that forwards attributes to a model (accmt) is returned as it is.
         if not isinstance(getattr(model, "_modules", None), dict):
@@ -282,6 +437,7 @@ class Accelerator(AcceleratorProperties):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model was dispatched over several devices by a device map."""
+        check_type(model, nn.Module, "verify_device_map", "Pass a model.")
         return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -291,6 +447,24 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             *models: the models whose gradients accumulate; all prepared ones by default.
+
+        Returns:
+            The context; in it ``sync_gradients`` says whether the window ends.
+
+        Raises:
+            ConfigurationError: one of them is not a module.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            >>> for inputs, targets in loader:
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(cross_entropy(model(inputs), targets))
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...         print(accelerator.sync_gradients)
+            False
+            True
         """
         return self._accumulation.step(models)
 
@@ -305,7 +479,7 @@ class Accelerator(AcceleratorProperties):
         """Compute gradients, with the loss scaled for accumulation and for fp16.
 
         Args:
-            loss: the loss of this micro batch on this rank.
+            loss: the loss of this micro batch on this rank, of shape ().
             num_items: number of items (tokens, pixels, ...) in the loss. With it, gradients are those of the mean over
                 all items of the accumulation window on all ranks, however unevenly they are distributed. Without it,
                 every micro batch has the same weight.
@@ -316,7 +490,14 @@ class Accelerator(AcceleratorProperties):
                 that sets ``gradient_state.sync_gradients`` itself.
 
         Raises:
-            ConfigurationError: only some losses of a window have ``num_items``.
+            ConfigurationError: only some losses of a window have ``num_items``, or it is not a number of items.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(model)
+            >>> logits, labels = model(torch.ones(3, 10)), torch.tensor([0, 1, -100])
+            >>> loss = cross_entropy(logits, labels)  # the mean over two labels
+            >>> accelerator.backward(loss, num_items=(labels != -100).sum())
         """
         if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
             check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
@@ -369,10 +550,12 @@ class Accelerator(AcceleratorProperties):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes do not synchronise the model's gradients."""
+        check_type(model, nn.Module, "no_sync", "Pass the model that prepare() returned.")
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward pass synchronises gradients although its forward ran under :meth:`no_sync`."""
+        check_type(model, nn.Module, "trigger_sync_in_backward", "Pass the model that prepare() returned.")
         return self.strategy.sync_in_backward(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -381,18 +564,20 @@ class Accelerator(AcceleratorProperties):
         Args:
             optimizer: a prepared optimizer, or several; all of them by default.
         """
-        if self.scaler is None or not self.sync_gradients:
-            return
         if optimizer is None:
             optimizer = self.prepared.optimizers
-        for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for item in chosen:
+            check_type(item, torch.optim.Optimizer, "unscale_gradients", "Pass the optimizer that prepare() returned.")
+        if self.scaler is None or not self.sync_gradients:
+            return
+        for item in chosen:
             self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Clip the norm of all gradients together.
-
         While gradients accumulate they are incomplete, so their norm is computed and they are not clipped.
 
         Args:
@@ -401,10 +586,17 @@ class Accelerator(AcceleratorProperties):
             norm_type: the p of the norm; ``inf`` for the largest element.
 
         Returns:
-            The norm before clipping, unscaled, equal on all ranks after synchronisation.
+            The norm before clipping, unscaled, of shape (); equal on all ranks after synchronisation.
 
         Raises:
             ConfigurationError: ``max_norm`` is negative or NaN, or ``norm_type`` is not positive.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> accelerator.backward(model(torch.ones(1, 10)).sum())
+            >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            tensor(4.6904)
         """
         chosen = _tensors(parameters, "clip_grad_norm_")
         max_norm = check_number("max_norm", max_norm, at_least=0, infinite=True)
@@ -414,11 +606,27 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.clip_grad_norm(chosen, limit, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients to ``[-clip_value, clip_value]``; does nothing while they accumulate."""
+        """Clip every element of the gradients to ``[-clip_value, clip_value]``; does nothing while they accumulate.
+
+        Args:
+            parameters: the parameters whose gradients are clipped.
+            clip_value: the largest allowed absolute value of an element.
+
+        Raises:
+            ConfigurationError: ``clip_value`` is negative or NaN, or ``parameters`` are not tensors.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> accelerator.backward(model(torch.ones(1, 10)).sum())
+            >>> accelerator.clip_grad_value_(model.parameters(), clip_value=0.5)
+            >>> model.bias.grad
+            tensor([0.5000, 0.5000])
+        """
         chosen = _tensors(parameters, "clip_grad_value_")
         clip_value = check_number("clip_value", clip_value, at_least=0, infinite=True)
         self.unscale_gradients()
-        if self.sync_gradients:
+        if self.sync_gradients and chosen:
             self.strategy.clip_grad_value(chosen, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -426,6 +634,18 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             autocast_handler: settings for this block; by default those of the Accelerator.
+
+        Returns:
+            The context; outside of it dtypes are those of the tensors.
+
+        Raises:
+            ConfigurationError: ``autocast_handler`` is something else.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+            >>> with accelerator.autocast():
+            ...     print(model(torch.ones(1, 10)).dtype)
+            torch.bfloat16
         """
         if autocast_handler is not None:
             check_type(autocast_handler, AutocastKwargs, "autocast", "Pass AutocastKwargs(...), or nothing.")
@@ -440,11 +660,23 @@ class Accelerator(AcceleratorProperties):
             joinables: the prepared models (and other joinable objects) that train in the block.
             even_batches: overrides the loaders' ``even_batches`` within the block.
 
+        Returns:
+            The context; every rank leaves it when the last one has finished its loop.
+
         Raises:
             ConfigurationError: the precision needs all ranks at every step.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, loader = accelerator.prepare(model, loader)
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     for inputs, targets in loader:
+            ...         accelerator.backward(cross_entropy(model(inputs), targets))
         """
         check_type(joinables, (list, tuple), "join_uneven_inputs", "Pass a list of prepared models: [model].")
         self.precision.check_uneven_inputs()
+        if self.use_distributed:
+            refuse_alone(self.prepared.optimizers, "join_uneven_inputs")
         return join_uneven_inputs(self.strategy, self.prepared.dataloaders, joinables, even_batches)
 
     @contextmanager
@@ -456,6 +688,16 @@ class Accelerator(AcceleratorProperties):
 
         Yields:
             The profiler; call its ``step()`` after each training step if a schedule is set.
+
+        Raises:
+            ConfigurationError: ``profile_handler`` is something else.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.profile(ProfileKwargs(with_flops=True)) as profiler:
+            ...     result = model(torch.ones(1, 10))
+            >>> sum(event.flops for event in profiler.key_averages()) > 0
+            True
         """
         settings = profile_handler or self.handlers.get(ProfileKwargs)
         check_type(settings, ProfileKwargs, "profile", "Pass ProfileKwargs(...), or nothing.")
@@ -469,35 +711,117 @@ class Accelerator(AcceleratorProperties):
 
     # -- communicating -----------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Concatenate nested tensors of all ranks along the first dimension; see :func:`accel.utils.gather`.
+        On a mesh (ParallelismConfig) the ranks are those that get different samples; all of them for scripts that
+        import ``Accelerator`` from ``accelerate`` (accel-compat), which divide by the sizes of the axes themselves.
 
-        On a mesh (ParallelismConfig) the ranks are those that get different samples.
+        Args:
+            tensor: nested data; every tensor has the same shape and dtype on all ranks.
+
+        Returns:
+            Data of the same structure on every rank: tensors of shape (n, ...) become (ranks * n, ...), in rank order,
+            and those of shape () become (ranks,). A single process gets the data unchanged.
+
+        Raises:
+            TypeError: the data has leaves other than tensors.
+            DistributedOperationException: the ranks pass different shapes or dtypes.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.gather({"loss": torch.tensor([0.5])})  # one value per process
+            {'loss': tensor([0.5000])}
         """
-        return operations.gather(tensor, collectives=self.strategy.data_collectives)
+        strategy = self.strategy
+        collectives = self.process_state.collectives if self._is_of_reference else strategy.data_collectives
+        return operations.gather(tensor, collectives=collectives)
 
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+    @overload
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any: ...
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of the current batch, without the padding of the last batch.
 
         Args:
-            input_data: nested tensors whose first dimension is that of samples; or a list of objects, one per sample.
+            input_data: nested tensors of shape (samples, ...); or a list of objects, one per sample.
             use_gather_object: treat the data as objects even if it consists of tensors.
 
         Returns:
             Over the loop, exactly the samples of the data set, in its order, on every rank.
-        """
-        collectives = self.strategy.data_collectives
-        return gather_for_metrics(input_data, self.process_state, self.gradient_state, use_gather_object, collectives)
 
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        Raises:
+            DistributedOperationException: the ranks pass different structures, shapes or dtypes.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, loader = accelerator.prepare(model, loader)
+            >>> total = 0
+            >>> for inputs, targets in loader:
+            ...     predictions, targets = accelerator.gather_for_metrics((model(inputs).argmax(1), targets))
+            ...     total += len(targets)
+            >>> total  # without the samples that even batches repeat
+            8
+        """
+        shares = self.strategy.averaging_collectives if self._is_of_reference else None
+        return gather_for_metrics(
+            input_data,
+            self.process_state,
+            self.gradient_state,
+            use_gather_object,
+            self.strategy.data_collectives,
+            shares,
+        )
+
+    def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
         """Reduce nested tensors of all ranks element by element; see :func:`accel.utils.reduce`.
+        On a mesh (ParallelismConfig) the ranks are those that get different samples or different parts of them; all of
+        them for scripts that import ``Accelerator`` from ``accelerate``, as with :meth:`gather`.
 
-        On a mesh (ParallelismConfig) the ranks are those that get different samples or different parts of them.
+        Args:
+            tensor: nested data; every tensor has the same shape and dtype on all ranks.
+            reduction: "sum", "mean", "max", "min", or "none" to keep each rank's values.
+            scale: factor of the result.
+
+        Returns:
+            Data of the same structure and shapes, equal on every rank. A mean of integers is float32. Means and sums
+            can be backpropagated through, on every rank alike, with the gradients of one process.
+
+        Raises:
+            ConfigurationError: an unknown reduction, or a ``scale`` that is not a finite number.
+            TypeError: the data has leaves other than dense tensors.
+            DistributedOperationException: the ranks pass different shapes or dtypes.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.reduce(torch.tensor(2.0), reduction="mean")
+            tensor(2.)
         """
-        return operations.reduce(tensor, reduction, scale, collectives=self.strategy.averaging_collectives)
+        strategy = self.strategy
+        collectives = self.process_state.collectives if self._is_of_reference else strategy.averaging_collectives
+        return operations.reduce(tensor, reduction, scale, collectives=collectives)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors to the longest of all ranks; see :func:`accel.utils.pad_across_processes`."""
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Pad nested tensors to the longest of all ranks; see :func:`accel.utils.pad_across_processes`.
+
+        Args:
+            tensor: nested data; tensors may differ between ranks in the length of ``dim`` only.
+            dim: the dimension to pad; tensors without it are returned unchanged.
+            pad_index: the value to pad with.
+            pad_first: pad at the beginning instead of the end.
+
+        Returns:
+            Data of the same structure, whose tensors have the same length in ``dim`` on all ranks.
+
+        Raises:
+            DistributedOperationException: the ranks pass other structures or numbers of dimensions.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> tokens = accelerator.pad_across_processes(torch.ones(2, 3), dim=1, pad_index=0)
+            >>> accelerator.gather(tokens).shape  # ranks may have had other lengths
+            torch.Size([2, 3])
+        """
         return operations.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def wait_for_everyone(self) -> None:
@@ -529,7 +853,6 @@ class Accelerator(AcceleratorProperties):
         **save_model_func_kwargs: Any,
     ) -> Location:
         """Save everything that training needs to continue exactly where it is. Every rank must call it.
-
         This includes models, optimizers, schedulers, positions of the loaders, the loss scale, the random number
         generators of every rank, the registered objects, and the gradients of open accumulation windows. The checkpoint
         gets its name when it is complete and on the disk; if saving fails, an older one of that name is unchanged. With
@@ -553,7 +876,16 @@ class Accelerator(AcceleratorProperties):
             CheckpointError: saving failed on some rank; or the last save in the background did.
             ConfigurationError: no directory, or one that cannot be used; with automatic naming, a checkpoint of this
                 number exists.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, project_dir="run")
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> accelerator.save_state("run/last").name
+            'last'
         """
+        for name, flag in (("safe_serialization", safe_serialization), ("blocking", blocking)):
+            if not isinstance(flag, bool):
+                check_flag(name, flag)
         if save_model_func_kwargs:
             names = ", ".join(save_model_func_kwargs)
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
@@ -567,8 +899,27 @@ class Accelerator(AcceleratorProperties):
 
         Raises:
             CheckpointError: it failed on some rank.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> path = accelerator.save_state("background", blocking=False)
+            >>> accelerator.wait_for_save()
+            >>> accelerator.save_in_flight
+            False
         """
         self._checkpointer.wait_for_save()
+
+    def wait_for_uploads(self) -> None:
+        """Return when all checkpoints are in the store that ``ProjectConfiguration(upload_to=...)`` names.
+
+        Every rank must call it. :meth:`end_training` and the interpreter's exit wait too.
+
+        Raises:
+            CheckpointError: the last upload failed; the checkpoint is complete in the project directory.
+        """
+        self.wait_for_save()
+        self._checkpointer.wait_for_uploads()
 
     def load_state(
         self,
@@ -579,7 +930,6 @@ class Accelerator(AcceleratorProperties):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load a state of :meth:`save_state` into the objects that are prepared and registered, in their order.
-
         A script may prepare fewer objects than were saved, such as the model alone for an evaluation: the rest is left,
         with a warning. Unless all optimizers are prepared, loaders begin at their start.
 
@@ -604,8 +954,17 @@ class Accelerator(AcceleratorProperties):
             CheckpointError: on every rank, if on one: files are missing or damaged, or there are more objects of some
                 kind than were saved (with ``strict=True``, also fewer).
             ConfigurationError: there is no such directory, or no checkpoint in it.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> path = accelerator.save_state("state")
+            >>> accelerator.load_state("state")
         """
+        if load_kwargs is not None:
+            check_type(load_kwargs, Mapping, "load_state(load_kwargs=...)", "Pass arguments of torch.load by name.")
         if strict is not None:
+            check_flag("strict", strict)
             load_model_func_kwargs["strict"] = strict
         with self._monitor.part("loading"):
             self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
@@ -613,7 +972,6 @@ class Accelerator(AcceleratorProperties):
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
-
         States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
         or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with. If all
         of its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
@@ -625,6 +983,13 @@ class Accelerator(AcceleratorProperties):
         Raises:
             CheckpointError: it is damaged, or does not fit what was prepared.
             ConfigurationError: there is no directory to look in.
+
+        Examples:
+            >>> configuration = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+            >>> accelerator = Accelerator(cpu=True, project_config=configuration)
+            >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            >>> accelerator.resume()  # whether there was a checkpoint to continue from
+            False
         """
         output_dir = None if self.preemption is None else self.preemption.settings.output_dir
         newest = None
@@ -642,8 +1007,24 @@ class Accelerator(AcceleratorProperties):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in saved states.
 
+        Args:
+            *objects: objects with ``state_dict`` and ``load_state_dict``; they are loaded in the same order.
+
         Raises:
             ConfigurationError: one has no ``state_dict`` and ``load_state_dict``; none is registered then.
+
+        Examples:
+            >>> class Counter:
+            ...     def __init__(self):
+            ...         self.samples = 0
+            ...
+            ...     def state_dict(self):
+            ...         return {"samples": self.samples}
+            ...
+            ...     def load_state_dict(self, state):
+            ...         self.samples = state["samples"]
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.register_for_checkpointing(Counter())
         """
         self._checkpointer.register(objects)
 
@@ -686,9 +1067,24 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: a prepared model.
             unwrap: remove from the names what wrapping and compiling have added.
+
+        Returns:
+            Tensors by name, complete also where the model is sharded. In that case every rank must call it.
+
+        Raises:
+            ConfigurationError: not a module.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(model)
+            >>> list(accelerator.get_state_dict(model))  # complete, also if the model is sharded
+            ['weight', 'bias']
         """
         check_type(model, nn.Module, "get_state_dict", "Pass a model that prepare() returned.")
-        return self.strategy.state_dict(model, unwrap)
+        state = self.strategy.state_dict(model, unwrap)
+        if unwrap:
+            quantized_layers.add_scales(model, state)
+        return state
 
     def save_model(
         self,
@@ -708,6 +1104,13 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ConfigurationError: the directory is a file or a URL, ``max_shard_size`` is not a positive size, a weight
                 has no values, or a model that is sharded over several nodes would be saved on each of them.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(model)
+            >>> accelerator.save_model(model, "weights")
+            >>> os.listdir("weights")
+            ['model.safetensors']
         """
         weights_io.check_shard_size(max_shard_size)
         self._checkpointer.check_model_directory(save_directory)
@@ -727,6 +1130,12 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ConfigurationError: a config of another type.
             TrackerError: in strict mode (TrackingKwargs), a tracker failed to start.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="runs")
+            >>> accelerator.init_trackers("digits", config={"lr": 0.1})
+            >>> accelerator.log({"loss": 0.5}, step=0)
+            >>> accelerator.end_training()
         """
         self._tracking.init_trackers(project_name, config, init_kwargs)
 
@@ -741,6 +1150,12 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ConfigurationError: ``values`` is not a dictionary.
             TrackerError: in strict mode, a tracker failed since the last call.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="runs")
+            >>> accelerator.init_trackers("digits")
+            >>> accelerator.log({"loss": torch.tensor(0.5), "accuracy": 0.9}, step=0)
+            >>> accelerator.end_training()
         """
         self._tracking.log(values, step, log_kwargs)
 
@@ -775,8 +1190,18 @@ class Accelerator(AcceleratorProperties):
             name: the tracker's name.
             unwrap: return the object of the tracker's own library.
 
+        Returns:
+            The tracker, or with ``unwrap`` what its library calls a run.
+
         Raises:
             ConfigurationError: no tracker of that name was started.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="runs")
+            >>> accelerator.init_trackers("digits")
+            >>> accelerator.get_tracker("jsonl").name
+            'jsonl'
+            >>> accelerator.end_training()
         """
         return self._tracking.get_tracker(name, unwrap)
 
@@ -785,11 +1210,16 @@ class Accelerator(AcceleratorProperties):
     def free_memory(self, *objects: Any) -> list[Any]:
         """Drop every reference to prepared objects, and return unused memory to the device.
 
+        A save in the background is waited for.
+
         Args:
             *objects: variables of the caller to drop as well.
 
         Returns:
             As many Nones: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+
+        Raises:
+            CheckpointError: a save started with ``blocking=False`` has failed.
         """
         if self.startup_checks is not None:
             self.startup_checks.stop()
@@ -798,6 +1228,7 @@ class Accelerator(AcceleratorProperties):
         self.strategy.forget()
         if isinstance(self.scaler, SharedGradScaler):
             self.scaler.forget()
+        self._checkpointer.release()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -806,12 +1237,15 @@ class Accelerator(AcceleratorProperties):
 
     def end_training(self) -> None:
         """Finish a save in the background and the trackers, and release the process group and the shared state.
-
         Call it at the end of the script, on every rank.
 
         Raises:
-            CheckpointError: a save started with ``blocking=False`` has failed.
+            CheckpointError: a save started with ``blocking=False`` has failed, or the upload of the last checkpoint.
             TrackerError: in strict mode (TrackingKwargs), a tracker has failed.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.end_training()  # waits for saves, finishes trackers, ends the process group
         """
         self.strategy.finish()
         try:
@@ -825,10 +1259,12 @@ class Accelerator(AcceleratorProperties):
                 self._tracking.finish()
             finally:
                 self.free_memory()
-                self._checkpointer.close()
-                self.strategy.close()
-                config_resolution.release_state(self)
-                self.process_state.destroy_process_group()
+                try:
+                    self._checkpointer.close()
+                finally:
+                    self.strategy.close()
+                    config_resolution.release_state(self)
+                    self.process_state.destroy_process_group()
 
 
 def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ def _is_writer(save_on_each_node: bool) -> bool:
 def _write(part: Part, directory: Path) -> None:
     write_atomically(directory / part.name, partial(_write_to, part))
     if part.what:
-        check_readable(directory / part.name, part.what)
+        check_readable(directory / part.name, part.value, part.what)
 
 
 def _write_to(part: Part, path: str) -> None:

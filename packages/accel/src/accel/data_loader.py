@@ -1,5 +1,11 @@
 """Sharded loaders, under the module path that other libraries know."""
 
+# finetrainers and others import torch's classes from here, since the reference's module uses them.
+from torch.utils.data import BatchSampler as BatchSampler
+from torch.utils.data import DataLoader as DataLoader
+from torch.utils.data import IterableDataset as IterableDataset
+from torch.utils.data import RandomSampler as RandomSampler
+
 from accel_data import BatchSamplerShard as BatchSamplerShard
 from accel_data import DataLoaderAdapter as DataLoaderAdapter
 from accel_data import DataLoaderDispatcher as DataLoaderDispatcher

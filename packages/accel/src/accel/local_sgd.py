@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_state.errors import ConfigurationError
+from accel_state.arguments import check_flag, check_number
+from accel_state.errors import ConfigurationError, check_type
 
 from ._torch_compat import foreach_div_
+from .training.muon import refuse_alone
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -34,19 +36,22 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
-        self.enabled = enabled and accelerator.use_distributed
+        check_type(model, nn.Module, "LocalSGD", "Pass the model that prepare() returned.")
+        check_flag("enabled", enabled)
+        local_sgd_steps = int(check_number("local_sgd_steps", local_sgd_steps, at_least=1, whole=True))
+        self.enabled: bool = enabled and accelerator.use_distributed
         strategy = accelerator.strategy
         if self.enabled and (not strategy.skips_gradient_sync or strategy.shards_parameters or strategy.uses_engine):
             raise ConfigurationError(
                 f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards "
                 "them or synchronises every step. Pass enabled=False, or train with data parallelism."
             )
+        if self.enabled:
+            refuse_alone(accelerator.prepared.optimizers, "LocalSGD")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.num_steps = 0
+        self.num_steps: int = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalSGD:

@@ -1,5 +1,6 @@
 """Experiment trackers, under the module path that other libraries know."""
 
+from accel_state.logging import get_logger as get_logger
 from accel_state.operations import listify as listify
 from accel_track import AimTracker as AimTracker
 from accel_track import ClearMLTracker as ClearMLTracker
@@ -19,3 +20,6 @@ from accel_track import get_available_trackers as get_available_trackers
 from accel_track import on_main_process as on_main_process
 from accel_track import register_tracker_class as register_tracker_class
 from accel_track.log_with import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+
+# edsnlp writes to it as accelerate.tracking.logger.
+logger = get_logger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,9 +167,11 @@ FILES = (
 
 
 def as_of_another_library(folder: Path) -> None:
-    """Make a checkpoint one without a manifest, as other libraries write them."""
+    """Make a checkpoint one without a manifest, as other libraries write them: with the checksums of torch's files."""
     (folder / MANIFEST_NAME).unlink()
-    for path in folder.glob("random_states_*.pkl"):
-        state = torch.load(path, weights_only=True)
-        del state[MANIFEST_MARK]
-        torch.save(state, path)
+    for path in folder.iterdir():
+        if path.is_file() and zipfile.is_zipfile(path):
+            state = torch.load(path, weights_only=False)
+            if path.match("random_states_*.pkl"):
+                del state[MANIFEST_MARK]
+            torch.save(state, path)

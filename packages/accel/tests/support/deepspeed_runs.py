@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 MISSING = "" if find_spec("deepspeed") else "deepspeed is not installed: scripts/test tells why"
 STEPS, BATCH, WIDTH, CLASSES = 20, 8, 6, 3
+STOP = 7  # the number of steps after which prepared runs are saved
 # fp32 on several ranks adds the same numbers in another order.
 TOLERANCE = 1e-4
 
@@ -158,6 +159,38 @@ def train(
     del model, opt, loader
     release(accelerator)
     return found
+
+
+def prepared(
+    stage: int, seed: int = 0, make: Callable[[Any], torch.optim.Optimizer] = adamw, **arguments: Any
+) -> tuple[Any, ...]:
+    # The schedule moves with each call, so that it does not depend on the number of processes.
+    accelerator = accelerator_of(config(stage), step_scheduler_with_optimizer=False, **arguments)
+    model = net(frozen=True, seed=seed)
+    model.scale.fill_(1.0 + seed)
+    optimizer = make(groups(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
+    loader = DataLoader(data(), batch_size=BATCH // accelerator.num_processes)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def loop(parts: tuple[Any, ...], folder: str = "", begin: int = 0) -> list[float]:
+    """Train to the end of the epoch; with a folder, save in between, blocking and in the background."""
+    accelerator, model, optimizer, scheduler, loader = parts
+    losses = []
+    for index, (x, y) in enumerate(loader, begin):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, x, y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if folder and index + 1 == STOP:
+            accelerator.save_state(f"{folder}/waiting")
+            accelerator.save_state(f"{folder}/beside", blocking=False)
+    accelerator.wait_for_save()
+    return losses
 
 
 def release(accelerator: Any) -> None:

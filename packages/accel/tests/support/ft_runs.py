@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
+from accel_launch.lighthouse import Lighthouse
+from accel_state.options import FaultToleranceOptions
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -63,23 +66,31 @@ os._exit(0)
 """
 
 
+@contextlib.contextmanager
+def environment_of_replicas(join_seconds: float) -> Iterator[dict[str, str]]:
+    """The environment of two replicas with a lighthouse, which waits so long for the second one."""
+    options = FaultToleranceOptions(min_replicas=1, replica_timeout=join_seconds, heartbeat_timeout=0.3)
+    # A process: a thread of it that logs reads the environment, which pytest changes meanwhile.
+    server = Lighthouse(options, TOKEN, log=False, say=print)
+    try:
+        yield {
+            "TORCHFT_LIGHTHOUSE": server.address,
+            "ACCELERATE_RUN_TOKEN": TOKEN,
+            "ACCELERATE_FT_NUM_REPLICAS": "2",
+            "RUST_LOG": "error",
+        }
+    finally:
+        server.close()
+
+
 @pytest.fixture
-def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A lighthouse in this process, and the environment of the only replica of two that is alive."""
-    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft: pip install 'accel[ft]'")
-    server = coordination.LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=300
-    )
-    for name, value in {
-        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{server.address().rpartition(':')[2]}",
-        "ACCELERATE_RUN_TOKEN": TOKEN,
-        "ACCELERATE_FT_NUM_REPLICAS": "2",
-        "ACCELERATE_FT_REPLICA_TIMEOUT": "5",
-        "RUST_LOG": "error",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.shutdown()
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment of a replica whose peer never comes."""
+    pytest.importorskip("torchft", reason="needs torchft: pip install 'accel[ft]'")
+    with environment_of_replicas(join_seconds=1.0) as environment:
+        for name, value in {**environment, "ACCELERATE_FT_REPLICA_TIMEOUT": "5"}.items():
+            monkeypatch.setenv(name, value)
+        yield
 
 
 def prepared(**settings: Any) -> tuple[Any, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from mesh_runs import VOCABULARY, build
 from torch import nn
@@ -15,6 +17,8 @@ from accel.core.local_part import local
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.axis_settings import PipelineParallelConfig
 from accel.parallel.config import ParallelismConfig
+from accel_state import context
+from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed
 
 BATCH = 8
@@ -123,6 +127,17 @@ def whole_gradients(accelerator: Accelerator, model: nn.Module) -> dict[str, tor
 
 def mesh_steps(cases: list[Case]) -> list[tuple[float, dict[str, torch.Tensor]]]:
     return [mesh_step(case) for case in cases]
+
+
+def steps_and_refusals(cases: list[Case], refused: list[Case]) -> tuple[list[Any], list[str]]:
+    return mesh_steps(cases), [refusal(case) for case in refused]
+
+
+def refusal(case: Case) -> str:
+    """What the error of a case says is wrong; it says what to do in further sentences."""
+    with context.isolated(), pytest.raises(ConfigurationError) as raised:
+        mesh_step(case)
+    return re.split(r"\.(?:\s|$)", str(raised.value))[0]
 
 
 def deviation(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> float:

@@ -48,8 +48,12 @@ def tied_llama() -> nn.Module:
     return llama(tied=True)
 
 
-def deep_llama() -> nn.Module:
-    return llama(layers=5)
+def deep_llama(tied: bool = False) -> nn.Module:
+    return llama(tied, layers=5)
+
+
+def deep_tied_llama() -> nn.Module:
+    return deep_llama(tied=True)
 
 
 def gpt2(dropout: float = 0) -> nn.Module:
@@ -203,6 +207,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied llama": tied_llama,
     "deep llama": deep_llama,
+    "deep tied llama": deep_tied_llama,
     "gpt2": gpt2,
     "qwen": qwen,
     "gemma": gemma,

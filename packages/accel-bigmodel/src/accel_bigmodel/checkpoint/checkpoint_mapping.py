@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from ..tensors import Location, is_packed
 
 _MAX_NAMES = 40
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 @dataclass

@@ -47,14 +47,16 @@ class SafetensorsFile:
     in_place = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         with open(self.path, "rb") as file:
             header, data_start = read_header(file, self.path)
             status = os.fstat(file.fileno())
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
-        self.version = status.st_ino, status.st_size, status.st_mtime_ns
-        self.entries = {name: self._entry(name, item, data_start) for name, item in header.items()}
+        self.version: tuple[int, int, int] = status.st_ino, status.st_size, status.st_mtime_ns
+        self.entries: dict[str, TensorEntry] = {
+            name: self._entry(name, item, data_start) for name, item in header.items()
+        }
 
     def _entry(self, name: str, item: Any, data_start: int) -> TensorEntry:
         if item["dtype"] not in DTYPES:

@@ -46,7 +46,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
             f"{path} is not a valid safetensors file: {error}. Download or save it again."
         ) from error
     header.pop("__metadata__", None)
-    return header, 8 + length
+    return {name: _named(entry) for name, entry in header.items()}, 8 + length
 
 
 def _check_by_library(path: Path) -> bool:
@@ -72,6 +72,7 @@ def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ does not map names to texts")
+    header = {name: _named(entry) for name, entry in header.items()}
     end = 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -88,6 +89,13 @@ def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
     if end != data_bytes:
         raise ValueError(f"the tensors have {end} bytes, and the file holds {data_bytes}")
     return header
+
+
+def _named(entry: Any) -> Any:
+    """An entry with the names of its values; the library also takes ``["F32", [1], [0, 4]]``."""
+    if isinstance(entry, list) and len(entry) == 3:
+        return dict(zip(("dtype", "shape", "data_offsets"), entry, strict=True))
+    return entry
 
 
 def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class TorchFile:
     in_place = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(self.path))
         except (MemoryError, OSError):

@@ -27,11 +27,11 @@ class PlacementUnit:
     __slots__ = ("buffers", "children", "member", "name", "parent", "size", "tied")
 
     def __init__(self, name: str, member: nn.Module | torch.Tensor, parent: PlacementUnit | None) -> None:
-        self.name = name
-        self.member = member
-        self.parent = parent
-        self.size = 0  # bytes of its tensors; tied ones count once
-        self.buffers = 0  # bytes of its buffers, part of size
+        self.name: str = name
+        self.member: nn.Module | torch.Tensor = member
+        self.parent: PlacementUnit | None = parent
+        self.size: int = 0  # bytes of its tensors; tied ones count once
+        self.buffers: int = 0  # bytes of its buffers, part of size
         self.tied: set[int] = set()  # the weights that it shares with other units, by id
         self.children: list[PlacementUnit] = []  # the units it can be split into
 
@@ -48,7 +48,7 @@ class PlacementTree:
     ) -> None:
         self._dtype = dtype
         self._special = special_dtypes or {}
-        self.root = PlacementUnit("", model, None)
+        self.root: PlacementUnit = PlacementUnit("", model, None)
         # For each tied weight the unsplittable units that hold it, in the order of the model.
         self.tied_owners: dict[int, list[PlacementUnit]] = {}
         self.tied_sizes: dict[int, int] = {}  # bytes of each tensor, by id
@@ -132,14 +132,14 @@ def infer_auto_device_map(
     skip_too_large: bool = False,
 ) -> dict[str, Location]:
     """A device map that fills the accelerators in their order, then the CPU, then the disk.
-
     Weights are placed in the order of the model. When the next one does not fit on a device, the next device is filled.
     If anything is offloaded, the main device (the first accelerator, else the CPU) keeps room for the largest offloaded
     layer that it can hold, because offloaded layers run there. Modules with tied weights go to one device. The result
     is deterministic, and the time is proportional to the number of modules.
 
     Args:
-        max_memory: as in :func:`get_max_memory`. The disk is unlimited.
+        model: the model, which may be on the meta device.
+        max_memory: bytes, or text such as "10GB", by device, as in :func:`get_max_memory`. The disk is unlimited.
         no_split_module_classes: classes whose modules are not split, such as those with a residual connection.
         dtype: the dtype that floating point weights are converted to when loaded.
         special_dtypes: dtypes of single weights by full name.
@@ -156,6 +156,11 @@ def infer_auto_device_map(
 
     Raises:
         ConfigurationError: invalid limits (see :func:`get_max_memory`).
+
+    Examples:
+        >>> layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        >>> infer_auto_device_map(layers, max_memory={"cpu": "50KB", "disk": "1GB"})  # keeps room for a layer
+        {'0': 'cpu', '1': 'cpu', '2': 'disk', '3': 'disk'}
     """
     check_type(model, nn.Module, "infer_auto_device_map", "Pass a model: a torch.nn.Module.")
     tree = PlacementTree(model, as_names(no_split_module_classes), dtype, special_dtypes)

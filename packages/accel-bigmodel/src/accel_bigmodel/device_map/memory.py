@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_state import convert_file_size_to_int, devices
+from accel_state.arguments import check_flag
 from accel_state.errors import ConfigurationError, check_type
 
 from ..sizes import Dtype, as_names, compute_module_sizes, named_layers
@@ -79,6 +80,8 @@ def get_balanced_memory(
         special_dtypes: dtypes of single weights.
         low_zero: put as little as possible on the first accelerator, to leave room for the work of ``generate``.
     """
+    check_type(model, nn.Module, "get_balanced_memory", "Pass a model.")
+    check_flag("low_zero", low_zero)
     limits = get_max_memory(max_memory)
     accelerators = [device for device, limit in limits.items() if device not in HOST_AND_DISK and limit > 0]
     if len(accelerators) < 2:

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import FakeTensorMode, storage_key
+from .._torch_compat import FakeTensorMode, on_meta, storage_key
 from .meta_model import build_transformers
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +59,7 @@ def activations_of_config(
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is not one of {', '.join(_AUTOCAST)}.")
     dtype = _AUTOCAST[mixed_precision]
     # Built on the meta device, where weights are not initialised; the fake tensors then claim to be on the CPU.
-    model = build_transformers(config_path, trust_remote_code, torch.device("meta")).train()
+    model = build_transformers(config_path, trust_remote_code, on_meta()).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         inputs = example_inputs(model, batch_size, sequence_length)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from accel_state.errors import ConfigurationError, require
 
+from .._torch_compat import on_meta
 from ..sizes import compute_module_sizes, get_max_layer_size
 from .model import ModelSize
 
@@ -53,7 +53,7 @@ def build_timm(name: str, config: Mapping[str, Any] | None) -> nn.Module:
     timm = require("timm", purpose=f"the model {name}", install="timm")
     architecture = str((config or {}).get("architecture") or name.removeprefix("timm/"))
     try:
-        with torch.device("meta"):
+        with on_meta():
             return timm.create_model(architecture, pretrained=False)
     except RuntimeError as error:
         raise ConfigurationError(

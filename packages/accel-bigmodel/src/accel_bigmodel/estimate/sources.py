@@ -214,11 +214,10 @@ def _detect_library(config: Mapping[str, Any] | None, has_safetensors: bool) -> 
 
 
 def _transformers(name: str, config: Path, trust_remote_code: bool) -> ModelSize:
-    import torch
-
+    from .._torch_compat import on_meta
     from .meta_model import build_transformers, size_of_model
 
-    return size_of_model(name, "transformers", build_transformers(config, trust_remote_code, torch.device("meta")))
+    return size_of_model(name, "transformers", build_transformers(config, trust_remote_code, on_meta()))
 
 
 def _timm(name: str, config: Mapping[str, Any] | None) -> ModelSize:

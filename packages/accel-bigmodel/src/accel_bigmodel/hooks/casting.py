@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from accel_state.operations import send_to_device
 
 from ..tensors import Location, as_device, as_dtype
 from .base import ModelHook, add_hook_to_module, remove_hook_from_module
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # Layers whose weights are large and tolerate rounding; others are small or lose too much accuracy.
 _CAST_LAYERS = (
@@ -34,8 +36,8 @@ class LayerwiseCastingHook(ModelHook):
     """
 
     def __init__(self, storage_dtype: str | torch.dtype, compute_dtype: str | torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype = as_dtype(storage_dtype)
-        self.compute_dtype = as_dtype(compute_dtype)
+        self.storage_dtype: torch.dtype = as_dtype(storage_dtype)
+        self.compute_dtype: torch.dtype = as_dtype(compute_dtype)
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -103,7 +105,7 @@ class CpuOffload(ModelHook):
         self, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = devices.detect().current() if execution_device is None else execution_device
+        self.execution_device: Location = devices.detect().current() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return _moved(module, torch.device("cpu"))
@@ -140,8 +142,8 @@ class UserCpuOffloadHook:
 
 
 def cpu_offload_with_hook(
-    model: nn.Module, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+    model: Model, execution_device: Location | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[Model, UserCpuOffloadHook]:
     """Keep a model on the CPU until it is called, then on its device until offloaded or until the next model runs.
 
     For pipelines of several models that run many times in a row: faster than :func:`cpu_offload`, but the device must

@@ -61,7 +61,7 @@ class RoutedExpertsHook(AlignDevicesHook):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.capacity = 0
+        self.capacity: int = 0
         """How many experts stay in memory between forwards."""
         self._pool: ExpertPool | None = None
         self._weights: dict[str, ExpertWeights] | None = None

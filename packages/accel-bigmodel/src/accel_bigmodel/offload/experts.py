@@ -37,7 +37,7 @@ class ExpertWeights:
 
     def __init__(self, source: Mapping[str, torch.Tensor], name: str) -> None:
         self.name = name
-        self.dim = 0
+        self.dim: int = 0
         self.value: torch.Tensor | None = None
         self._stack: Any = None
         self._file: SafetensorsFile | Path | None = None
@@ -45,7 +45,8 @@ class ExpertWeights:
         info = source.index.get(name) if isinstance(source, OffloadedWeightsLoader) else None
         if not isinstance(source, OffloadedWeightsLoader) or name in source.state_dict or info is None:
             self.value = source[name]
-            self.shape, self.stored_dtype = tuple(self.value.shape), self.value.dtype
+            self.shape: tuple[int, ...] = tuple(self.value.shape)
+            self.stored_dtype: torch.dtype = self.value.dtype
         elif "stack" in info:
             self._stack = info["stack"]
             self.dim, self.shape, self.stored_dtype = self._stack.dim, self._stack.shape, self._stack.dtype
@@ -61,7 +62,7 @@ class ExpertWeights:
             self._file = path
             self.shape, self.stored_dtype = tuple(info["shape"]), as_dtype(info["dtype"])
         converts = self.value is None and info is not None and "dtype" in info
-        self.dtype = as_dtype(info["dtype"]) if converts and info is not None else self.stored_dtype
+        self.dtype: torch.dtype | Any = as_dtype(info["dtype"]) if converts and info is not None else self.stored_dtype
 
     @property
     def expert_nbytes(self) -> int:
@@ -144,7 +145,7 @@ class ExpertPool:
     def __init__(self, weights: Mapping[str, ExpertWeights], capacity: int, device: torch.device) -> None:
         self.weights = weights
         self.capacity = capacity
-        self.tensors = {
+        self.tensors: dict[str, torch.Tensor] = {
             name: torch.empty((capacity, *weight.shape[1:]), dtype=weight.dtype, device=device)
             for name, weight in weights.items()
         }

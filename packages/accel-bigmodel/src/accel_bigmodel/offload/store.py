@@ -80,13 +80,25 @@ def _map_weight(file: str | os.PathLike[str], info: Mapping[str, Any], read_now:
     return data.view(dtype).view(shape)
 
 
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index, dict) or not all(isinstance(info, dict) for info in index.values()):
+            raise ValueError("no dictionary of weights")
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is not an index of offloaded weights ({error}). Give another directory, or delete it."
+        ) from error
+    return index
+
+
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
     """Write or extend the ``index.json`` of a directory of offloaded weights; an empty index writes nothing."""
     if not index:
         return
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
     refuse_link(path)
-    existing = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    existing = _read_index(path) if path.is_file() else {}
     with open(open_for_writing(path), "w", encoding="utf-8") as file:
         file.write(json.dumps({**existing, **index}, indent=2))
 
@@ -149,11 +161,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError("there are no weights to load: give state_dict=, save_folder= or index=")
-        self.state_dict = {} if state_dict is None else state_dict
-        self.save_folder = None if save_folder is None else Path(save_folder)
-        self.index = dict(self._saved_index() if index is None else index)
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder: Path | None = None if save_folder is None else Path(save_folder)
+        self.index: dict[str, Any] = dict(self._saved_index() if index is None else index)
         self.device = device
-        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.all_keys: list[str] = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self._files: dict[str, SafetensorsFile] = {}
 
     def _saved_index(self) -> dict[str, Any]:
@@ -164,8 +176,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ConfigurationError(
                 f"{self.save_folder} has no {OFFLOAD_INDEX_NAME}, so it is not a directory of offloaded weights"
             )
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return index
+        return _read_index(path)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.read_many((key,))[key]

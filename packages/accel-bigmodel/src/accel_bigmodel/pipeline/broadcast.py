@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from accel_state.collectives.packing import as_bytes
 
+# Bytes of the length of an object, and of the message that begins with it. The structure of a batch fits in one.
+_SIZE, _FIRST = 8, 2048
+
 
 def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
     """The device on which the communication backend expects its tensors."""
@@ -19,17 +22,21 @@ def transport_device(device: torch.device, group: dist.ProcessGroup | None = Non
 
 def send_object(item: Any, device: torch.device) -> list[Any]:
     """Start to send an object from rank 0. Returns the operations to wait for."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(transport_device(device))
-    return start_broadcast([torch.tensor([payload.numel()], device=payload.device), payload])
+    data = pickle.dumps(item)
+    data = len(data).to_bytes(_SIZE, "little") + data
+    payload = torch.frombuffer(bytearray(data.ljust(_FIRST, b"\0")), dtype=torch.uint8).to(transport_device(device))
+    return start_broadcast([payload[:_FIRST], payload[_FIRST:]])
 
 
 def receive_object(device: torch.device) -> Any:
     """The object that rank 0 sends with :func:`send_object`."""
-    size = torch.zeros(1, dtype=torch.int64, device=transport_device(device))
-    wait_for(start_broadcast([size]))
-    payload = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    wait_for(start_broadcast([payload]))
-    return pickle.loads(payload.cpu().numpy().tobytes())
+    first = torch.empty(_FIRST, dtype=torch.uint8, device=transport_device(device))
+    wait_for(start_broadcast([first]))
+    data = first.cpu().numpy().tobytes()
+    length = int.from_bytes(data[:_SIZE], "little")
+    rest = torch.empty(max(0, _SIZE + length - _FIRST), dtype=torch.uint8, device=first.device)
+    wait_for(start_broadcast([rest]))
+    return pickle.loads((data[_SIZE:] + rest.cpu().numpy().tobytes())[:length])
 
 
 def start_broadcast(tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,26 @@ def batch_size_of(data: Any) -> int | None:
     return next((int(tensor.shape[0]) for tensor in leaves(data) if tensor.ndim), None)
 
 
-def split(data: Any, batch_size: int, count: int) -> list[Any]:
+def split(
+    data: Any,
+    batch_size: int,
+    count: int,
+    narrow: Callable[[torch.Tensor, int, int], torch.Tensor] = lambda tensor, start, size: tensor.narrow(
+        0, start, size
+    ),
+) -> list[Any]:
     """Split every tensor with ``batch_size`` samples along its first dimension into ``count`` equal pieces.
 
     Args:
         data: nested data. Tensors with another first dimension are passed to every micro-batch as they are.
         batch_size: number of samples, a multiple of ``count``.
         count: number of micro-batches.
+        narrow: called as ``narrow(tensor, start, size)`` for a piece of ``size`` samples.
     """
     size = batch_size // count
 
     def piece(tensor: torch.Tensor, number: int) -> torch.Tensor:
-        return tensor.narrow(0, number * size, size) if tensor.ndim and tensor.shape[0] == batch_size else tensor
+        return narrow(tensor, number * size, size) if tensor.ndim and tensor.shape[0] == batch_size else tensor
 
     return [recursively_apply(piece, data, number) for number in range(count)]
 

@@ -18,8 +18,9 @@ from accel_state.operations.nested import leaves
 
 from .._torch_compat import storage_key
 
-# A result of a unit: (number of the call, index of the tensor in its output).
+# A result of a unit: (number of the call, index of the tensor in its output); or INPUT and the index of an input.
 Value: TypeAlias = tuple[int, int]
+INPUT = -1
 # What a tensor was computed from, outside the units: results of units and names of parameters and buffers.
 Sources: TypeAlias = frozenset["Value | str"]
 
@@ -51,6 +52,7 @@ def record(
         ConfigurationError: a unit writes its results into one of its arguments, such as a cache.
     """
     recorder = _Recorder(model)
+    recorder.follow_inputs((args, kwargs))
     with _intercepted(units, recorder), recorder:
         output = forward(*args, **kwargs)
     recorder.recording.output = recorder.sources(output)
@@ -101,6 +103,11 @@ class _Recorder(TorchDispatchMode):
         _check_unchanged(name, before, _contents((args, kwargs)))
         self.recording.outputs.append(get_data_structure(output))
         return self._mark(output, len(self.recording.calls) - 1)
+
+    def follow_inputs(self, inputs: Any) -> None:
+        """Track the inputs of the model."""
+        for number, tensor in enumerate(leaves(inputs)):
+            self._remember(tensor, self._of(tensor) | {(INPUT, number)})
 
     def _mark(self, output: Any, call: int) -> Any:
         self._inside = True

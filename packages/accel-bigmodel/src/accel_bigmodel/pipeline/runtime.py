@@ -15,6 +15,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.operations import TensorInformation, is_tensor_information, recursively_apply, send_to_device
 from accel_state.operations.nested import is_container, leaves
 
+from .._torch_compat import expect_no_gradients, leave_outputs_unchecked
 from .broadcast import transport_device
 from .recording import Value
 from .split import PipelineSplit, structure_key
@@ -44,13 +45,14 @@ class PipelineRuntime:
     of all results. From then on a schedule of torch moves bare tensors.
 
     Args:
-        stages: the stages of this rank, in order. Stage ``i`` is on rank ``i % ranks``.
+        stages: the stages of this rank, in order.
         split: how the model is split.
         schedule: name of the schedule in ``torch.distributed.pipelining``.
         group: the ranks of the pipeline; None for all.
         example_outputs: for the split's example, the outputs of all calls as ``split.outputs`` has them. None: learned
             from the first micro-batch, where the stages may compute in another dtype than the recorded model.
         stage_class: makes the stages of the schedule; None for ``torch.distributed.pipelining.PipelineStage``.
+        places: the rank of every stage, as the schedule has it; None: stages are dealt to the ranks in turns.
     """
 
     def __init__(
@@ -61,16 +63,21 @@ class PipelineRuntime:
         group: dist.ProcessGroup | None = None,
         example_outputs: Sequence[Any] | None = None,
         stage_class: Callable[..., Any] | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
-        self.stages, self.split, self.schedule, self.group = stages, split, schedule, group
+        self.stages: Sequence[Stage] = stages
+        self.split: PipelineSplit = split
+        self.schedule: str = schedule
+        self.group: dist.ProcessGroup | None = group
         self.stage_class = stage_class
-        self.size = len(split) // len(stages)
+        ranks = len(split) // len(stages)
+        self.places: Sequence[int] = places or [number % ranks for number in range(len(split))]
         self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
         for stage in stages:
             stage.intercept()
         if example_outputs is not None and not _constants(tuple(example_outputs)):
             templates = dict(enumerate(example_outputs))
-            self._kinds[split.example, torch.is_autocast_enabled()] = _Kind([templates] * len(stages))
+            self._kinds[self._key(split.example)] = _Kind([templates] * len(stages))
 
     def run(self, batches: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Run micro-batches of equal shapes forward.
@@ -112,8 +119,11 @@ class PipelineRuntime:
         self._step(kind, batches, loss_fn, {"target": target, "losses": losses})
         return losses
 
+    def _key(self, structure: str) -> tuple[str, bool]:
+        return structure, torch.is_autocast_enabled(self.stages[0].device.type)
+
     def _kind(self, batches: Sequence[tuple[Any, Any]]) -> _Kind | None:
-        key = (structure_key(*batches[0]), torch.is_autocast_enabled())
+        key = self._key(structure_key(*batches[0]))
         if key in self._kinds:
             self._kinds.move_to_end(key)
         return self._kinds.get(key)
@@ -127,13 +137,17 @@ class PipelineRuntime:
         device = transport_device(self.stages[0].device, self.group)
         seen: list[dict[int, Any]] = [{} for _ in self.stages]
         outputs: list[Any] = []
+        handed: Any = None  # by the stage before, where that is on this rank
+        own = {stage.index for stage in self.stages}
         for batch in batches:
             for place, stage in enumerate(self.stages):
                 tensors: Sequence[torch.Tensor] = ()
                 templates: dict[int, Any] = {}
-                if stage.index:
+                if stage.index - 1 in own:
+                    tensors, templates = handed
+                elif stage.index:
                     message: list[Any] = [None]
-                    source = (stage.index - 1) % self.size
+                    source = self.places[stage.index - 1]
                     dist.recv_object_list(message, group_src=source, group=self.group, device=device)
                     tensors, templates = send_to_device(message[0][0], stage.device), message[0][1]
                 stage.begin([batch], templates, known=False)
@@ -141,15 +155,17 @@ class PipelineRuntime:
                 seen[place] = stage.templates
                 if stage.is_last:
                     outputs += self._outputs()
+                elif stage.index + 1 in own:
+                    handed = list(result), stage.templates
                 else:
                     sent = [(send_to_device(list(result), "cpu"), stage.templates)]
-                    target = (stage.index + 1) % self.size
+                    target = self.places[stage.index + 1]
                     dist.send_object_list(sent, group_dst=target, group=self.group, device=device)
         # Every rank must decide alike, and only the last stage but one has seen the outputs of all calls.
         plain: list[Any] = [not any(_constants(template) for template in seen[-1].values())]
-        owner = (len(self.split) - 2) % self.size
+        owner = self.places[-2]
         dist.broadcast_object_list(plain, group_src=owner, group=self.group, device=device)
-        key = (structure_key(*batches[0]), torch.is_autocast_enabled())
+        key = self._key(structure_key(*batches[0]))
         self._kinds[key] = _Kind(seen if plain[0] else None)
         if len(self._kinds) > _KINDS_REMEMBERED:
             self._kinds.popitem(last=False)
@@ -177,6 +193,10 @@ class PipelineRuntime:
 
         if "scale_grads" not in inspect.signature(pipelining.ScheduleGPipe).parameters:
             raise ConfigurationError(f"a pipeline needs a newer torch than {torch.__version__}. Upgrade torch.")
+        if not hasattr(pipelining, self.schedule):
+            raise ConfigurationError(
+                f"torch {torch.__version__} has no {self.schedule}. Upgrade torch, or choose another schedule."
+            )
 
         stages = []
         for stage, known in zip(self.stages, templates, strict=True):
@@ -195,6 +215,10 @@ class PipelineRuntime:
                     group=self.group,
                 )
             )
+            if not sent:
+                leave_outputs_unchecked(stages[-1])
+            if loss_fn is None:
+                expect_no_gradients(stages[-1])
         options = {} if loss_fn is None else {"scale_grads": False}
         schedule = getattr(pipelining, self.schedule)
         return schedule(stages if len(stages) > 1 else stages[0], n_microbatches=count, loss_fn=loss_fn, **options)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from accel_state.errors import ConfigurationError
-from accel_state.operations import get_data_structure
+from accel_state.operations import get_data_structure, recursively_apply
 
-from .recording import Recording, Value, record
+from .recording import INPUT, Recording, Value, record
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -35,6 +35,8 @@ class PipelineSplit:
     example: str  # the structure of the recorded inputs
     # for every call on the example, its output with a TensorInformation in place of each tensor
     outputs: tuple[Any, ...]
+    inputs: frozenset[int]  # inputs, by number, that stages after the first read
+    kind: str  # of the inputs of the example, as kind_of has it
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -52,9 +54,14 @@ class PipelineSplit:
         return [self.calls[start] for start in self.starts[1:]]
 
 
+def kind_of(inputs: Any) -> str:
+    """Equal for inputs of equal structure, shapes and types, whatever their batch size."""
+    return repr(recursively_apply(lambda tensor: (tensor.dtype, tensor.ndim, tensor.shape[1:]), inputs))
+
+
 def structure_key(args: Any, kwargs: Any) -> str:
-    """Equal for inputs of equal structure, shapes and types."""
-    return repr(get_data_structure((args, kwargs)))
+    """Equal for inputs of equal structure, shapes and types; the order of keyword arguments does not matter."""
+    return repr(get_data_structure((args, dict(sorted(kwargs.items())))))
 
 
 def split_model(
@@ -145,7 +152,9 @@ def _make_split(
     carries = []
     for stage in range(len(starts) - 1):
         later = set().union(*needed[stage + 1 :])
-        carries.append(tuple(sorted(v for v in later if not isinstance(v, str) and stages[v[0]] <= stage)))
+        results = (v for v in later if not isinstance(v, str) and v[0] != INPUT)
+        carries.append(tuple(sorted(v for v in results if stages[v[0]] <= stage)))
+    later = set().union(*needed[1:])
     return PipelineSplit(
         units=tuple(units),
         calls=tuple(recording.calls),
@@ -156,6 +165,8 @@ def _make_split(
         touched=frozenset(recording.touched),
         example=structure_key(*example),
         outputs=tuple(recording.outputs),
+        inputs=frozenset(v[1] for v in later if not isinstance(v, str) and v[0] == INPUT),
+        kind=kind_of(example),
     )
 
 

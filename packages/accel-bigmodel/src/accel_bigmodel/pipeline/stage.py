@@ -16,9 +16,10 @@ from accel_state.errors import ConfigurationError
 from accel_state.operations import TensorInformation, get_data_structure, is_tensor_information, recursively_apply
 from accel_state.operations.nested import leaves
 
-from .._torch_compat import FakeTensor, FakeTensorMode, children_of
+from .._torch_compat import FakeTensor, children_of
 from .recording import Value
 from .split import PipelineSplit
+from .stand_ins import StandIns, fake_mode
 
 
 class _StageDone(BaseException):
@@ -33,7 +34,7 @@ class SkippedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__.update({k: v for k, v in vars(module).items() if k not in self.__dict__ and k != "forward"})
-        self.training = module.training
+        self.training: bool = module.training
         _replace_tensors(self, module, tensor)
         for child_name, child in module.named_children():
             stand_in = SkippedModule(child, f"{name}.{child_name}", tensor)
@@ -73,7 +74,7 @@ def extract(
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     kept = {id(tensor) for name, tensor in named if name in kept_names}
     touched = {id(tensor) for name, tensor in named if name in split.touched}
-    fakes = _fake_mode()
+    fakes = fake_mode()
 
     def tensor(value: torch.Tensor) -> tuple[torch.Tensor, bool]:
         if id(value) in kept:
@@ -107,12 +108,6 @@ def extract(
         return target
 
     return visit(model, "")
-
-
-def _fake_mode() -> FakeTensorMode:
-    """The active FakeTensorMode, since modes cannot be mixed, or a new one."""
-    probe = torch.empty(0)
-    return probe.fake_mode if isinstance(probe, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _JoinGraph(torch.autograd.Function):
@@ -168,13 +163,16 @@ class Stage:
         device: torch.device,
         select: Callable[[Any], Any] = lambda output: output,
     ) -> None:
-        self.module, self.split, self.index, self.device = module, split, index, device
+        self.module: nn.Module = module
+        self.split: PipelineSplit = split
+        self.index: int = index
+        self.device: torch.device = device
         self._forward, self._select = forward, select
         self._first, self._end = split.starts[index], split.end(index)
-        self.is_last = index == len(split) - 1
+        self.is_last: bool = index == len(split) - 1
         self.received: tuple[Value, ...] = split.carries[index - 1] if index else ()
         self.sent: tuple[Value, ...] = () if self.is_last else split.carries[index]
-        self._fakes = _fake_mode()
+        self.stand_ins: StandIns = StandIns(device)
         self._running = False
         self._active: nn.Module | None = None
         self._skipped_call: int | None = None
@@ -317,8 +315,7 @@ class Stage:
             tensor = self._values.get(value)
             if tensor is not None:
                 return tensor.clone() if value in self.split.rewritten and tensor.requires_grad else tensor
-            with self._fakes:
-                return torch.empty(info.shape, dtype=info.dtype, device=self.device)
+            return self.stand_ins.get(value, info.shape, info.dtype)
 
         return recursively_apply(earlier, self.templates[call], test_type=is_tensor_information)
 

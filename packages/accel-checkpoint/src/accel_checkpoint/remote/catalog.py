@@ -54,10 +54,15 @@ def places(directory: RemotePath) -> list[RemotePath]:
     found = []
     for parent in (directory, directory / "checkpoints"):
         for name in Store(parent).names():
-            inside = Store(parent / name).names() if not name.startswith(PREFIX) else []
-            if MANIFEST_NAME in inside or any(item.startswith(PREFIX) for item in inside):
+            if not name.startswith(PREFIX) and _is_place(Store(parent / name)):
                 found.append(parent / name)
     return found
+
+
+def _is_place(store: Store) -> bool:
+    """Whether there is a checkpoint, or what is left of one; some stores show empty directories for a while."""
+    inside = store.names()
+    return MANIFEST_NAME in inside or any(name.startswith(PREFIX) and store.files(name) for name in inside)
 
 
 def numbered(directory: RemotePath) -> dict[int, RemotePath]:
@@ -75,6 +80,7 @@ def delete(place: RemotePath) -> None:
     marker = store.read(MANIFEST_NAME)
     store.delete(MANIFEST_NAME)
     clean(store, None, replaced=marker)
+    store.remove_directory()
 
 
 def rotate(directory: RemotePath, total_limit: int, newest: RemotePath) -> list[RemotePath]:

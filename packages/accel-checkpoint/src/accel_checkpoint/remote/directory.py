@@ -11,15 +11,15 @@ prefix.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from accel_state import get_logger
 from accel_state.paths import refuse_link
@@ -31,11 +31,11 @@ from ..manifest import FileRecord, Manifest, record_file
 from ..names import MANIFEST_NAME, CheckpointError
 from ..save_process import ProcessWriter, UnknownHereError
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 PREFIX = "data-"
 OWNER_NAME = ".owner"
-_RECORDS_NAME = ".records_{}.json"
+_PROBE_NAME = ".probe"
 # What a process on another machine has left is taken for dead after this time.
 _DEAD_AFTER_SECONDS = 24 * 3600
 # A store may list what was written a moment later.
@@ -48,6 +48,87 @@ _active: set[str] = set()
 def new_save_id() -> str:
     """The prefix of a save, the same on all ranks."""
     return f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex[:12]}"
+
+
+class RemoteSave:
+    """A save to a place, of files that are in a directory of this machine.
+
+    Args:
+        target: where the checkpoint goes.
+        save_id: its prefix; the same on all ranks.
+    """
+
+    def __init__(self, target: RemotePath, save_id: str) -> None:
+        self.target = target
+        self.save_id = save_id
+        self.store: Store = Store(target)
+        self.process: ProcessWriter | None = None  # sends files in another process
+        self._replaced: bytes | None = None
+        self._sent: set[str] = set()
+
+    def begin(self) -> None:
+        """Prepare for writing, and remove what killed processes have left of saves to the same place."""
+        self._replaced = self.store.read(MANIFEST_NAME)
+        # What a newer version has written is not replaced: its files could not be found.
+        prefix_of(self._replaced, f"{self.target}/{MANIFEST_NAME}")
+        clean(self.store, self._replaced)
+        _active.add(self.save_id)
+        self.store.write(f"{self.save_id}/{OWNER_NAME}", owner().encode())
+
+    def send(self, folder: Path, names: Iterable[str]) -> None:
+        """Send files that were not sent before."""
+        pairs = []
+        for name in names:
+            if name not in self._sent:
+                refuse_link(folder / name)
+                pairs.append((folder / name, f"{self.save_id}/{name}"))
+                self._sent.add(name)
+        if self.process is not None:
+            try:
+                self.process.upload(self.target, pairs)
+                return
+            except UnknownHereError as error:
+                logger.info("%s is sent by a thread of the training process: %s", self.target, error)
+        self.store.upload(pairs)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the marker, when everything is sent, and delete what it replaces."""
+        # A marker must not name a file that the store has lost.
+        self.require(lambda: list(differing(self.store, self.save_id, manifest)), len(manifest.files))
+        marker = replace(manifest, prefix=self.save_id).text().encode("ascii")
+        self.store.write_marker(MANIFEST_NAME, marker, self._replaced, f"{self.save_id}/{_PROBE_NAME}")
+        _active.discard(self.save_id)
+        try:
+            self.store.delete(f"{self.save_id}/{OWNER_NAME}")
+            for entry in self.store.files(self.save_id):
+                if entry.path not in manifest.files:
+                    self.store.delete(f"{self.save_id}/{entry.path}")
+            clean(self.store, marker, replaced=self._replaced)
+        except StoreError as error:
+            logger.warning("%s is complete, but what it replaces could not be deleted: %s", self.target, error)
+
+    def require(self, lacking: Callable[[], list[str]], count: int) -> None:
+        """Wait until the store lists everything; raise CheckpointError with what it lacks if that takes too long."""
+        missing: list[str] = []
+        for attempt in range(_LISTINGS):
+            if attempt:
+                time.sleep(_PAUSE_SECONDS * 2**attempt)
+            missing = lacking()
+            if not missing:
+                return
+        raise CheckpointError(
+            f"{self.target} has lost {', '.join(missing[:5])} of {count} files that were sent: the store "
+            "does not list them. Save again; an older checkpoint there is unchanged."
+        )
+
+    def abandon(self) -> None:
+        """Remove what was sent; an older checkpoint stays as it was."""
+        _active.discard(self.save_id)
+        try:
+            self.store.delete_tree(self.save_id)
+            self.store.abort_uploads(lambda path: path.startswith(f"{self.save_id}/"))
+        except StoreError as error:
+            logger.warning("an unfinished save is left, which the next one removes: %s", error)
 
 
 class RemoteDirectory:
@@ -65,137 +146,59 @@ class RemoteDirectory:
 
     def __init__(self, target: RemotePath, save_id: str) -> None:
         self.target = target
-        self._save_id = save_id
-        self._store = Store(target)
+        self._save = RemoteSave(target, save_id)
         name = hashlib.blake2b(f"{target.url} {save_id} {os.getpid()}".encode(), digest_size=12).hexdigest()
         self._local = CheckpointDirectory(_staging_folder() / name)
-        self.partial = self._local.partial
-        self._replaced: bytes | None = None
+        self.partial: Path = self._local.partial
         self._is_writer = False
-        self._sent: set[str] = set()
-        self.process: ProcessWriter | None = None  # sends files in another process
+
+    def send_in(self, process: ProcessWriter) -> None:
+        """Send files in another process."""
+        self._save.process = process
 
     def exists(self) -> bool:
         """Whether there is a checkpoint of this name."""
-        return self._store.read(MANIFEST_NAME) is not None
+        return self._save.store.read(MANIFEST_NAME) is not None
 
     def begin(self) -> None:
         """Prepare for writing, and remove what killed processes have left of saves to the same place."""
         self._is_writer = True
-        self._replaced = self._store.read(MANIFEST_NAME)
-        # What a newer version has written is not replaced: its files could not be found.
-        prefix_of(self._replaced, f"{self.target}/{MANIFEST_NAME}")
-        clean(self._store, self._replaced)
-        _active.add(self._save_id)
-        self._store.write(f"{self._save_id}/{OWNER_NAME}", owner().encode())
+        self._save.begin()
         self._local.begin()
 
     def join(self) -> None:
         """Prepare for writing, on a rank that :meth:`begin` was not called on."""
         self._local.begin()
 
-    def hand_over(self, records: Mapping[str, FileRecord], number: int) -> None:
-        """Send the files of this rank.
-
-        Args:
-            records: of the files that are known; those of hooks are added.
-            number: of the rank.
-        """
+    def hand_over(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+        """Send the files of this rank, and return their records; those of hooks are added."""
         own = dict(records)
         for path in self._files():
             if path not in own:
                 own[path] = record_file(self.partial / path)
-        self._send(own)
+        self._save.send(self.partial, own)
         if not self._is_writer:
-            table = json.dumps({name: asdict(record) for name, record in own.items()})
-            self._store.write(f"{self._save_id}/{_RECORDS_NAME.format(number)}", table.encode())
             self._local.abandon()
+        return own
 
-    def records_of_others(self, ranks: Sequence[int]) -> dict[str, FileRecord]:
-        """What other ranks have sent.
-
-        Raises:
-            CheckpointError: the store has lost what one of them sent, without which its files would be taken for none.
-        """
-        records: dict[str, FileRecord] = {}
-        tables = [_RECORDS_NAME.format(rank) for rank in ranks]
-        sizes: dict[str, int] = {}
-
-        def lacking() -> list[str]:
-            sizes.update((entry.path, entry.size) for entry in self._store.files(self._save_id))
-            return [name for name in tables if name not in sizes]
-
-        self._require(lacking, len(tables))
-        contents = self._store.read_ranges([(f"{self._save_id}/{name}", 0, sizes[name]) for name in tables])
-        for content in contents:
-            for name, record in json.loads(content).items():
-                records[name] = FileRecord(record["size"], tuple(record["digests"]))
-        return records
+    def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+        """All of them: whether the store has the files is known when everything is sent."""
+        return dict(records)
 
     def commit(self, manifest: Manifest) -> None:
         """Send what is left, and write the marker."""
-        self._send([name for name in self._files() if name != MANIFEST_NAME])
-        self._require_sent(manifest)
-        marker = replace(manifest, prefix=self._save_id).text().encode("ascii")
-        self._store.write_marker(MANIFEST_NAME, marker, self._replaced)
-        _active.discard(self._save_id)
-        try:
-            self._store.delete(f"{self._save_id}/{OWNER_NAME}")
-            for entry in self._store.files(self._save_id):
-                if entry.path not in manifest.files:
-                    self._store.delete(f"{self._save_id}/{entry.path}")
-            clean(self._store, marker, replaced=self._replaced)
-        except StoreError as error:
-            logger.warning("%s is complete, but what it replaces could not be deleted: %s", self.target, error)
+        self._save.send(self.partial, [name for name in self._files() if name != MANIFEST_NAME])
+        self._save.commit(manifest)
         self._local.abandon()
 
     def _files(self) -> list[str]:
         return [path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()]
 
-    def _send(self, names: Mapping[str, FileRecord] | list[str]) -> None:
-        pairs = []
-        for name in names:
-            if name not in self._sent:
-                refuse_link(self.partial / name)
-                pairs.append((self.partial / name, f"{self._save_id}/{name}"))
-                self._sent.add(name)
-        if self.process is not None:
-            try:
-                self.process.upload(self.target, pairs)
-                return
-            except UnknownHereError as error:
-                logger.info("%s is sent by a thread of the training process: %s", self.target, error)
-        self._store.upload(pairs)
-
-    def _require_sent(self, manifest: Manifest) -> None:
-        """Raise CheckpointError if the store does not have every file; a marker must not name one that it lost."""
-        self._require(lambda: list(differing(self._store, self._save_id, manifest)), len(manifest.files))
-
-    def _require(self, lacking: Callable[[], list[str]], count: int) -> None:
-        """Wait until the store lists everything; raise CheckpointError with what it lacks if that takes too long."""
-        missing: list[str] = []
-        for attempt in range(_LISTINGS):
-            if attempt:
-                time.sleep(_PAUSE_SECONDS * 2**attempt)
-            missing = lacking()
-            if not missing:
-                return
-        raise CheckpointError(
-            f"{self.target} has lost {', '.join(missing[:5])} of {count} files that were sent: the store "
-            "does not list them. Save again; an older checkpoint there is unchanged."
-        )
-
     def abandon(self) -> None:
         """Remove what was written; an older checkpoint stays as it was."""
         self._local.abandon()
-        if not self._is_writer:
-            return
-        _active.discard(self._save_id)
-        try:
-            self._store.delete_tree(self._save_id)
-            self._store.abort_uploads(lambda path: path.startswith(f"{self._save_id}/"))
-        except StoreError as error:
-            logger.warning("an unfinished save is left, which the next one removes: %s", error)
+        if self._is_writer:
+            self._save.abandon()
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
@@ -233,7 +236,7 @@ def clean(store: Store, marker: bytes | None, replaced: bytes | None = None) -> 
     try:
         kept, old = prefix_of(marker, where), prefix_of(replaced, where)
     except CheckpointError as error:
-        logger.warning("nothing is removed there: %s", error)
+        logger.warning("nothing was removed: %s", error)
         return 0
     count = 0
     dead: dict[str, bool] = {}
@@ -250,8 +253,7 @@ def clean(store: Store, marker: bytes | None, replaced: bytes | None = None) -> 
 
     for name in store.names():
         if name.startswith(PREFIX) and is_dead(name):
-            store.delete_tree(name)
-            count += 1
+            count += store.delete_tree(name)
     count += store.abort_uploads(lambda path: path.startswith(PREFIX) and is_dead(path.partition("/")[0]))
     return count
 

@@ -46,7 +46,7 @@ class RemoteCheckpoint:
                 "save_state returned, or choose another checkpoint."
             )
         self._marker = content
-        self.manifest = Manifest.parse(content, f"{place}/{MANIFEST_NAME}")
+        self.manifest: Manifest = Manifest.parse(content, f"{place}/{MANIFEST_NAME}")
 
     @property
     def by_ranges(self) -> set[str]:
@@ -125,7 +125,7 @@ class RemoteFiles:
     """The files of a sharded state, of which parts are fetched; see :class:`.sharded.reader.Source`."""
 
     def __init__(self, store: Store, prefix: str, records: dict[str, FileRecord]) -> None:
-        self.where = f"{store.place}/{prefix}"
+        self.where: str = f"{store.place}/{prefix}"
         self._store, self._prefix, self._records = store, prefix, records
         self._files: dict[str, mmap.mmap] = {}
         self._fetched: dict[str, list[Range]] = {}

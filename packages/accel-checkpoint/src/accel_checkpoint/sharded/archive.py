@@ -6,6 +6,7 @@ import io
 import struct
 import sys
 import zipfile
+from collections.abc import Iterator
 
 import torch
 
@@ -17,30 +18,66 @@ Descriptions = dict[bytes, "tuple[torch.dtype, torch.Size] | None"]
 """What is known of tensors by their pickled description; None of those that are not plain."""
 
 
+# Records of a ZIP archive (APPNOTE.TXT, 4.3.12 and 4.3.16): a file of the directory, and the directory's end. Between
+# them torch writes two more, for archives of more than 4 GiB.
+_ENTRY = struct.Struct("<4s6xH12xIHHH8xI")
+_END = struct.Struct("<4s6xHI4x2x")
+_ZIP64_END_BYTES = 56 + 20
+_IN_EXTRA_FIELD = 2**32 - 1
+
+
+def _entries(content: memoryview) -> Iterator[tuple[str, int, int, int]]:
+    """Name, place of the header, size in bytes, and compression of each file.
+
+    zipfile knows them too, and takes as long to find them as a small tensor takes to read.
+
+    Raises:
+        ValueError: the content does not end as ``torch.save`` ends an archive.
+        struct.error: the same, if it is cut off.
+    """
+    signature, count, size = _END.unpack(content[-_END.size :])
+    place = len(content) - _END.size - size
+    if bytes(content[place : place + 4]) != b"PK\1\2":
+        place -= _ZIP64_END_BYTES
+    if signature != b"PK\5\6" or place < 0:
+        raise ValueError("no directory")
+    for _ in range(count):
+        signature, compression, size, name_length, extra_length, comment_length, header = _ENTRY.unpack_from(
+            content, place
+        )
+        if signature != b"PK\1\2":
+            raise ValueError("not an entry of a directory")
+        place += _ENTRY.size
+        name = bytes(content[place : place + name_length]).decode()
+        place += name_length
+        if size == _IN_EXTRA_FIELD:
+            kind, size = struct.unpack_from("<H2xQ", content, place)
+            if kind != 1:
+                raise ValueError("a size is missing")
+        place += extra_length + comment_length
+        yield name, header, size, compression
+
+
 def data_range(content: memoryview) -> tuple[int, int, bytes] | None:
     """Where the data of an archive of one tensor begins and ends, and its description; None for anything else.
 
     Only the first and the last bytes are looked at (:data:`HEAD_BYTES`, :data:`TAIL_BYTES`).
     """
-    tail = content[-TAIL_BYTES:]
-    try:
-        # The directory of the archive is at its end; header_offset is relative to what zipfile is given.
-        infos = zipfile.ZipFile(io.BytesIO(tail)).infolist()
-    except zipfile.BadZipFile:
-        return None
     places: dict[str, tuple[int, int]] = {}
-    for info in infos:
-        header = info.header_offset + len(content) - len(tail)
-        name = info.filename.partition("/")[2]
-        if name not in ("data.pkl", "byteorder", "data/0"):
-            if name == "data/1":
+    try:
+        for path, header, size, compression in _entries(content):
+            name = path.partition("/")[2]
+            if name not in ("data.pkl", "byteorder", "data/0"):
+                if name == "data/1":
+                    return None
+                continue
+            name_length, extra_length = struct.unpack_from("<HH", content, header + 26)
+            begin = header + 30 + name_length + extra_length
+            places[name] = begin, begin + size
+            if compression != zipfile.ZIP_STORED or begin + size > len(content):
                 return None
-            continue
-        name_length, extra_length = struct.unpack_from("<HH", content, header + 26)
-        begin = header + 30 + name_length + extra_length
-        places[name] = begin, begin + info.file_size
-        if info.compress_type != zipfile.ZIP_STORED:
-            return None
+    except (ValueError, struct.error):
+        return None
     if set(places) != {"data.pkl", "byteorder", "data/0"}:
         return None
     if bytes(content[slice(*places["byteorder"])]) != sys.byteorder.encode():

@@ -321,7 +321,7 @@ class SavedTensors:
         self._places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
         self._files = MappedFiles(directory)
         self._known: Descriptions = {}
-        self.names = list(self._tensors)
+        self.names: list[str] = list(self._tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -18,7 +18,7 @@ class MappedFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.where = str(directory)
+        self.where: str = str(directory)
         self._directory = directory
         self._files: dict[str, memoryview] = {}
 

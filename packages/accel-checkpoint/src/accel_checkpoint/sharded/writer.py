@@ -317,7 +317,8 @@ class TensorWriter:
     """
 
     def __init__(self, directory: Path, file_bytes: int) -> None:
-        self.directory, self.file_bytes = directory, file_bytes
+        self.directory: Path = directory
+        self.file_bytes: int = file_bytes
         self.files: list[str] = []
         self._file: Any = None
         self._metadata: dict[str, Any] = {}

@@ -32,6 +32,9 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
     return device.name, device.device_count(), device.memory_allocated
 
 
+torch_device: str
+device_count: int
+memory_allocated_func: Callable[[], int]
 torch_device, device_count, memory_allocated_func = get_backend()
 
 
@@ -92,7 +95,10 @@ def execute_subprocess_async(cmd: Sequence[str], env: dict[str, str] | None = No
             await process.wait()
             raise
 
-    code, output = asyncio.run(run())
+    try:
+        code, output = asyncio.run(run())
+    except asyncio.TimeoutError as error:  # a class of its own in Python 3.10
+        raise TimeoutError(f"{shlex.join(map(str, cmd))} took more than {timeout} seconds") from error
     if code:
         raise SubprocessCallException(f"{shlex.join(map(str, cmd))} ended with {code}:\n{output}")
     return output

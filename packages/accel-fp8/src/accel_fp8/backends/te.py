@@ -32,7 +32,7 @@ class TransformerEngineBackend(Backend):
         super().__init__(recipe, device)
         self._refuse_pure_e5m2()
         _te()
-        self.te_recipe = build_recipe(recipe)
+        self.te_recipe: Any = build_recipe(recipe)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

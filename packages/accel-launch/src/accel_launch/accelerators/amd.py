@@ -10,7 +10,7 @@ from .base import AcceleratorKind
 class Amd(AcceleratorKind):
     """Counts the nodes with SIMD units in the kernel driver's topology; nodes without are CPUs."""
 
-    visible_variables = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    visible_variables: tuple[str, ...] = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     kubernetes_resource = "amd.com/gpu"
 
     def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:

@@ -15,7 +15,7 @@ _NVIDIA_SMI_SECONDS = 20
 class Nvidia(AcceleratorKind):
     """Counts device nodes, of which a container has only its own GPUs' ones, or else asks ``nvidia-smi``."""
 
-    visible_variables = ("CUDA_VISIBLE_DEVICES",)
+    visible_variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
     kubernetes_resource = "nvidia.com/gpu"
 
     def __init__(self, dev: Path = Path("/dev")) -> None:

@@ -54,12 +54,12 @@ def _ask(environ: frozenset[tuple[str, str]]) -> tuple[int, str | None, str]:
             command, capture_output=True, text=True, env=dict(environ), timeout=_SECONDS, check=False, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        warnings.warn(f"torch did not say in {_SECONDS} s which devices there are", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"torch did not list the devices within {_SECONDS} s", RuntimeWarning, stacklevel=2)
         return 0, None, ""
     found = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        warnings.warn(f"torch cannot say which devices there are: {last}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"torch cannot list the devices: {last}", RuntimeWarning, stacklevel=2)
     if not found:
         return 0, None, ""
     number, variable, name = json.loads(found[0])

@@ -106,7 +106,7 @@ def _job_set(job: PodJob) -> dict[str, Any]:
         "template": {"spec": _pod(job)},
     }
     uncounted = {
-        "name": "evicted-or-saved",
+        "name": "evicted_or_saved",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }

@@ -18,10 +18,10 @@ from ..config.read import load_settings
 from ..parser import ConfigParser, find_script, unwrap_lists
 
 DEFAULT_SECONDS = 25.0
-MEASURE_SECONDS = 180.0
+MEASURE_SECONDS = 300.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
 # Those that decide what is started for the checks; all others are only compared between machines.
-_OPTIONS = ("cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
+_OPTIONS = ("ray", "cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
 _EPILOG = """\
 On a cluster, run it on every machine with the command line of `accel launch`, all its options and the script, or once
 inside a SLURM job. The script is not started: the machines compare what they would start, and the network between
@@ -54,6 +54,7 @@ class CommandLine:
     script: list[str]  # with its arguments; empty for none
     seconds: float  # time limit
     profile: Path | None = None  # where the speeds of the devices are written
+    kubernetes: str | None = None  # the context of a cluster, "" for the current one; None: it is not checked
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
@@ -62,22 +63,25 @@ def read_command_line(argv: list[str]) -> CommandLine:
     Raises:
         ConfigurationError: an option is unknown, or not allowed.
     """
-    end = find_script(argv, also=("--timeout", "--measure"))
+    end = find_script(argv, also=("--timeout", "--measure"), attached=("--kubernetes",))
     options = unwrap_lists(vars(build_parser().parse_args([word for word in argv[:end] if word != "--"])))
-    seconds, measure = options.pop("timeout"), options.pop("measure")
+    seconds, measure, kubernetes = options.pop("timeout"), options.pop("measure"), options.pop("kubernetes")
     profile = None if measure is None else _writable(Path(measure))
     if seconds is None:
         seconds = DEFAULT_SECONDS if profile is None else MEASURE_SECONDS
-    return CommandLine(options, argv[end:], seconds, profile)
+    if kubernetes is not None and argv[end:]:
+        raise ConfigurationError(
+            f"--kubernetes checks a cluster, and no script such as {argv[end]!r}. A context of kubectl is given as "
+            f"--kubernetes={argv[end]}."
+        )
+    return CommandLine(options, argv[end:], seconds, profile, kubernetes)
 
 
 def _writable(path: Path) -> Path:
     """The path of a profile, before minutes of measuring."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        reason = (
-            "is a directory" if path.is_dir() else f"cannot be written: {folder} is no directory that you may write to"
-        )
+        reason = "is a directory" if path.is_dir() else f"cannot be written: {folder} is not a writable directory"
         raise ConfigurationError(f"--measure {path} {reason}. Give the path of a new JSON file.")
     return path.absolute()
 
@@ -96,10 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=text)
     text = "also measure matrix products, memory and links, and write a profile for `accel plan --hardware FILE`"
     parser.add_argument("--measure", metavar="FILE", help=text)
+    text = "check whether `accel k8s submit` can be used with this context of kubectl (--kubernetes=NAME)"
+    parser.add_argument("--kubernetes", nargs="?", const="", metavar="CONTEXT", help=text)
     for group in load_groups():
         group.add_to_parser(parser)
     for action in parser._actions:
-        if action.dest not in (*_OPTIONS, "timeout", "measure", "help"):
+        if action.dest not in (*_OPTIONS, "ft", "timeout", "measure", "kubernetes", "help"):
             action.help = argparse.SUPPRESS
     for section in parser._action_groups:
         if all(action.help is argparse.SUPPRESS for action in section._group_actions):
@@ -119,13 +125,25 @@ def _seconds(text: str) -> float:
 
 def _results(command_line: CommandLine) -> Iterator[Any]:
     from ..doctor.group import check_group
-    from ..doctor.machine import CHECKS
+    from ..doctor.machine import CHECKS, check_torchft
     from ..doctor.result import run_check
 
     arguments = command_line.options
     settings = load_settings(arguments)
-    for subject, check in CHECKS:
+    for subject, check in (*CHECKS, *((("torchft", check_torchft),) if settings["ft"] else ())):
         yield from run_check(subject, check)
+    if command_line.kubernetes is not None:
+        from ..cloud.kubernetes_check import check_kubernetes
+
+        context = command_line.kubernetes or None
+        yield from run_check("kubernetes", lambda: check_kubernetes(context))
+        return
+    if settings["ray"] is not None:
+        from ..launchers.ray_check import check_ray
+
+        # The cluster starts the processes, wherever it wants them.
+        yield from run_check("ray", lambda: check_ray(settings["ray"]))
+        return
     options = [f"--{name}={value}" for name, value in arguments.items() if name in _OPTIONS]
     profile = command_line.profile
     options += _default_options(settings, arguments, 1 if profile is None else 0)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
+from accel_state.options import Resolution
+from accel_state.options.resources import MachineRange
 from accel_state.secrets import HIDDEN, hide
 
 from ..parser import CommandLine, parse
@@ -54,6 +56,24 @@ def parse_job(
         if name in command_line.options:
             raise ConfigurationError(f"--{name} {reason}")
     return arguments, words, command_line
+
+
+def refuse_range(settings: Resolution, what: str) -> None:
+    """Refuse a range of machines, which a file of settings may ask for: a scheduler starts a fixed number.
+
+    Args:
+        settings: of the launch.
+        what: how the scheduler calls the machines.
+
+    Raises:
+        ConfigurationError: ``num_machines`` is a range.
+    """
+    if isinstance(settings["num_machines"], MachineRange):
+        raise ConfigurationError(
+            f"{settings.where('num_machines')}: a job has a fixed number of {what}, which --nodes gives, and ends when "
+            "all have ended. Leave the range out. Evicted or preempted nodes are restarted, and the run continues "
+            "from its newest state."
+        )
 
 
 def deliver(text: str, output: Path | None, mode: int, next_step: str) -> None:

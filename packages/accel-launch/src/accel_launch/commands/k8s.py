@@ -1,4 +1,4 @@
-"""``accel k8s``: writes Kubernetes manifests that launch a training script. Torch-free."""
+"""``accel k8s``: writes Kubernetes manifests that launch a training script, or submits them. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from ..accelerators.registry import ACCELERATORS
-from ..cloud.kubernetes_manifest import KINDS, PodJob, objects
+from ..cloud.kubernetes_manifest import CONTAINER, KINDS, PodJob, objects
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
 from ..parser import CommandLine, ConfigParser
-from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable
+from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable, refuse_range
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -26,39 +26,55 @@ path in the image. Examples:
   accel k8s manifest --image registry.example.com/train:1 --nodes 4 --gpus-per-node 8 --output job.yaml train.py
   accel k8s manifest --image registry.example.com/train:1 --kind Job --nodes 2 --config_file fsdp.yaml train.py --lr 0.1
   kubectl apply -f job.yaml
+  accel k8s submit --image registry.example.com/train:1 --kind Job --nodes 2 train.py
 """
+_VERBS = {
+    "manifest": "Write a Kubernetes manifest that launches a training script.",
+    "submit": "Create a job in a Kubernetes cluster, print the logs of its pods, and exit with its exit code.",
+}
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+_LONGEST_NAME = 63
 # Machines, ranks and addresses come from the cluster, devices from the resources, and a file is not in the image.
 _NOT_HERE = (*CHOSEN_BY_CLUSTER, "gpu_ids")
 _LEFT_OUT = frozenset((*_NOT_HERE, "num_processes"))
 
 
 def run(argv: list[str]) -> int:
-    """Write a manifest, to a file or to the standard output.
+    """Write a manifest, to a file or to the standard output, or submit what is in it.
 
     Raises:
-        ConfigurationError: an error in the command line, or the file exists.
+        ConfigurationError: an error in the command line, the file exists, or the cluster refuses the job.
     """
+    verb = argv[0] if argv else "--help"
+    if verb not in _VERBS:
+        if verb in ("-h", "--help"):
+            _parser("manifest").print_help()
+            return 0
+        raise ConfigurationError(f"{verb!r} is not a command of accel k8s. Allowed: {', '.join(_VERBS)}.")
+    reason = "comes from the cluster in a pod. Leave it out; --nodes counts the pods, whose number is fixed."
+    arguments, _, command_line = parse_job(argv[1:], _parser(verb), _NOT_HERE, reason)
+    settings = load_settings(command_line.options)
+    documents = objects(_job(arguments, settings, command_line), arguments.kind)
+    if verb == "submit":
+        from ..cloud.kubernetes_submit import submit
+
+        if arguments.detach and arguments.cancel:
+            raise ConfigurationError(
+                "--detach and --cancel contradict each other: a job that is not followed cannot be "
+                "deleted by a signal. Leave one of them out."
+            )
+        return submit(documents, context=arguments.context, follow=not arguments.detach, cancel=arguments.cancel)
     from ..cloud.yaml_text import as_yaml
 
-    if argv[:1] != ["manifest"]:
-        if argv[:1] in (["-h"], ["--help"], []):
-            _parser().print_help()
-            return 0
-        raise ConfigurationError(f"{argv[0]!r} is not a command of accel k8s. Allowed: manifest.")
-    reason = "comes from the cluster in a pod. Leave it out; --nodes counts the pods."
-    arguments, _, command_line = parse_job(argv[1:], _parser(), _NOT_HERE, reason)
-    settings = load_settings(command_line.options)
-    text = as_yaml(objects(_job(arguments, settings, command_line), arguments.kind))
-    deliver(text, arguments.output, 0o666, "Start it with: kubectl apply -f")
+    deliver(as_yaml(documents), arguments.output, 0o666, "Start it with: kubectl apply -f")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(verb: str) -> argparse.ArgumentParser:
     parser = ConfigParser(
-        prog="accel k8s manifest",
-        usage="accel k8s manifest --image IMAGE [job options] [options of accel launch] script [script arguments]",
-        description="Write a Kubernetes manifest that launches a training script.",
+        prog=f"accel k8s {verb}",
+        usage=f"accel k8s {verb} --image IMAGE [job options] [options of accel launch] script [script arguments]",
+        description=_VERBS[verb],
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -92,8 +108,14 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--service-account", "--service_account", help="service account of the pods", **texts)
     text = "runtime of a TrainJob (default: torch-distributed)"
     job.add_argument("--runtime", help=text, default="torch-distributed", **texts)
-    text = "the file to write, which must not exist (default: print the manifest)"
-    job.add_argument("--output", type=Path, metavar="FILE", help=text)
+    if verb == "manifest":
+        text = "the file to write, which must not exist (default: print the manifest)"
+        job.add_argument("--output", type=Path, metavar="FILE", help=text)
+    else:
+        job.add_argument("--context", help="context of kubectl's configuration (default: the current one)", **texts)
+        job.add_argument("--detach", action="store_true", help="do not follow the job")
+        text = "Ctrl-C and SIGTERM delete the job (default: it continues)"
+        job.add_argument("--cancel", action="store_true", help=text)
     return parser
 
 
@@ -107,10 +129,11 @@ def _job(arguments: argparse.Namespace, settings: Resolution, command_line: Comm
             f"{settings.where('compute_environment')}: the processes would start elsewhere than in the pods. Leave "
             "it out."
         )
+    refuse_range(settings, "pods")
     if gpus and settings["cpu"]:
         raise ConfigurationError(f"--gpus-per-node {gpus} and {settings.where('cpu')} contradict each other.")
     return PodJob(
-        name=arguments.name or name_of(command_line.script),
+        name=_job_name(arguments.name or name_of(command_line.script), arguments.kind, nodes),
         image=arguments.image,
         command=_command(settings, command_line, arguments.kind, nodes, total),
         nodes=nodes,
@@ -138,6 +161,17 @@ def _command(settings: Resolution, command_line: CommandLine, kind: str, nodes: 
         # Kubeflow's runtime tells the pods both.
         flags += [f"--num_processes={processes}", *([f"--num_machines={nodes}"] if nodes > 1 else [])]
     return ["accel", "launch", *flags, command_line.script, *command_line.script_args]
+
+
+def _job_name(name: str, kind: str, nodes: int) -> str:
+    """The name of a job, from which the controllers make names of pods."""
+    most = _LONGEST_NAME - len(f"-{CONTAINER}-0-{nodes - 1}-abcde")
+    if kind != "Job" and len(name) > most:
+        raise ConfigurationError(
+            f"the pods of {kind} {name} would have names of more than {_LONGEST_NAME} characters, which Kubernetes "
+            f"refuses. Give a --name of at most {most} characters."
+        )
+    return name
 
 
 def _label(text: str) -> str:
@@ -184,4 +218,4 @@ def _claim(text: str) -> tuple[str, str]:
     return claim, path
 
 
-COMMAND = Command("write Kubernetes manifests", run)
+COMMAND = Command("write or submit Kubernetes manifests", run)

@@ -230,6 +230,14 @@ def _version(name: str) -> str:
         return ""
 
 
+def check_torchft() -> Iterator[CheckResult]:
+    """Whether replicas of --ft can be started here."""
+    if importlib.util.find_spec("torchft") is None:
+        yield fail("torchft", "not installed, and --ft needs it", "pip install 'accel[ft]', on every machine")
+    else:
+        yield ok("torchft", importlib.metadata.version("torchft"))
+
+
 CHECKS: Sequence[tuple[str, Check]] = (
     ("versions", check_versions),
     ("system", check_kernel),

@@ -7,6 +7,7 @@ a step waits for it.
 from __future__ import annotations
 
 import datetime
+import itertools
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_state import PartialState, devices
 from accel_state.env import read_int
@@ -23,7 +26,7 @@ from accel_state.hardware import Curve, HardwareProfile, read_profile, write_pro
 
 from .curves import DTYPES, alone_speedup, computation_curves, message_curves
 from .result import CheckResult, fail, ok, warn
-from .stopwatch import median_of, median_seconds, slowest, synchronize
+from .stopwatch import barrier, crowding, median_computed, median_of, median_seconds, slowest, synchronize
 
 GIB = 2**30
 # Sides of matrices; larger ones are tried until a product takes so long. Some CPUs need that for small ones of 16 bits.
@@ -36,7 +39,11 @@ _OTHER_SENT = 256 * 2**20
 _STEPS, _LAYERS = 10, 16
 _OPERATIONS = 6
 """Of a layer: an activation and a product, and their derivatives by inputs, weight and bias."""
+_UNIT_CALLS, _UNIT_OPERATIONS = 3, 4
+"""Of a unit of FSDP 2: two gathers and a reduction, and their operations: copies in and out, and an average."""
 _ROUND_TRIPS = 50
+_SWEPT, _SWEEPS = 2 << 20, 16
+"""Bytes that are read and written between operations, more than a core's own caches have, and pairs of tensors."""
 
 
 def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckResult]:
@@ -54,9 +61,10 @@ def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckR
         yield fail("profile", text, "A profile is of one kind of machine: run the doctor on those that are alike.")
         return
     flops, missing = _products(state)
-    memory, operation = _memory_bandwidth(state), _operation_seconds(state)
-    links = _Links(state)
-    curves = computation_curves(state, list(flops), operation) | links.curves
+    crowded = crowding(state, sizes[0] or 1)
+    memory, operation = _memory_bandwidth(state), _operation_seconds(state, crowded)
+    links = _Links(state, crowded)
+    curves = computation_curves(state, list(flops), crowded) | links.curves
     source = f"measured by accel doctor on {datetime.date.today()}, torch {torch.__version__}, {links.ranks}"
     numbers: dict[str, Any] = {
         "names": (_name(state.device),),
@@ -69,6 +77,7 @@ def measure(state: PartialState, paths: Sequence[str | None]) -> Iterator[CheckR
         "network_latency": links.network_latency,
         "message_seconds": links.message_seconds,
         "operation_seconds": operation,
+        "unit_seconds": _unit_seconds(state, operation, crowded),
         "devices_per_node": links.local,
         "alone_speedup": alone_speedup(state),
         "curves": curves,
@@ -172,18 +181,16 @@ def _memory_bandwidth(state: PartialState) -> float:
     return 3 * 4 * count / slowest(state, seconds)
 
 
-def _operation_seconds(state: PartialState) -> float:
+def _operation_seconds(state: PartialState, crowded: float) -> float:
     """Seconds in which the host prepares an operation of a training step: Python, modules, and automatic derivatives.
 
-    On a CPU, that is with what a tiny operation takes.
+    On a CPU, that is with what a tiny operation takes, and between operations that need its caches for themselves, as
+    those of a step do.
     """
+    if state.device.type == "cpu":
+        return max(_swept_step(state, _swept_layers(state), crowded) / (_LAYERS * _OPERATIONS), 1e-9)
     layers: list[nn.Module] = [nn.Sequential(nn.SiLU(), nn.Linear(8, 8)) for _ in range(_LAYERS)]
-    model, inputs = nn.Sequential(*layers).to(state.device), torch.ones(8, 8, device=state.device)
-
-    def step() -> None:
-        model(inputs).sum().backward()
-        model.zero_grad()
-
+    step = _step_of(nn.Sequential(*layers).to(state.device))
     for _ in range(3):
         step()
     synchronize(state.device)
@@ -193,6 +200,73 @@ def _operation_seconds(state: PartialState) -> float:
     seconds = (time.perf_counter() - begin) / (_STEPS * _LAYERS * _OPERATIONS)
     synchronize(state.device)
     return slowest(state, seconds)
+
+
+def _unit_seconds(state: PartialState, operation: float, crowded: float) -> float:
+    """Seconds in which a CPU gathers or reduces the parameters of a unit of FSDP 2, besides operations and messages."""
+    if state.device.type != "cpu" or state.num_processes == 1:
+        return 0.0  # where it overlaps, and without FSDP
+    alone = [dist.new_group([rank]) for rank in range(state.num_processes)][state.process_index]
+    mesh = DeviceMesh.from_group(alone, state.device.type)
+    plain = _swept_step(state, _swept_layers(state), crowded)
+    sharded = _swept_layers(state)
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    calls = _LAYERS * _UNIT_CALLS
+    return max((_swept_step(state, sharded, crowded) - plain) / calls - _UNIT_OPERATIONS / _UNIT_CALLS * operation, 0.0)
+
+
+def _swept_layers(state: PartialState) -> nn.Sequential:
+    sweep = _Sweep(state.device)
+    return nn.Sequential(*(nn.Sequential(nn.SiLU(), nn.Linear(8, 8), sweep) for _ in range(_LAYERS)))
+
+
+def _swept_step(state: PartialState, model: nn.Sequential, crowded: float) -> float:
+    """Seconds of the slowest rank's step besides those of the sweeps."""
+    step = _step_of(model)
+    for _ in range(3):
+        step()
+    sweep = _Sweep(state.device)
+
+    def sweeps() -> None:
+        for _ in range(2 * _LAYERS):
+            sweep.run()
+
+    barrier(state)
+    swept, alone = (median_computed(state, action, _STEPS, crowded) for action in (step, sweeps))
+    return slowest(state, swept - alone)
+
+
+def _step_of(model: nn.Module) -> Callable[[], None]:
+    inputs = torch.ones(8, 8, device=next(model.parameters()).device)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+
+    return step
+
+
+class _Sweep(nn.Module):
+    """Copies so much in the forward and in the backward pass that nothing else stays in a core's own caches."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        buffers = [[torch.ones(_SWEPT // 8, device=device) for _ in range(2)] for _ in range(_SWEEPS)]
+        self.turns = itertools.cycle(buffers)
+
+    def run(self) -> None:
+        """Copy."""
+        source, target = next(self.turns)
+        target.copy_(source)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The value itself."""
+        self.run()
+        result = value.view_as(value)
+        result.register_hook(lambda gradient: self.run())
+        return result
 
 
 def _memory_bytes(state: PartialState, local: int) -> int:
@@ -226,7 +300,7 @@ class _Links:
         missing: reasons by name of what could not be measured.
     """
 
-    def __init__(self, state: PartialState) -> None:
+    def __init__(self, state: PartialState, crowded: float) -> None:
         world, self.local = state.num_processes, read_int("LOCAL_WORLD_SIZE") or 1
         nodes = world // self.local
         self.ranks = f"{world} rank{'s' if world > 1 else ''} on {nodes} machine{'s' if nodes > 1 else ''}"
@@ -237,12 +311,15 @@ class _Links:
         self.curves: dict[str, Curve] = {}
         self.missing: dict[str, str] = {}
         if self.local > 1:
-            group = _own_node(state, nodes, self.local)
+            group = _own_group(state, self.local)
             first = state.process_index // self.local * self.local
             self.latency = _one_way(state, first, first + 1)
             self.message_seconds = _message(state, group, self.local, self.latency)
             self.bandwidth = _ring_bandwidth(state, group, self.local)
-            self.curves = message_curves(state, group, self.local)
+            self.curves = message_curves(state, group, self.local, crowded)
+            for size in (size for size in range(2, self.local) if self.local % size == 0):
+                curves = message_curves(state, _own_group(state, size), size, crowded)
+                self.curves |= {f"{kind} of {size}": curve for kind, curve in curves.items()}
         else:
             self.missing |= dict.fromkeys(("link_bandwidth", "link_latency"), "there is a single rank on each machine")
         if nodes > 1:
@@ -268,9 +345,10 @@ class _Links:
         return "; ".join([*parts, f"a message {1e6 * self.message_seconds:.0f} us"]) if parts else "none"
 
 
-def _own_node(state: PartialState, nodes: int, local: int) -> Any:
-    groups = [dist.new_group(list(range(node * local, (node + 1) * local))) for node in range(nodes)]
-    return groups[state.process_index // local]
+def _own_group(state: PartialState, size: int) -> Any:
+    """This rank's group, of those of so many consecutive ranks."""
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, state.num_processes, size)]
+    return groups[state.process_index // size]
 
 
 def _one_way(state: PartialState, one: int, other: int) -> float:

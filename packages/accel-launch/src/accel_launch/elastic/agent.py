@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
@@ -27,13 +27,13 @@ from ..network.peers import Peers
 from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
 from .causes import cause_of, interruption
-from .meeting import Meeting, Meetings
+from .meeting import Meeting, Meetings, RunEnded
 from .output import LogDirectories, OutputOptions, Streams, Tee, line_prefix
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
 from .report import RankFailure, read_failure
 from .worker import die_with_launcher
 
-logger = logging.getLogger("accel_launch.agent")
+logger: Final = logging.getLogger("accel_launch.agent")
 
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
@@ -57,6 +57,7 @@ class ElasticJob:
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
     output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
     grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
+    serves: bool | None = None  # with a range of machines: whether the main address is this one's; None to find out
 
     @property
     def forks(self) -> bool:
@@ -80,7 +81,6 @@ class Agent:
         meetings: how the machines meet.
         logs: directories of the ranks.
         watch: signals to the launcher.
-        may_shrink: whether the run continues without machines that are lost.
         on_restart: called before each restart.
     """
 
@@ -90,12 +90,13 @@ class Agent:
         meetings: Meetings,
         logs: LogDirectories,
         watch: SignalWatch,
-        may_shrink: bool,
-        on_restart: Callable[[int, Cause | None], None],
+        on_restart: Callable[[Meeting, Cause | None], None],
     ) -> None:
-        self._job, self.meetings, self._logs, self._watch = job, meetings, logs, watch
-        self._may_shrink, self._on_restart = may_shrink, on_restart
+        self._job, self._logs, self._watch = job, logs, watch
+        self.meetings: Meetings = meetings
+        self._on_restart = on_restart
         self._left = job.rendezvous.max_restarts
+        self._starts = 0
         self._meeting: Meeting | None = None
         self._board: Board | None = None
         self._peers: Peers | None = None
@@ -105,7 +106,7 @@ class Agent:
         """The processes of the latest start, by local rank."""
         self.elsewhere: Cause | None = None
         """Why another machine failed first, if one did."""
-        self.finished = threading.Event()
+        self.finished: threading.Event = threading.Event()
         """Set when the launcher has left the rendezvous."""
         self.succeeded: set[int] = set()
         """Local ranks that had ended without an error when the processes were last checked."""
@@ -130,11 +131,18 @@ class Agent:
     @property
     def world_size(self) -> int:
         """Ranks over all machines; 0 before they have met."""
-        return 0 if self._meeting is None else self._meeting.machines * self._job.local_processes
+        return sum(self._sizes)
 
     def global_rank(self, local_rank: int) -> int:
         """The rank of a process of this machine in the run."""
-        return (0 if self._meeting is None else self._meeting.rank) * self._job.local_processes + local_rank
+        return sum(self._sizes[: self._meeting_rank]) + local_rank
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        """Ranks of each machine."""
+        if self._meeting is None:
+            return ()
+        return self._meeting.sizes or [self._job.local_processes] * self._meeting.machines
 
     def run(self) -> Result:
         """Start the ranks, and wait until they have ended and no restart is left.
@@ -145,9 +153,11 @@ class Agent:
         try:
             return self._run()
         except Interrupted as error:
-            if self._peers is not None and not notes(self._logs.by_rank):
+            leaves = self.meetings.may_leave(error.number)
+            if self._peers is not None and (leaves or not notes(self._logs.by_rank)):
                 # Before the ranks end: those of other machines fail when they do.
-                self._peers.post(State.FAILED, interruption(error.number, self._meeting_rank, self._round))
+                cause = interruption(error.number, self._meeting_rank, self._round)
+                self._peers.post(State.LEFT if leaves else State.FAILED, cause)
             raise
         finally:
             if self._watch.received:
@@ -164,15 +174,14 @@ class Agent:
                 time.sleep(self._job.rendezvous.monitor_interval)
             result, again = self._look()
             if result is None and not again and self.meetings.is_awaited():
-                self._restart()  # machines have joined, or have requested a restart
-            elif again and self._left > 0:
+                # Machines have joined or left, or have requested a restart.
+                result = Result(True)
+                if not self._ended_between_steps() and not self._restart(result):
+                    return result
+            elif result is not None and again and (self._left > 0 or self.meetings.may_shrink):
                 self._left -= 1
-                try:
-                    self._restart()
-                except RendezvousClosedError:
-                    if result is None or not result.exit_codes:
-                        raise
-                    return result  # a restart was due, but another machine has ended
+                if not self._restart(result):
+                    return result
             elif result is not None:
                 self._stop()
                 if not result.failed:
@@ -198,7 +207,8 @@ class Agent:
             if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
                 # The launcher was signalled, not a single rank: this machine is about to go away.
                 self._left = 0
-            if self._left > 0 and peers is not None and not self._may_shrink and peers.any_ended():
+                return Result(True, failures), False
+            if self._left > 0 and peers is not None and not self.meetings.may_shrink and peers.any_ended():
                 self._left = 0  # a machine that has ended cannot take part in a restart
             return Result(True, failures), True
         if len(codes) == len(self.ranks):
@@ -207,20 +217,44 @@ class Agent:
         if failure is None or peers is None:
             return None, False
         self._stop(seconds=_HUNG_SECONDS)
-        if self._left > 0 and (self._may_shrink or not peers.any_ended()):
+        if self.meetings.may_shrink or (self._left > 0 and not peers.any_ended()):
             return Result(True), True  # those that are left start again
         self._left = 0
         return Result(True), False
 
-    def _restart(self) -> None:
-        self._stop()
+    def _ended_between_steps(self) -> bool:
+        """Let ranks that save on a signal do so, before machines meet again; whether all have ended by themselves."""
+        saving = notes(self._logs.by_rank)
+        if not saving or not self.meetings.may_save():
+            return False
+        numbers = saving[0].signals
+        number = signal.SIGTERM if signal.SIGTERM in numbers else numbers[0]
+        save_and_wait(self._logs.by_rank, number, unless=lambda: not self.meetings.may_save())
+        return all(rank.poll() is not None for rank in self.ranks)
+
+    def _restart(self, result: Result | None) -> bool:
+        """Start the ranks again; False if another machine has ended, and the result of this one stands.
+
+        Raises:
+            RendezvousClosedError: another machine has ended, and the ranks of this one did not fail.
+        """
+        self._stop(seconds=_HUNG_SECONDS if self.meetings.may_shrink else None)
         peers, former = self._peers, self._own_cause()
         if peers is not None:
             peers.post(State.WAITING, former)
-        self._meet()
+        try:
+            self._meet()
+        except RunEnded:
+            raise
+        except RendezvousClosedError:
+            if result is None or not (result.exit_codes or self.meetings.may_shrink):
+                raise
+            return False
+        assert self._meeting is not None
         # Now all have told why.
-        self._on_restart(self._number(), former if peers is None else peers.first())
+        self._on_restart(self._meeting, former if peers is None else peers.first())
         self._start()
+        return True
 
     def _number(self) -> int:
         """How often the ranks have been started again."""
@@ -234,8 +268,12 @@ class Agent:
         with self._watch.interruptible():
             meeting = self.meetings.meet(limit - self._left)
         self._meeting, self._board, self._left = meeting, meeting.board, limit - meeting.restarts
-        self._peers = None if self._board is None else Peers(self._board, self._round, meeting.machines)
-        if self._board is not None and self._left > 0:
+        if self._board is None:
+            self._peers = None
+        else:
+            members = [int(number) for number in self._board.me.members] if self.meetings.may_shrink else []
+            self._peers = Peers(self._board, self._round, meeting.machines, members)
+        if self._board is not None and self._left > 0 and not self.meetings.may_shrink:
             self._board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
         if self._board is not None and self._peers is not None and self.meetings.may_hang:
             threading.Thread(target=self._end_if_lost, args=(self._board, self._peers), daemon=True).start()
@@ -263,7 +301,8 @@ class Agent:
 
     def _start(self) -> None:
         count = self._job.local_processes
-        self._logs.make(self._number(), count)
+        self._logs.make(self._starts, count)
+        self._starts += 1
         self.ranks, self._tees, self._codes = [], [], {}
         outputs = self._job.output.by_rank(count)
         try:
@@ -276,7 +315,7 @@ class Agent:
             file = f" ({error.filename})" if error.filename else ""
             raise ConfigurationError(
                 f"the {count} processes of this machine cannot be started: {error.strerror}{file}. Those that were "
-                "started have been ended. Start fewer with --num_processes, or raise the limits of this shell "
+                "started were terminated. Start fewer with --num_processes, or raise the limits of this shell "
                 "(ulimit -n, ulimit -u)."
             ) from None
 
@@ -356,6 +395,8 @@ class Agent:
 
     def _own_cause(self) -> Cause | None:
         """Why the ranks of this machine end: because one of them failed, or because another machine is lost."""
+        if self.meetings.may_shrink and saved_by_all(self._logs.by_rank) is not None:
+            return None
         own = cause_of(self.failures(), self._meeting_rank, self.world_size, self._round)
         return own if own is not None or self._peers is None else self._peers.loss()
 
@@ -365,6 +406,10 @@ class Agent:
             with self._watch.interruptible():
                 self.elsewhere = self._peers.wait_for_end()
 
+    def _saved_for(self) -> int:
+        """The signal that was forwarded to the ranks, if all have saved on it, or 0."""
+        return self._watch.forwarded if saved_by_all(self._logs.by_rank) is not None else 0
+
     def post_failure(self) -> None:
         """Tell the other machines that the ranks of this one failed, or were ended by a signal.
 
@@ -372,6 +417,11 @@ class Agent:
         """
         peers = self._peers
         if peers is None or self.elsewhere is not None:
+            return
+        if self.meetings.may_leave(self._watch.received):
+            return  # the others have been told
+        if self.meetings.may_leave(self._saved_for()):
+            peers.post(State.LEFT)
             return
         if notes(self._logs.by_rank):
             # Ranks that save on the signal do so on the other machines too, and end by themselves.

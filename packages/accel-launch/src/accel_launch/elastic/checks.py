@@ -8,6 +8,7 @@ import time
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
+from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
 from accel_state.ports import LOOPBACK
 
@@ -33,7 +34,8 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
             raise ConfigurationError(
                 f"--main_process_ip {host!r} is not a known host: {error}. Give the address of the machine of rank 0."
             ) from None
-        serves = options.machine_rank == 0 and (num_machines == 1 or options.rdzv_backend == "static")
+        given = options.rdzv_backend == "static" and not isinstance(num_machines, MachineRange)
+        serves = options.machine_rank == 0 and (num_machines == 1 or given)
         if serves and not is_free(port, LOOPBACK if num_machines == 1 else listening_host(host)):
             raise ConfigurationError(
                 f"--main_process_port {port}: the port is in use on this machine, or reserved for the system. Give "

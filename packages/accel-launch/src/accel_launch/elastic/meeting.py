@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from ..network.board import Board
 from ..network.records import Cause
+
+
+class RunEnded(RendezvousClosedError):
+    """The run has ended with success, without this machine."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,9 @@ class Meeting:
     port: int
     restarts: int  # of the run, so far
     board: Board | None = None  # what the launchers know of each other; None on a single machine
+    sizes: Sequence[int] = ()  # ranks of each machine; empty where all have as many as this one
+    news: str = ""  # why the ranks are started again, if the rendezvous knows
+    is_failure: bool = True  # whether they are because a process failed
 
 
 class Meetings(ABC):
@@ -29,6 +39,16 @@ class Meetings(ABC):
     """The start that the ranks belong to, as the other machines count."""
     may_hang = False
     """Whether a call may hang for minutes when a machine is lost, so that another thread must end the ranks."""
+    may_shrink = False
+    """Whether the run continues without machines that are lost or leave, and counts restarts itself."""
+
+    def may_leave(self, number: int) -> bool:
+        """Whether the others continue when this signal ends the launcher; 0 is no signal."""
+        return False
+
+    def may_save(self) -> bool:
+        """Whether the ranks can still save between two steps: those of all other machines run."""
+        return False
 
     @abstractmethod
     def meet(self, restarts: int) -> Meeting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accel_state.preemption import Note, read_note
@@ -30,12 +30,18 @@ def saved_by_all(directories: Mapping[int, Path]) -> Note | None:
     return saved[0] if saved and len(saved) == len(directories) else None
 
 
-def save_and_wait(directories: Mapping[int, Path], number: int) -> None:
-    """Forward a signal to the ranks that save on it, and wait until they have ended or their grace period is over."""
+def save_and_wait(directories: Mapping[int, Path], number: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """Forward a signal to the ranks that save on it, and wait until they have ended or their grace period is over.
+
+    Args:
+        directories: of the ranks.
+        number: the signal.
+        unless: is asked whether to stop waiting.
+    """
     waiting = [note.pid for note in notes(directories) if number in note.signals]
     deadline = time.monotonic() + grace_seconds(directories, number)
     send(waiting, number)
-    while (waiting := [pid for pid in waiting if _runs(pid)]) and time.monotonic() < deadline:
+    while (waiting := [pid for pid in waiting if _runs(pid)]) and time.monotonic() < deadline and not unless():
         time.sleep(_POLL_SECONDS)
 
 
@@ -50,4 +56,5 @@ def _runs(pid: int) -> bool:
 
 def report_saved(note: Note, next_step: str = "Run the same command again to continue.") -> None:
     """Print that the training was saved on a signal."""
-    print(f"accel launch: the training was saved to {note.saved} on a signal. {next_step}", file=sys.stderr, flush=True)
+    text = f"accel launch: the training was saved to {note.saved} on a signal. {next_step}"
+    print(text.rstrip(), file=sys.stderr, flush=True)

@@ -17,8 +17,12 @@ from ..network.waiting import rendezvous_settings, timeout_seconds
 from ..ports import DEFAULT_PORT
 from .agent import ElasticJob
 from .meeting import Meetings
+from .ranged_rendezvous import RangedRendezvous, RangeSettings, check_last_call
 from .static_rendezvous import StaticRendezvous
 from .torch_rendezvous import TorchRendezvous
+
+# How long a start waits for more machines, after one has arrived.
+_LAST_CALL_SECONDS = 5
 
 
 def make_parameters(options: RendezvousOptions, num_machines: int, run_id: str | None = None) -> RendezvousParameters:
@@ -73,6 +77,12 @@ def make_meetings(job: ElasticJob, parameters: RendezvousParameters) -> Meetings
         "machine_timeout": options.machine_timeout,
         "forks": job.forks,
     }
+    if isinstance(job.num_machines, MachineRange):
+        last_call = check_last_call(str(parameters.config.get("last_call_timeout", _LAST_CALL_SECONDS)))
+        settings = RangeSettings(
+            host, port, job.num_machines, parameters.run_id, job.serves, timeout, last_call, options.max_restarts
+        )
+        return RangedRendezvous(settings, **common)
     if parameters.backend != "static":
         return TorchRendezvous(parameters, host, port, timeout, **common)
     machines, restarts = parameters.max_nodes, options.max_restarts

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,8 +17,10 @@ from accel_state.preemption import Note
 
 from ..network.contact import say
 from ..network.records import INTERRUPTED, RAISED, Cause
+from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, ElasticJob, Result
+from .meeting import Meeting, RunEnded
 from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
 from .rendezvous import make_meetings, make_parameters, not_met
@@ -63,9 +63,10 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
     logs = LogDirectories(directory, parameters.run_id)
     try:
         meetings = make_meetings(job, parameters)
-        may_shrink = parameters.min_nodes < parameters.max_nodes
-        note = _restart_note(options.max_restarts, logs)
-        return _run_agent(Agent(job, meetings, logs, watch, may_shrink, note), logs)
+        return _run_agent(Agent(job, meetings, logs, watch, _restart_note(options.max_restarts, logs)), logs)
+    except RunEnded as error:
+        say(f"{error}.")
+        return Outcome(0)
     except Interrupted as error:
         return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
@@ -126,16 +127,18 @@ def _ended_ranks(agent: Agent, logs: LogDirectories) -> list[int]:
     return sorted(map(agent.global_rank, noted | agent.succeeded))
 
 
-def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[int, Cause | None], None]:
-    def note(restart: int, cause: Cause | None) -> None:
+def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[Meeting, Cause | None], None]:
+    def note(meeting: Meeting, cause: Cause | None) -> None:
         saved: Note | None = saved_by_all(logs.by_rank)
-        text = f"tarting all processes again (restart {restart} of {max_restarts})"
+        text = f"tarting all processes again (restart {meeting.restarts} of {max_restarts})"
         if saved is not None:
-            report_saved(saved, f"S{text}")
-            return
-        if cause is not None:
+            report_saved(saved, "" if meeting.news else f"S{text}")
+        elif cause is not None and meeting.is_failure:
             say(cause.text)
-        say(f"a process failed or machines changed; s{text}")
+        if meeting.news:
+            say(meeting.news)
+        elif saved is None:
+            say(f"a process failed or machines changed; s{text}")
 
     return note
 
@@ -143,6 +146,11 @@ def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[int, Cau
 def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: Exception) -> str:
     # Errors of C++ have a stack trace after the first line.
     reason = str(error).split("\n", 1)[0]
+    if started and parameters.min_nodes < parameters.max_nodes:
+        return (
+            f"the run cannot continue, and the processes of this machine were ended: {reason}. Run the same command "
+            "again to continue from the newest state."
+        )
     if started:
         return (
             f"the connection to the rendezvous at {parameters.endpoint} was lost, so the processes of this machine "
@@ -157,11 +165,8 @@ def _log_directory(path: str | None) -> Iterator[str]:
     if path is not None:
         yield path
         return
-    directory = tempfile.mkdtemp(prefix="accel_launch_")
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with scratch_directory() as directory:
+        yield str(directory)
 
 
 @contextlib.contextmanager

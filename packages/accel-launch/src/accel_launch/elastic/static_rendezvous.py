@@ -49,7 +49,8 @@ class StaticRendezvous(Meetings):
         facts: Mapping[str, str] | None = None,
         machine_timeout: float = 0.0,
     ) -> None:
-        self._host, self._port, self.run_id, self._forks = host, port, run_id, forks
+        self._host, self._port, self._forks = host, port, forks
+        self.run_id: str = run_id
         self._rank, self._world_size = rank, world_size
         self._listening = listening_host(host)
         self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
@@ -57,7 +58,7 @@ class StaticRendezvous(Meetings):
         self._rank_server: StoreServer | None = None
         self.board: Board | None = None
         """What the launchers know of each other; None before they have met, and on a single machine."""
-        self.round = -1
+        self.round: int = -1
         """The round that this machine is in; 0 is the first."""
 
     def meet(self, restarts: int = 0) -> Meeting:

@@ -24,7 +24,7 @@ class ThreadStoreServer:
 
     def __init__(self, host: str, port: int) -> None:
         self._store: TCPStore | None = serve_store(host, port, CALL_TIMEOUT)
-        self.port = int(self._store.port)
+        self.port: int = int(self._store.port)
 
     def client(self) -> TCPStore:
         """The store."""
@@ -48,7 +48,7 @@ class ForkedStoreServer:
         self._host = host or "localhost"
         # Bound here: a port in use fails here, and clients that connect before the server is ready wait.
         with listen(host, port) as listener:
-            self.port = int(listener.getsockname()[1])
+            self.port: int = int(listener.getsockname()[1])
             reader, self._writer = os.pipe()
             self._pid = os.fork()
             if self._pid == 0:

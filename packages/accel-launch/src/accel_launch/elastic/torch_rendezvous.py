@@ -68,7 +68,7 @@ class TorchRendezvous(Meetings):
         self._handler: RendezvousHandler | None = None
         self._board: Board | None = None
         self._server: StoreServer | None = None
-        self.run_id = parameters.run_id
+        self.run_id: str = parameters.run_id
 
     def meet(self, restarts: int) -> Meeting:
         with self._waiting():

@@ -1,8 +1,8 @@
 """Runs one rank's script as Python would, and reports a failure to the launcher.
 
-Started by path, as ``python worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in the script's environment, so it uses
-the standard library only. The report, failure.json next to torch's error file, tells the launcher which rank failed
-first, and with which traceback.
+Started through start_worker.py, as ``python start_worker.py MODE LAUNCHER_PID TARGET ARGUMENT...``, in the script's
+environment, so it uses the standard library only. The report, failure.json next to torch's error file, tells the
+launcher which rank failed first, and with which traceback.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType, TracebackType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # each import here takes every rank longer than all the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import NoReturn
 
 RELAY_VARIABLE = "ACCEL_LAUNCH_RELAY"
 """Set by a launcher that reads failures from the stderr of the ranks; see :mod:`accel_launch.external_launcher`."""
@@ -96,13 +99,26 @@ def die_with_launcher(launcher_pid: int) -> None:
     """Have the kernel send SIGTERM when the launcher dies without forwarding a signal (SIGKILL, out of memory)."""
     if sys.platform != "linux":
         return
-    import ctypes
-    import signal
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    pr_set_pdeathsig, sigterm = 1, 15  # in place of signal.SIGTERM: importing the module takes longer than the call
+    _prctl(pr_set_pdeathsig, sigterm)
     if os.getppid() != launcher_pid:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), sigterm)
+
+
+def _prctl(option: int, value: int) -> None:
+    """The system call of this name."""
+    try:
+        # The module below ctypes, whose own import takes longer than the rest of a rank's start.
+        import _ctypes
+
+        function = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: what is loaded
+        call = _ctypes.call_function
+    except AttributeError:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value)
+    else:
+        call(function, (option, value))
 
 
 def execute(target: str, args: list[str]) -> None:
@@ -122,30 +138,34 @@ def execute(target: str, args: list[str]) -> None:
 
 def run_script(path: str) -> None:
     """Run a file like ``python file``: in the module ``__main__``, where pickle and spawn find its definitions."""
-    import runpy
-    import zipfile
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and _is_zip(path)):
+        import runpy
 
-    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and zipfile.is_zipfile(path)):
         sys.path[0] = path
         runpy.run_path(path, run_name="__main__")
         return
     import io
-    from importlib.machinery import SourceFileLoader
 
     path = os.path.abspath(path)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     # A new module: the functions of this one are needed after the script has ended.
-    main_module = ModuleType("__main__")
+    main_module = type(sys)("__main__")
     main_module.__dict__.update(
         __file__=path,
         __builtins__=__builtins__,
         __cached__=None,
-        __loader__=SourceFileLoader("__main__", path),
+        __loader__=SOURCE_LOADER("__main__", path),
         __annotations__={},
     )
     sys.modules["__main__"] = main_module
     exec(code, main_module.__dict__)
+
+
+def _is_zip(path: str) -> bool:
+    import zipfile
+
+    return zipfile.is_zipfile(path)
 
 
 def run_module(name: str) -> None:
@@ -209,11 +229,13 @@ def note_end() -> None:
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        write_file(os.path.join(os.path.dirname(error_file), "ended.json"), {"pid": os.getpid()})
+        # Without json, whose import takes longer than most of what this file does.
+        write_file(os.path.join(os.path.dirname(error_file), "ended.json"), f'{{"pid": {os.getpid()}}}')
 
 
 def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) -> None:
     """Report to the launcher: in failure.json next to torch's error file, or on stderr if no files are shared."""
+    import json
     import time
     import traceback
 
@@ -229,19 +251,17 @@ def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) 
         "traceback": "".join(lines),
     }
     if error_file:
-        write_file(os.path.join(os.path.dirname(error_file), "failure.json"), report)
+        write_file(os.path.join(os.path.dirname(error_file), "failure.json"), json.dumps(report))
         return
     local_rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     write_line({**report, "local_rank": local_rank, "world_size": world_size})
 
 
-def write_file(path: str, report: dict[str, object]) -> None:
+def write_file(path: str, report: str) -> None:
     """Write a report atomically: the launcher may read it at any time."""
-    import json
-
     try:
         with open(path + ".tmp", "w", encoding="utf-8", errors="replace") as file:
-            json.dump(report, file)
+            file.write(report)
         os.replace(path + ".tmp", path)
     except OSError as problem:
         # A full disk must not hide the error that is being reported.
@@ -275,6 +295,9 @@ def introduce_traceback() -> None:
 
 # Removed from the environment: processes that the script starts are not ranks.
 RELAYED = bool(__name__ == "__main__" and os.environ.pop(RELAY_VARIABLE, ""))
+
+# importlib.machinery.SourceFileLoader, without an import of the module.
+SOURCE_LOADER = type(globals()["__loader__"])
 
 OWN_FILE = os.path.abspath(__file__)
 

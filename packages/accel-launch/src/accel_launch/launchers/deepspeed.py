@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ..hostfile import Host, Pool, read_pool
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..ports import DEFAULT_PORT
+from ..scratch import scratch_directory
 from .base import Launcher, MachineCommand
 from .rank import WORKER
 
@@ -34,10 +34,10 @@ class DeepSpeedLauncher(Launcher):
 
     def run(self, plan: LaunchPlan) -> int:
         pool = read_pool(plan.settings)
-        with reserved_port() as port, tempfile.TemporaryDirectory(prefix="accel_launch_") as directory:
+        with reserved_port() as port, scratch_directory() as directory:
             start = _runner(plan, pool, port)
             require("deepspeed", purpose="starting processes with DeepSpeed's launcher", install="deepspeed")
-            file = Path(directory) / _ENV_FILE
+            file = directory / _ENV_FILE
             exported = convert_dict_to_env_variables({**plan.environment, RELAY_VARIABLE: "1"})
             file.write_text("".join([*_user_env_lines(), *exported]))
             environment = {**plan.full_environment(), "DS_ENV_FILE": str(file)}

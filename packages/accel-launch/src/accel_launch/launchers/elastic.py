@@ -15,6 +15,7 @@ from accel_state.ports import LOOPBACK
 
 from ..elastic.checks import check_rendezvous
 from ..interpreter import python_command
+from ..launch_context import is_explicit
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
 from ..network.farewell import telling_others
@@ -54,6 +55,7 @@ class ElasticLauncher(Launcher):
                 plan.option("tee"), plan.option("redirects") or "0", plan.option("local_ranks_filter")
             ),
             grace_seconds=plan.option("shutdown_timeout") or GRACE_SECONDS,
+            serves=plan.rendezvous.machine_rank == 0 if is_explicit(plan.settings, "machine_rank") else None,
         )
         # The agent starts processes with the variables of its own process.
         with patch_environment(**plan.environment):
@@ -102,24 +104,28 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
     options, notes = plan.rendezvous, []
     if plan.num_machines == 1 and not options.main_process_port:
         notes.append("MASTER_ADDR and MASTER_PORT: this machine, and a port that is free when the processes start")
+    ranged = isinstance(plan.num_machines, MachineRange)
     if isinstance(plan.num_machines, MachineRange):
-        notes.append(f"begins with {plan.num_machines.minimum} of them; fewer machines mean smaller world sizes")
+        notes.append(
+            f"begins with {plan.num_machines.minimum} of them; ranks and world size follow from the machines that take "
+            "part, and the processes are restarted when one joins or leaves"
+        )
     if not here:
-        assigned = options.rdzv_backend == "static" and plan.context.process is None
+        assigned = options.rdzv_backend == "static" and plan.context.process is None and not ranged
         rank = {"machine_rank": machine} if assigned else {}
         command = shlex.join(["accel", *launch_argv(plan, without=("machine_rank",), **rank)])
         notes.append(f"started there by: {command}")
     if options.max_restarts:
         notes.append(f"if a process fails, all are restarted, up to {options.max_restarts} times")
     if plan.num_machines > 1:
-        notes.append(_meeting_note(options))
+        notes.append(_meeting_note(options, ranged))
     return notes
 
 
-def _meeting_note(options: RendezvousOptions) -> str:
+def _meeting_note(options: RendezvousOptions, ranged: bool) -> str:
     """How the launchers of several machines meet, and watch each other."""
     address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
-    ranks = "compare their settings" if options.rdzv_backend == "static" else "are given their ranks"
+    ranks = "compare their settings" if options.rdzv_backend == "static" and not ranged else "are given their ranks"
     lost = f"after {options.machine_timeout:g} s" if options.machine_timeout else "never"
     return (
         f"the launchers meet at {address} and {ranks}; MASTER_PORT is a port that is free then; a machine that is not "

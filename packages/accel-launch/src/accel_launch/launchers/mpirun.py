@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,13 @@ from .base import Launcher, MachineCommand
 # Variables of this process that ranks on other machines need.
 _FORWARDED = ("PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
 _FORWARDED_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "CCL_", "FI_", "I_MPI_", "UCX_")
+
+
+def forwarded_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process that its ranks on other machines get."""
+    return {
+        name: value for name, value in environ.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
+    }
 
 
 class MpirunLauncher(Launcher):
@@ -72,14 +79,11 @@ def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, hosts: Sequence[Host]) 
         **_thread_variables(plan),
         **plan.environment,
     }
-    forwarded = {
-        name: value for name, value in inherited.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
-    }
     job = MpiJob(
         hostfile=str(Path(path).expanduser()),
         processes=plan.num_processes,
         local_processes=plan.local_processes,
-        environment={**forwarded, **environment, RELAY_VARIABLE: "1"},
+        environment={**forwarded_variables(inherited), **environment, RELAY_VARIABLE: "1"},
     )
     notes = [f"{plan.local_processes} process(es) on each machine, {plan.num_processes} in total"]
     if not hosts:

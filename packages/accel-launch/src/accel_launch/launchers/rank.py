@@ -27,7 +27,7 @@ from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 from .single import become
 
-WORKER = Path(__file__).parent.parent / "elastic" / "worker.py"
+WORKER = Path(__file__).parent.parent / "elastic" / "start_worker.py"
 
 
 class RankLauncher(Launcher):

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from accel_state.env import read_str
 from accel_state.options import Resolution
+from accel_state.options.resources import MachineRange
 from accel_state.secrets import hide_in_text, is_secret_name
 
 from ..entrypoint import Entrypoint
 from ..launch_plan import LaunchPlan
-from .records import Machine
+from .records import FIRST_SEAT, Machine
 
 _MUST, _SHOULD = "must ", "should "
 
@@ -55,10 +56,14 @@ def facts_of_plan(plan: LaunchPlan) -> dict[str, str]:
     """The facts of this machine for ``accel launch``."""
     if given := read_str(FACTS_VARIABLE):
         return {str(name): str(value) for name, value in json.loads(given).items()}
-    facts = {
-        f"{_MUST}num_machines": str(plan.num_machines),
+    processes = {
         f"{_MUST}num_processes": str(plan.num_processes),
         f"{_MUST}processes of each machine": str(plan.local_processes),
+    }
+    facts = {
+        f"{_MUST}num_machines": str(plan.num_machines),
+        # The machines of a range may have different numbers of processes.
+        **({} if isinstance(plan.num_machines, MachineRange) else processes),
         f"{_MUST}script": describe_script(plan.entrypoint),
         f"{_SHOULD}arguments of the script": hide_in_text(" ".join(plan.entrypoint.args)),
         f"{_SHOULD}OMP_NUM_THREADS": plan.full_environment().get("OMP_NUM_THREADS", ""),
@@ -123,10 +128,14 @@ def _version(name: str) -> str:
     return found[1] if found else distribution.version
 
 
-def compare(machines: Sequence[Machine]) -> tuple[str, str]:
+def compare(machines: Sequence[Machine], then: str = "nothing was started") -> tuple[str, str]:
     """Tables of what is refused, and of what is warned about; empty where the machines agree.
 
     A machine without facts, such as one that was asked to start a function of a notebook, is not compared.
+
+    Args:
+        machines: with their facts.
+        then: what follows from a refusal.
     """
     machines = sorted((machine for machine in machines if machine.facts), key=lambda machine: machine.rank)
     names = sorted({name for machine in machines for name in machine.facts})
@@ -135,9 +144,8 @@ def compare(machines: Sequence[Machine]) -> tuple[str, str]:
     warned = [name for name in differing if name.startswith(_SHOULD) and not _is_implied(name, refused)]
     texts = ["", ""]
     if refused:
-        texts[0] = (
-            "the machines disagree (see the table), so nothing was started. Give the same on every machine.\n"
-            + _table(refused + warned, machines)
+        texts[0] = f"the machines disagree (see the table), so {then}. Give the same on every machine.\n" + _table(
+            refused + warned, machines
         )
     if warned:
         texts[1] = "the machines differ, which does not stop them:\n" + _table(warned, machines)
@@ -165,6 +173,7 @@ def _table(names: Sequence[str], machines: Sequence[Machine]) -> str:
 
 
 def _listed(machines: Sequence[Machine]) -> str:
-    shown = [f"{machine.rank} ({machine.host})" for machine in itertools.islice(machines, _SHOWN_MACHINES)]
+    few = itertools.islice(machines, _SHOWN_MACHINES)
+    shown = [one.host if one.rank >= FIRST_SEAT else f"{one.rank} ({one.host})" for one in few]
     left = len(machines) - len(shown)
     return ", ".join(shown) + (f" and {left} more" if left else "")

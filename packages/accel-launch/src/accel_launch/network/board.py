@@ -65,12 +65,13 @@ class Board(ABC):
     """
 
     def __init__(self, me: Machine, give_up_seconds: float, say: Say) -> None:
-        self._rank, self.give_up_seconds, self._say = me.rank, give_up_seconds, say
+        self._rank, self._say = me.rank, say
+        self.give_up_seconds: float = give_up_seconds
         self._changed = threading.Condition(threading.RLock())
         self._machines = {me.rank: me}
         self._silent: dict[int, float] = {}
         self._reported: dict[int, _Report] = {}
-        self.version = 0
+        self.version: int = 0
         """Counts changes of what :meth:`machines` returns, and of refusals."""
         self.after_loss: Callable[[Machine], str] = lambda _: ""
         """What follows when a machine is given up, to be said at that moment; empty if the launcher says so itself."""
@@ -124,8 +125,12 @@ class Board(ABC):
             return [
                 (machine, silent)
                 for rank, machine in sorted(self._machines.items())
-                if (silent := self._silent.get(rank, 0.0)) >= self.give_up_seconds and not machine.state.is_final
+                if (silent := self._silent.get(rank, 0.0)) >= self._limit(rank) and not machine.state.is_final
             ]
+
+    def _limit(self, rank: int) -> float:
+        """After how many seconds of silence a machine is given up."""
+        return self.give_up_seconds
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait for a condition, which is asked again after each change; return whether it holds."""
@@ -256,7 +261,7 @@ class Lines:
         """
         self._unsent += data
         if len(self._unsent) > 4 * MAX_LINE:
-            raise ConnectionError("the other side does not read")
+            raise ConnectionError("the peer does not read")
         with suppress(BlockingIOError):
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
+from accel_state.options.resources import MachineRange
 
 from ..launch_context import Role, detect_context, rendezvous_settings
 from ..ports import DEFAULT_PORT
@@ -42,7 +43,9 @@ def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
     count, host, port, rank = (values.get(name, settings[name]) for name in names)
     others = context.role in (Role.ALONE, Role.NODE) and count > 1 and host and 0 <= rank < count
     # The hostfiles of mpirun and DeepSpeed mean that one launcher starts all machines.
-    told = settings["rdzv_backend"] == "static" and not (settings["ft"] or settings["mpirun_hostfile"])
+    # A machine of a range that cannot start is none of those that come.
+    told = settings["rdzv_backend"] == "static" and not isinstance(count, MachineRange)
+    told = told and not (settings["ft"] or settings["mpirun_hostfile"])
     starts_all = settings["use_deepspeed"] and settings["deepspeed_multinode_launcher"] not in (None, "standard")
     return (host, port or DEFAULT_PORT, rank, count) if others and told and not starts_all else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import threading
@@ -51,17 +52,22 @@ class Hub(Board):
         OSError: it cannot listen there.
     """
 
+    version: int
+
     def __init__(
         self, me: Machine, host: str, port: int, token: bytes, count: int, give_up_seconds: float, say: Say
     ) -> None:
         super().__init__(me, give_up_seconds, say)
         self._listener = listen(host, port)
         self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        self.port: int = int(self._listener.getsockname()[1])
         self._token, self._expected = token, count
         self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._versions = {me.rank: 1}
         self._peers: list[_Peer] = []
+        self._closed: set[int] = set()  # ranks of machines whose launcher has closed its connection
+        self.closed_seconds: float = math.inf
+        """When a machine is given up whose launcher has closed its connection, and has not connected again."""
         self._left = {me.id}
         """Ids of launchers that have said that they leave."""
         self._strangers: set[str] = set()
@@ -84,8 +90,21 @@ class Hub(Board):
 
     def _refuse(self, text: str, code: int = 2) -> None:
         if self.refusal is None:
-            self.refusal = Refusal(text, code)
+            self.refusal: Refusal = Refusal(text, code)
             self.version += 1
+
+    def forget(self, rank: int) -> None:
+        """Drop the record of a machine that is gone. If it comes back, it connects as one that was never here."""
+        with self._changed:
+            for peer in [one for one in self._peers if one.rank == rank]:
+                self._drop(peer)
+            for known in (self._machines, self._silent, self._reported, self._versions):
+                known.pop(rank, None)
+            self._closed.discard(rank)
+            self.version += 1
+
+    def _limit(self, rank: int) -> float:
+        return min(self.give_up_seconds, self.closed_seconds if rank in self._closed else math.inf)
 
     def _is_delivered(self) -> bool:
         """Whether every launcher that can be reached has left: they are told, and then leave."""
@@ -135,7 +154,7 @@ class Hub(Board):
                 connection.close()
                 return
             if not self.own_address:
-                self.own_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+                self.own_address: str = str(connection.getsockname()[0]).removeprefix("::ffff:")
                 self._machines[self._rank] = _at(self._machines[self._rank], self.own_address)
                 self._touch(self._rank)
             self._peers.append(peer)
@@ -158,6 +177,8 @@ class Hub(Board):
                 self._peers.remove(peer)
                 self._selector.unregister(peer.lines.socket)
                 peer.lines.close()
+                if all(other.rank != peer.rank for other in self._peers):
+                    self._closed.add(peer.rank)
                 self._changed.notify_all()
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -168,7 +189,7 @@ class Hub(Board):
                 self._left.add(peer.id)
             if "machine" in message:
                 self._take(peer, _at(Machine.read(message["machine"]), peer.address))
-            if peer.rank >= 0 and self._machines[peer.rank].id == peer.id:
+            if peer.rank in self._machines and self._machines[peer.rank].id == peer.id:
                 self._silent[peer.rank] = 0.0
 
     def _take(self, peer: _Peer, machine: Machine) -> None:
@@ -178,7 +199,8 @@ class Hub(Board):
             conflict, runs = self._conflict(former, machine), self._machines[self._rank].started
             if not conflict and runs:
                 # The other machines go on: only this one is not let in.
-                conflict = compare([self._machines[self._rank], machine])[0]
+                then = f"{machine.named()} does not take part"
+                conflict = compare([self._machines[self._rank], machine], then)[0]
             if conflict:
                 self._warn(conflict)
                 peer.lines.send(line({"rejected": conflict}))
@@ -190,6 +212,7 @@ class Hub(Board):
                 if other.rank == machine.rank and other is not peer:
                     other.lines.send(line({"replaced": machine.host}))
         peer.rank, peer.id = machine.rank, machine.id
+        self._closed.discard(machine.rank)
         for other in list(self._peers):
             if other.rank == machine.rank and other is not peer and other.id == machine.id:
                 self._drop(other)  # the same launcher has connected again

@@ -34,6 +34,8 @@ class Member(Board):
         say: prints a line.
     """
 
+    version: int
+
     def __init__(self, me: Machine, main: tuple[str, int], token: bytes, give_up_seconds: float, say: Say) -> None:
         super().__init__(me, give_up_seconds, say)
         self._main, self._token = main, token
@@ -42,11 +44,11 @@ class Member(Board):
         self._known: dict[str, Any] = {}  # the record of this machine, as machine rank 0 has sent it back
         self._attempt: threading.Thread | None = None
         self._heard = self._unheard = self._connected = self._pause = self._misled = 0.0
-        self.problem = "no attempt yet"
+        self.problem: str = "no attempt yet"
         """Why machine rank 0 is not connected, for messages."""
-        self.met = False
+        self.met: bool = False
         """Whether the records of machine rank 0 have arrived."""
-        self.replaced_by = ""
+        self.replaced_by: str = ""
         """Host of another launcher that has taken over the rank of this machine."""
         self._thread.start()
 
@@ -95,7 +97,7 @@ class Member(Board):
             connection.close()
             return
         self._disconnect()
-        self.own_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+        self.own_address: str = str(connection.getsockname()[0]).removeprefix("::ffff:")
         self._lines = Lines(connection)
         self._selector.register(connection, selectors.EVENT_READ, self._lines)
         self._is_sent, self._heard, self._unheard, self._connected, self._misled = False, 0.0, 0.0, 0.0, 0.0
@@ -136,7 +138,7 @@ class Member(Board):
     def _received(self, message: Mapping[str, Any]) -> None:
         self._heard = 0.0
         if "rejected" in message:
-            self.refusal = Refusal(str(message["rejected"]))
+            self.refusal: Refusal = Refusal(str(message["rejected"]))
         if "replaced" in message:
             self.replaced_by = str(message["replaced"])
         if "refused" in message:
@@ -149,11 +151,16 @@ class Member(Board):
                 self._known = machine.encode(with_facts=False)
         self.version += 1
         self.met = self.met or "machines" in message
-        for rank, seconds in silences(message.get("silent", {})).items():
+        silent = silences(message.get("silent", {}))
+        for rank in [rank for rank in self._machines if silent and rank not in (0, self._rank, *silent)]:
+            del self._machines[rank]  # machine rank 0 has forgotten it
+            self._silent.pop(rank, None)
+            self._reported.pop(rank, None)
+        for rank, seconds in silent.items():
             if rank != self._rank:
                 self._silent[rank] = seconds
             else:
-                # What machine rank 0 counted before this connection is no fault of it.
+                # Silence that machine rank 0 counted before this connection does not count against it.
                 self._unheard = min(seconds, self._connected)
         self._silent[0] = 0.0
 

@@ -17,10 +17,11 @@ class Peers:
         board: the board of the run.
         round: the start that the ranks belong to.
         count: machines of the run.
+        members: their numbers, if others are on the board too: with a range of machines, those that stand by.
     """
 
-    def __init__(self, board: Board, round: int, count: int) -> None:
-        self._board, self._round, self._count = board, round, count
+    def __init__(self, board: Board, round: int, count: int, members: Collection[int] = ()) -> None:
+        self._board, self._round, self._count, self._members = board, round, count, members
 
     def post(self, state: State, cause: Cause | None = None) -> None:
         """Tell how the ranks of this machine ended."""
@@ -28,17 +29,23 @@ class Peers:
 
     def failure(self) -> Cause | None:
         """Why this machine must end or restart its ranks: another machine failed, or is given up; else None."""
-        failed = [one for one in self._board.others() if one.state is State.FAILED]
+        failed = [one for one in self._others() if one.state is State.FAILED]
         return self.first() if failed else self.loss()
+
+    def _others(self) -> list[Machine]:
+        return [one for one in self._board.others() if self._takes_part(one)]
+
+    def _takes_part(self, machine: Machine) -> bool:
+        return not self._members or machine.rank in self._members
 
     def loss(self) -> Cause | None:
         """The loss of another machine that is given up, or None."""
-        lost = self._board.lost()
+        lost = [(one, silent) for one, silent in self._board.lost() if self._takes_part(one)]
         return _loss(*lost[0], self._round) if lost else None
 
     def any_ended(self) -> bool:
         """Whether another machine has ended, with or without a failure."""
-        return any(one.state.is_final and one.state is not State.LEFT for one in self._board.others())
+        return any(one.state.is_final and one.state is not State.LEFT for one in self._others())
 
     def first(self) -> Cause | None:
         """What happened first, as far as it is known; None if nothing failed."""
@@ -55,7 +62,7 @@ class Peers:
         """Machines that do not answer now, and did not say how they ended."""
         return [
             one
-            for one in self._board.others()
+            for one in self._others()
             if self._board.silent(one.rank) > QUIET_SECONDS and not one.state.is_final and one.round == self._round
         ]
 
@@ -73,8 +80,10 @@ class Peers:
         return self._all_final(unheard)
 
     def _all_final(self, except_for: Collection[Machine] = ()) -> bool:
-        others = self._board.others()
-        return len(others) == self._count - 1 and all(one.state.is_final for one in others if one not in except_for)
+        others = self._others()
+        # A member that is not on the board any more was given up, or has left.
+        complete = bool(self._members) or len(others) == self._count - 1
+        return complete and all(one.state.is_final for one in others if one not in except_for)
 
     def wait_for_end(self) -> Cause | None:
         """Wait until the ranks of all machines have ended, or one machine has failed or is given up.

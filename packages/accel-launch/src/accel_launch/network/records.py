@@ -22,13 +22,16 @@ class State(enum.Enum):
     ENDED = "ended"
     """Ended by a signal with ranks that save on it, or because another machine failed."""
     LEFT = "left"
-    """The launcher has left for another meeting (c10d)."""
+    """The launcher has left for another meeting (c10d), or its machine leaves the others (a range of machines)."""
 
     @property
     def is_final(self) -> bool:
         """Whether the launcher is about to end, so that its silence means nothing."""
         return self not in (State.WAITING, State.RUNNING)
 
+
+FIRST_SEAT = 1 << 20
+"""Machines of a range have a number from here on instead of a machine rank, which follows from who takes part."""
 
 INTERRUPTED, RAISED, KILLED, LOST, ECHO, STOPPED = range(6)
 """Kinds of a cause, the likeliest to be the first one first: a failed connection follows from what the others did."""
@@ -67,6 +70,9 @@ class Machine:
     round: int = -1  # the start that it wants to take part in, or takes part in; 0 is the first
     members: Mapping[str, str] = field(default_factory=dict)  # ids by machine rank of that start; empty before it
     port: int = 0  # of the store of the ranks, from machine rank 0
+    restarts: int = 0  # failures of the run so far, with a range of machines
+    held: Mapping[str, str] = field(default_factory=dict)  # ids that are not taken in at the moment, and why
+    reports: Mapping[str, str] = field(default_factory=dict)  # how far its replicas are, by name
     state: State = State.WAITING
     cause: Cause | None = None
 
@@ -82,6 +88,8 @@ class Machine:
 
     def named(self) -> str:
         """The machine in a sentence: rank, host, address and its ranks."""
+        if self.rank >= FIRST_SEAT:
+            return f"machine {self.host} ({self.address})" if self.address else f"machine {self.host}"
         first, count = self.rank * self.local_processes, self.local_processes
         ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}" if count else ""
         return f"machine rank {self.rank} ({', '.join(filter(None, (self.host, self.address, ranks)))})"
@@ -98,10 +106,10 @@ class Machine:
         Raises:
             ValueError: it is something else.
         """
-        numbers = dict.fromkeys(("rank", "local_processes", "round", "port"), int)
+        numbers = dict.fromkeys(("rank", "local_processes", "round", "port", "restarts"), int)
         texts = dict.fromkeys(("id", "host", "address", "state"), str)
-        fields = checked(data, **numbers, **texts, facts=dict, members=dict)
-        for name in ("facts", "members"):
+        fields = checked(data, **numbers, **texts, facts=dict, members=dict, held=dict, reports=dict)
+        for name in ("facts", "members", "held", "reports"):
             fields[name] = {str(key): str(value) for key, value in fields[name].items()}
         cause = data.get("cause")
         return cls(**{**fields, "state": State(fields["state"]), "cause": None if cause is None else Cause.read(cause)})

@@ -6,6 +6,7 @@ return at any time: only the one of rank 0, which has the lighthouse, is needed 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from accel_state.errors import ConfigurationError
@@ -17,6 +18,7 @@ from .records import LOST, Cause, Machine, State
 from .waiting import Waiting
 
 _LOOK_SECONDS = 0.5
+_SHARE_SECONDS = 1.0
 
 
 class ReplicaMachines:
@@ -55,6 +57,7 @@ class ReplicaMachines:
         self._waiting = Waiting(0, say)
         self._wait_for_main: Waiting | None = None
         self._ended: set[str] = set()
+        self._shared_at = 0.0
 
     def _after_loss(self, machine: Machine) -> str:
         if machine.rank:
@@ -140,6 +143,26 @@ class ReplicaMachines:
             self._wait_for_main = Waiting(self._timeout_seconds, self._say)
         self._wait_for_main.note(lambda: f"{main[0].named()}, not heard of for {main[1]:.0f} s")
         return Cause(LOST, text, 1) if self._wait_for_main.is_over else None
+
+    def share(self, reports: Mapping[str, str]) -> None:
+        """Tell the others how far the replicas of this machine are, about once a second."""
+        now = time.monotonic()
+        if now >= self._shared_at + _SHARE_SECONDS and reports != self._board.me.reports:
+            self._shared_at = now
+            self._board.post(reports=dict(reports))
+
+    def elsewhere(self) -> dict[str, str]:
+        """How far the replicas of the other machines are that are here, by name."""
+        others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
+        return {name: text for one in others if self._is_here(one) for name, text in one.reports.items()}
+
+    def has_finished(self) -> bool:
+        """Whether the training has ended on another machine: it does on all at the same step."""
+        others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
+        return any(
+            one.state is State.SUCCEEDED or any(text.startswith("finished") for text in one.reports.values())
+            for one in others
+        )
 
     def post(self, state: State, cause: Cause | None = None) -> None:
         """Tell the others how the run has ended on this machine."""

@@ -14,9 +14,10 @@ from accel_state.env import all_variables, read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import OptionGroup, Resolution, load_groups, resolve
 from accel_state.options.conflicts import ENGINES, check
-from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, Option
+from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, NO_RANGE, Option
 from accel_state.options.launch import CLOUD_TYPES, LOCAL_TYPES
 from accel_state.options.registry import OPTION_GROUPS
+from accel_state.options.resources import MachineRange
 
 from ..accelerators.registry import find_visible
 from ..config.write import BASE, declared
@@ -68,7 +69,7 @@ class TextPrompts:
 
     def __init__(self, source: TextIO | None = None) -> None:
         # Without an input (`<&-`), sys.stdin is None.
-        self.source = source or sys.stdin or io.StringIO()
+        self.source: TextIO = source or sys.stdin or io.StringIO()
 
     def ask(self, opt: Option, proposal: Any, choices: tuple[str, ...] | None) -> Any:
         """Ask until the answer is allowed."""
@@ -153,10 +154,12 @@ def _validate(opt: Option, text: str) -> bool | str:
 
 # Options and groups, in the order of the questions.
 LOCAL_ORDER = (
-    *("distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("distributed_type", "num_machines", "ray", "ray_runtime_env", "ft"),
+    "group:fault_tolerance",
+    *("machine_rank", "main_process_ip", "main_process_port"),
     *("same_network", "rdzv_backend", "machine_timeout", "debug", "cpu"),
     *("group:mpi", "group:dynamo", "group:paradigm", "group:deepspeed", "group:fsdp"),
-    *("group:parallelism", "group:megatron", "tpu_cluster"),
+    *("group:parallelism", "group:megatron", "group:checkpointing", "tpu_cluster"),
     *("num_processes", "gpu_ids", "enable_cpu_affinity", "mixed_precision"),
     *("group:fp8", "gradient_accumulation_steps", "group:tpu"),
 )
@@ -207,7 +210,8 @@ def _is_asked(opt: Option, group: type[OptionGroup], answers: Mapping[str, Any])
 
 def _holds(value: Any, allowed: tuple[Any, ...]) -> bool:
     if MORE_THAN_ONE in allowed:
-        return isinstance(value, int) and value > 1
+        fits = not (NO_RANGE in allowed and isinstance(value, MachineRange))
+        return fits and isinstance(value, int) and value > 1
     return value is not None if GIVEN in allowed else value in allowed
 
 

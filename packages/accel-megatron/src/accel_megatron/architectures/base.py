@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ IGNORED = -100
 """The label of tokens without a loss."""
 
 Batch = dict[str, torch.Tensor]
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -68,14 +68,14 @@ class Architecture:
     """``encoder_seq_length`` and ``decoder_seq_length`` of the settings."""
 
     def __init__(self, model: Any) -> None:
-        self.hf = model.config
+        self.hf: Any = model.config
         if self.model_classes and type(model).__name__ not in self.model_classes:
             raise ConfigurationError(
                 f"{type(model).__name__} cannot be trained with Megatron-core. Of model_type {self.hf.model_type!r} it "
                 f"trains {', '.join(self.model_classes)}."
             )
         output = model.get_output_embeddings()
-        self.tied = output is not None and output.weight is model.get_input_embeddings().weight
+        self.tied: bool = output is not None and output.weight is model.get_input_embeddings().weight
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
 
     @property

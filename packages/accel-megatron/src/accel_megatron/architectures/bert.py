@@ -32,10 +32,10 @@ _HEADS = {
 class MegatronBert(Architecture):
     """MegatronBertForPreTraining: masked words and the next sentence."""
 
-    model_classes = ("MegatronBertForPreTraining",)
+    model_classes: ClassVar[tuple[str, ...]] = ("MegatronBertForPreTraining",)
     normalised: ClassVar[bool] = True
     supports_context_parallel = False
-    sequence_lengths = ("encoder_seq_length",)
+    sequence_lengths: ClassVar[tuple[str, ...]] = ("encoder_seq_length",)
 
     def settings(self) -> dict[str, Any]:
         hf = self.hf

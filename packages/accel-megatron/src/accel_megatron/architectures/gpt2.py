@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_state.errors import ConfigurationError
 
@@ -14,7 +14,7 @@ from .base import Decoder
 class GPT2(Decoder):
     """GPT2LMHeadModel."""
 
-    model_classes = ("GPT2LMHeadModel",)
+    model_classes: ClassVar[tuple[str, ...]] = ("GPT2LMHeadModel",)
     position_embedding = "learned_absolute"
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_state.errors import ConfigurationError
 
@@ -16,7 +16,7 @@ from .base import Decoder
 class GPTNeoX(Decoder):
     """GPTNeoXForCausalLM."""
 
-    model_classes = ("GPTNeoXForCausalLM",)
+    model_classes: ClassVar[tuple[str, ...]] = ("GPTNeoXForCausalLM",)
 
     def spec(self) -> Any:
         if self.hf.use_parallel_residual:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_state.errors import ConfigurationError
 
@@ -17,7 +17,7 @@ from .base import LlamaLike
 class Mixtral(LlamaLike):
     """MixtralForCausalLM: a mixture of experts in every layer."""
 
-    model_classes = ("MixtralForCausalLM",)
+    model_classes: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
 
     def settings(self) -> dict[str, Any]:
         if self.hf.output_router_logits or self.hf.router_jitter_noise:

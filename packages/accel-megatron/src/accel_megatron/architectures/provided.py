@@ -41,8 +41,8 @@ class Provided(Decoder):
                 )
         self.plugin = plugin
         kind = type(model).__name__
-        self.hf = getattr(model, "config", None) or SimpleNamespace(model_type=kind)
-        self.causal = False
+        self.hf: Any | SimpleNamespace = getattr(model, "config", None) or SimpleNamespace(model_type=kind)
+        self.causal: bool = False
         self.limit: int | None = None
 
     @property
@@ -92,7 +92,7 @@ class Provided(Decoder):
                 chunk.model_type = ModelType.encoder_or_decoder
         self.causal = all(isinstance(chunk, GPTModel) or _is_mamba(chunk) for chunk in chunks)
         self.limit = getattr(chunks[0], "max_sequence_length", None)
-        self.vocab_size = getattr(chunks[-1], "vocab_size", 0)
+        self.vocab_size: int = getattr(chunks[-1], "vocab_size", 0)
         plugin = self.plugin
         custom = (plugin.custom_train_step_class, plugin.custom_get_batch_function)
         if not self.causal and not any(custom):
@@ -109,10 +109,10 @@ class Provided(Decoder):
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         merged = {name: item for names in everyone for name, item in names.items()}
-        self.dtypes = {name: item[0] for name, item in merged.items()}
-        self.trained = {name for name, item in merged.items() if item[1]}
-        self.dimensions = {name: item[2] for name, item in merged.items()}
-        self.pairs = [_pair(name, item[3], gated) for name, item in sorted(merged.items())]
+        self.dtypes: dict[Any, Any] = {name: item[0] for name, item in merged.items()}
+        self.trained: set[Any] = {name for name, item in merged.items() if item[1]}
+        self.dimensions: dict[Any, Any] = {name: item[2] for name, item in merged.items()}
+        self.pairs: list[Weight] = [_pair(name, item[3], gated) for name, item in sorted(merged.items())]
 
     @staticmethod
     def _description(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ class ProvidedGroups:
                 index = 0 if len(decays) == 1 else decays.index(architecture.dimensions[name] > 1)
                 self.names[index].append(name)
             self.of_target[name] = index
-        self.first_name = {name: name for names in self.names for name in names}
+        self.first_name: dict[str, str] = {name: name for names in self.names for name in names}
 
     def trains(self, pair: Weight) -> bool:
         """Whether the optimizer updates a weight."""

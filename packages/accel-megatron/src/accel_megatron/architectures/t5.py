@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,16 @@ from .base import IGNORED, Architecture, Batch, Chunk, fixed_length, refuse_unkn
 class T5(Architecture):
     """T5ForConditionalGeneration, of versions 1.0 and 1.1."""
 
-    model_classes = ("T5ForConditionalGeneration",)
-    unmapped = ("lm_head.output_layer.bias",)
+    model_classes: ClassVar[tuple[str, ...]] = ("T5ForConditionalGeneration",)
+    unmapped: ClassVar[tuple[str, ...]] = ("lm_head.output_layer.bias",)
     supports_context_parallel = False
     supports_interleaving = False
-    sequence_lengths = ("encoder_seq_length", "decoder_seq_length")
-    max_length = None
+    sequence_lengths: ClassVar[tuple[str, ...]] = ("encoder_seq_length", "decoder_seq_length")
+    max_length: int | None = None
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.scales_output = self.tied and getattr(self.hf, "scale_decoder_outputs", True)
+        self.scales_output: Any | bool = self.tied and getattr(self.hf, "scale_decoder_outputs", True)
 
     @property
     def sequences(self) -> int:  # type: ignore[override]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_state import env
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
 
@@ -48,8 +50,30 @@ def run(argv: Sequence[str]) -> int:
             print("\n".join(lines))
             return 0
         cut = [line[: size.columns] for line in lines[: size.lines - 1]]
+        if has_colours():
+            cut = [coloured(line) for line in cut]
         print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in cut) + "\x1b[J", end="", flush=True)
         time.sleep(1.0)
+
+
+# Of the 256 colours of terminals: those of `accel goodput --html`, with black letters.
+_COLOURS = {"D": 172, "F": 35, "B": 29, "w": 185, "O": 71, ".": 248, "E": 37, "S": 68, "L": 117, "C": 62, "-": 104}
+_BAR = re.compile(r"(?<= )[DFBwO.ESLC-]{4,}$")
+_RUN = re.compile(r"(.)\1*")
+
+
+def has_colours() -> bool:
+    """Whether the terminal shows colours, and its user wants them (https://no-color.org)."""
+    return not env.read_str("NO_COLOR") and env.read_str("TERM", "dumb") != "dumb"
+
+
+def coloured(line: str) -> str:
+    """A line of the page with the colours of its bar. The letters stay: nothing is told by a colour alone."""
+    if line.startswith(("slow:", "bad:")):
+        return f"\x1b[1m{line}\x1b[0m"
+    return _BAR.sub(
+        lambda bar: _RUN.sub(lambda run: f"\x1b[30;48;5;{_COLOURS[run[1]]}m{run[0]}", bar[0]) + "\x1b[0m", line
+    )
 
 
 def _page(arguments: argparse.Namespace, columns: int, lines: int) -> list[str]:

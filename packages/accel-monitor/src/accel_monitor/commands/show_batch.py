@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     print(bad_step_sentence(event, rank))
     if not event["indices"]:
         raise ConfigurationError(
-            f"the loader of step {event['step']} did not tell the indices of its samples: it has no batch sampler, or "
+            f"the loader of step {event['step']} recorded no indices of its samples: it has no batch sampler, or "
             "iterable data. There is nothing to read again."
         )
     data = _data_set(arguments.loader)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accel_state.enums import CustomDtype
-from accel_state.errors import require
+from accel_state.errors import ConfigurationError, require
 
 
 class Quantizer(ABC):
@@ -63,6 +64,18 @@ class Quantizer(ABC):
         """Remove the weight from the layer."""
 
 
+@cache
 def bitsandbytes_nn() -> Any:
-    """``bitsandbytes.nn``."""
-    return require("bitsandbytes", purpose="BnbQuantizationConfig", install="bitsandbytes").nn
+    """``bitsandbytes.nn``.
+
+    Raises:
+        MissingDependencyError: bitsandbytes is not installed.
+        ConfigurationError: it is older than 0.47.
+    """
+    library = require("bitsandbytes", purpose="BnbQuantizationConfig", install="bitsandbytes>=0.47")
+    if [int(number) for number in library.__version__.split(".")[:2]] < [0, 47]:
+        raise ConfigurationError(
+            f"bitsandbytes {library.__version__} quantizes 8-bit weights once more whenever a model on a CPU is moved, "
+            "and the outputs are wrong. Install 0.47 or later: pip install 'bitsandbytes>=0.47'."
+        )
+    return library.nn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from .base import Quantizer, bitsandbytes_nn
 class Bnb4Bit(Quantizer):
     """QLoRA: blocks of 64 values with a scale each; the scales can be quantized too."""
 
-    dtype = CustomDtype.INT4
+    dtype: ClassVar[torch.dtype | CustomDtype] = CustomDtype.INT4
 
     @property
     def layer_class(self) -> type[nn.Linear]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from .base import Quantizer, bitsandbytes_nn
 class Bnb8Bit(Quantizer):
     """LLM.int8(): rows of int8 with a scale each; columns with outliers are computed in half precision."""
 
-    dtype = torch.int8
+    dtype: ClassVar[torch.dtype] = torch.int8
 
     @property
     def layer_class(self) -> type[nn.Linear]:

@@ -7,16 +7,22 @@ collects the lines of the others. A collective that succeeds writes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import time
 from types import FrameType
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._torch_compat import default_store
 from ..errors import CollectiveTimeoutError
+
+T = TypeVar("T")
+
+logger: Final = logging.getLogger(__name__)
 
 # When one rank gives up, the connections of its peers break and they fail within milliseconds.
 _GRACE_SECONDS = 5.0
@@ -60,8 +66,7 @@ def is_lost(error: RuntimeError) -> bool:
 def explain(operation: str, rank: int, world_size: int, error: RuntimeError) -> CollectiveTimeoutError:
     """Build the error of a collective that did not complete, with the ranks that arrived and where they wait."""
     here = f"{operation} at {caller_location()}"
-    arrived = _exchange(here, rank, world_size)
-    arrived[rank] = here
+    arrived = exchange(here, rank, world_size, "stuck")
     missing = [r for r in range(world_size) if r not in arrived]
     lines = [f"{operation} did not complete on rank {rank} of {world_size}: {error}"]
     lines += [f"  rank {r} waits in {arrived[r]}" for r in sorted(arrived)]
@@ -86,21 +91,24 @@ def _advice(arrived: dict[int, str], missing: list[int]) -> str:
     )
 
 
-def _exchange(here: str, rank: int, world_size: int) -> dict[int, str]:
-    """Publish where this rank waits through the shared store, and collect the same from all others."""
-    waiting: dict[int, str] = {}
+def exchange(own: T, rank: int, world_size: int, topic: str) -> dict[int, T]:
+    """Publish what this rank says about a topic through the shared store, and collect the same from all others.
+
+    It waits 5 s at most for ranks that have not said anything. Each rank can say one thing about a topic.
+    """
+    said = {rank: own}
     try:
-        store = dist.PrefixStore("accel/stuck", default_store())
-        store.set(str(rank), json.dumps(here))
+        store = dist.PrefixStore(f"accel/{topic}", default_store())
+        store.set(str(rank), json.dumps(own))
         # Counted in polls, not by the clock: a machine that was suspended has not given the other ranks that time.
         for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS)):
             for other in range(world_size):
-                if other not in waiting and store.check([str(other)]):
-                    waiting[other] = json.loads(store.get(str(other)))
+                if other not in said and store.check([str(other)]):
+                    said[other] = json.loads(store.get(str(other)))
             time.sleep(_POLL_SECONDS)
-            if len(waiting) == world_size:
+            if len(said) == world_size:
                 break
     except (RuntimeError, ValueError) as error:
         # The rank that hosts the store may have exited first. Report what was collected until then.
-        waiting.setdefault(rank, f"{here} (the store of the process group is unreachable: {error})")
-    return waiting
+        logger.warning("the store of the process group is unreachable: %s", error)
+    return said

@@ -39,11 +39,12 @@ class Schedule:
 
     def __init__(self, host: bool) -> None:
         self.host = host
-        self.calls = 0
-        self.next = 1
-        self.cost = 0.0  # microseconds of a header, averaged
-        self.duration = 0  # microseconds of this rank's latest header
-        self.last_header = (0, 0.0)  # calls and time
+        self.calls: int = 0
+        self.next: int = 1
+        self.cost: float = 0.0  # microseconds of a header, averaged
+        self.duration: int = 0  # microseconds of this rank's latest header
+        self.last_header: tuple[int, float] = (0, 0.0)  # calls and time
+        self.lengths: dict[int, list[int]] = {}  # greatest lengths of ragged tensors, by the digest of their call
 
     def is_due(self) -> bool:
         """Count a call; whether it exchanges a header."""
@@ -102,7 +103,7 @@ class Call:
     def __post_init__(self) -> None:
         text = repr((self.operation, self.options, *self.inputs))
         # An integer that is equal for equal calls, also in other processes.
-        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        self.digest: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def report(self) -> Report:
         """The call in a form that can be sent to the other ranks."""

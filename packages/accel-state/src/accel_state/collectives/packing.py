@@ -40,7 +40,7 @@ class ByteLayout:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + nbytes(tensor)
             self.spans.append((start, end))
-        self.total = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self.total: int = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, tensors: Sequence[torch.Tensor], size: int | None = None) -> torch.Tensor:
         """Copy the tensors into one uint8 tensor of ``size`` bytes, by default ``total``."""

@@ -19,7 +19,8 @@ class RefusedCollectives(Collectives):
     """
 
     def __init__(self, rank: int, world_size: int, owner: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank: int = rank
+        self.world_size: int = world_size
         self._started_by = owner
 
     def _refuse(self, operation: str) -> NoReturn:
@@ -42,6 +43,6 @@ def _refusing(operation: str) -> Callable[..., Any]:
 
 for _operation in (
     *("over", "barrier", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all"),
-    *("all_gather_object", "broadcast_object", "scatter_object", "exchange_header"),
+    *("all_gather_object", "gather_object", "broadcast_object", "scatter_object", "exchange_header"),
 ):
     setattr(RefusedCollectives, _operation, _refusing(_operation))

@@ -100,6 +100,11 @@ class Collectives:
         """The picklable objects of all ranks, in rank order."""
         return [obj]
 
+    def gather_object(self, obj: T, target: int = 0) -> list[T] | None:
+        """The picklable objects of all ranks, in rank order, on rank ``target``; None on the others."""
+        found = self.all_gather_object(obj)
+        return found if self.rank == target else None
+
     def broadcast_object(self, obj: T, source: int = 0) -> T:
         """The picklable object of rank ``source``; the arguments of other ranks are ignored."""
         return obj
@@ -125,12 +130,20 @@ class Collectives:
         header = torch.zeros(WIDTH, dtype=torch.int64)
         header[: 1 + len(values) * fits] = torch.tensor([call.digest, *(values if fits else ())])
         rows = self.all_gather(header, call.operation).tolist()
-        if any(row[0] != call.digest for row in rows):
-            raise DistributedOperationException(explain_mismatch(self._gather_reports(call.report())))
+        self.compare_calls(call, [row[0] for row in rows])
         if fits:
             return [row[1 : 1 + len(values)] for row in rows]
         remaining: list[list[int]] = self.all_gather(torch.tensor(values, dtype=torch.int64)).tolist()
         return remaining
+
+    def compare_calls(self, call: Call, digests: Sequence[int]) -> None:
+        """Compare the digests of every rank's call.
+
+        Raises:
+            DistributedOperationException: they differ; the message has each rank's call.
+        """
+        if any(digest != call.digest for digest in digests):
+            raise DistributedOperationException(explain_mismatch(self._gather_reports(call.report())))
 
     def _gather_reports(self, report: T) -> list[T]:
         return self.all_gather_object(report)

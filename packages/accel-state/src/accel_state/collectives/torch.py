@@ -12,13 +12,14 @@ import torch.distributed as dist
 from ..tensor_storage import memory_of
 from . import packing
 from .diagnosis import explain, is_lost
-from .header import OBJECT_CALL, schedule_of
+from .header import OBJECT_CALL, WIDTH, Schedule, schedule_of
 from .single import Collectives, ReduceOp
 
 T = TypeVar("T")
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single, and warns about the old name.
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SMALL = 8 * (WIDTH - 2)  # bytes of an object that fit into a header
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -31,11 +32,12 @@ class TorchCollectives(Collectives):
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
         self.device = device
         self._group: dict[str, Any] = {} if group is None else {"group": group}
-        self.schedule = schedule_of(cast("dist.ProcessGroup", group or dist.group.WORLD), device.type == "cpu")
+        every = cast("dist.ProcessGroup", group or dist.group.WORLD)
+        self.schedule: Schedule | None = schedule_of(every, device.type == "cpu")
 
     def over(self, group: dist.ProcessGroup) -> TorchCollectives:
         return TorchCollectives(self.device, group)
@@ -147,7 +149,14 @@ class TorchCollectives(Collectives):
 
     def all_gather_object(self, obj: T) -> list[T]:
         payload = _to_bytes(obj)
-        return self._gather_payloads(payload, [row[0] for row in self.exchange_header(OBJECT_CALL, [payload.numel()])])
+        sizes, small = self._exchange_sizes(payload)
+        return self._gather_payloads(payload, sizes) if small is None else small
+
+    def _exchange_sizes(self, payload: torch.Tensor) -> tuple[list[int], list[Any] | None]:
+        """The sizes of all ranks' objects in bytes; and the objects, if all fit into what is exchanged anyway."""
+        rows = self.exchange_header(OBJECT_CALL, _header_of(payload).tolist())
+        sizes = [row[0] for row in rows]
+        return sizes, None if max(sizes) > _SMALL else [_small_object(torch.tensor(row)) for row in rows]
 
     def _gather_reports(self, report: T) -> list[T]:
         payload = _to_bytes(report)
@@ -159,15 +168,28 @@ class TorchCollectives(Collectives):
         rows = self.all_gather(padded)
         return [_from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
+    def gather_object(self, obj: T, target: int = 0) -> list[T] | None:
+        payload = _to_bytes(obj)
+        sizes, small = self._exchange_sizes(payload)
+        if small is not None:
+            return small if self.rank == target else None
+        if self.rank != target:
+            self.exchange([(target, payload)], [])
+            return None
+        received = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in enumerate(sizes) if rank != target}
+        self.exchange([], list(received.items()))
+        received[target] = payload
+        return [_from_bytes(received[rank]) for rank in range(len(sizes))]
+
     def broadcast_object(self, obj: T, source: int = 0) -> T:
         payload = _to_bytes(obj) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        size = int(self.broadcast(torch.tensor(payload.numel()), source))
-        if self.rank != source:
-            payload = torch.empty(size, dtype=torch.uint8)
-        self.broadcast(payload, source)
+        header = self.broadcast(_header_of(payload), source)
+        size = int(header[0])
+        if size > _SMALL:
+            payload = self.broadcast(payload if self.rank == source else torch.empty(size, dtype=torch.uint8), source)
         if self.rank == source:
             return obj
-        received: T = _from_bytes(payload)
+        received: T = _from_bytes(payload) if size > _SMALL else _small_object(header)
         return received
 
     def shutdown(self) -> None:
@@ -185,6 +207,18 @@ def _write_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def _to_bytes(obj: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def _header_of(payload: torch.Tensor) -> torch.Tensor:
+    """The size of an object in bytes, and the object if it is small."""
+    small = torch.zeros(_SMALL, dtype=torch.uint8)
+    if payload.numel() <= _SMALL:
+        small[: payload.numel()] = payload
+    return torch.cat((torch.tensor([payload.numel()]), small.view(torch.int64)))
+
+
+def _small_object(header: torch.Tensor) -> Any:
+    return _from_bytes(header[1:].view(torch.uint8)[: int(header[0])])
 
 
 def _from_bytes(tensor: torch.Tensor) -> Any:

@@ -22,8 +22,8 @@ class XlaCollectives(Collectives):
             "torch_xla.core.xla_model", purpose="training on XLA devices", install="accel-state[xla]"
         )
         runtime = require("torch_xla.runtime", purpose="training on XLA devices", install="accel-state[xla]")
-        self.world_size = int(runtime.world_size())
-        self.rank = int(runtime.global_ordinal()) if self.world_size > 1 else 0
+        self.world_size: int = int(runtime.world_size())
+        self.rank: int = int(runtime.global_ordinal()) if self.world_size > 1 else 0
         self.device = device
 
     def barrier(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import psutil
 import torch
 
 from ..enums import DistributedType
@@ -19,7 +18,10 @@ class CpuDevice(Device):
     distributed_type = DistributedType.MULTI_CPU
     caches_memory = False
     # The second is the allocator's message on Windows.
-    out_of_memory_messages = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+    )
 
     @property
     def module(self) -> Any:
@@ -39,9 +41,13 @@ class CpuDevice(Device):
 
     def memory_allocated(self, index: int = 0) -> int:
         """Resident set size of this process in bytes: host memory is not counted per tensor."""
+        import psutil  # takes longer than the load of a small model, which needs the device but not its memory
+
         return int(psutil.Process().memory_info().rss)
 
     def _memory_info(self, index: int) -> tuple[int, int]:
+        import psutil
+
         memory = psutil.virtual_memory()
         return int(memory.available), int(memory.total)
 

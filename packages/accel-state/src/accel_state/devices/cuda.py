@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,9 +16,9 @@ class CudaDevice(Device):
 
     name = "cuda"
     collective_backend = "nccl"
-    visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+    visible_devices_variable: ClassVar[str | None] = "CUDA_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_GPU
-    out_of_memory_messages = (
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = (
         "CUDA out of memory",
         "HIP out of memory",
         "CUDA error: out of memory",

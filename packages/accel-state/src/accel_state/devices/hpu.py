@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -15,11 +16,11 @@ class HpuDevice(Device):
 
     name = "hpu"
     collective_backend = "hccl"
-    visible_devices_variable = "HABANA_VISIBLE_MODULES"
+    visible_devices_variable: ClassVar[str | None] = "HABANA_VISIBLE_MODULES"
     distributed_type = DistributedType.MULTI_HPU
     caches_memory = False
-    vendor_package = "habana_frameworks"
-    out_of_memory_messages = ("Allocation failed for size", "HPU out of memory")
+    vendor_package: ClassVar[str | None] = "habana_frameworks"
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("Allocation failed for size", "HPU out of memory")
 
     def _find_module(self) -> ModuleType | None:
         # The package is a namespace; this submodule adds torch.hpu.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..enums import DistributedType
 from .base import Device
 
@@ -11,7 +13,7 @@ class MluDevice(Device):
 
     name = "mlu"
     collective_backend = "cncl"
-    visible_devices_variable = "MLU_VISIBLE_DEVICES"
+    visible_devices_variable: ClassVar[str | None] = "MLU_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_MLU
-    vendor_package = "torch_mlu"
-    out_of_memory_messages = ("MLU out of memory",)
+    vendor_package: ClassVar[str | None] = "torch_mlu"
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("MLU out of memory",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..enums import DistributedType
@@ -15,7 +17,7 @@ class MpsDevice(Device):
     # torch.distributed has no Metal backend, so an MPS run has one process; gloo communicates through host memory.
     collective_backend = "gloo"
     distributed_type = DistributedType.NO
-    out_of_memory_messages = ("MPS backend out of memory",)
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("MPS backend out of memory",)
 
     def is_available(self) -> bool:
         return bool(torch.backends.mps.is_built() and torch.backends.mps.is_available())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..enums import DistributedType
 from .base import Device
 
@@ -11,7 +13,7 @@ class MusaDevice(Device):
 
     name = "musa"
     collective_backend = "mccl"
-    visible_devices_variable = "MUSA_VISIBLE_DEVICES"
+    visible_devices_variable: ClassVar[str | None] = "MUSA_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_MUSA
-    vendor_package = "torch_musa"
-    out_of_memory_messages = ("MUSA out of memory",)
+    vendor_package: ClassVar[str | None] = "torch_musa"
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("MUSA out of memory",)

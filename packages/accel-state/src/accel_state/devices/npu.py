@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..enums import DistributedType
 from .base import Device
 
@@ -11,7 +13,7 @@ class NpuDevice(Device):
 
     name = "npu"
     collective_backend = "hccl"
-    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    visible_devices_variable: ClassVar[str | None] = "ASCEND_RT_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_NPU
-    vendor_package = "torch_npu"
-    out_of_memory_messages = ("NPU out of memory", "EL0004")
+    vendor_package: ClassVar[str | None] = "torch_npu"
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("NPU out of memory", "EL0004")

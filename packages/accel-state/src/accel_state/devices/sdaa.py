@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..enums import DistributedType
 from .base import Device
 
@@ -11,7 +13,7 @@ class SdaaDevice(Device):
 
     name = "sdaa"
     collective_backend = "tccl"
-    visible_devices_variable = "SDAA_VISIBLE_DEVICES"
+    visible_devices_variable: ClassVar[str | None] = "SDAA_VISIBLE_DEVICES"
     distributed_type = DistributedType.MULTI_SDAA
-    vendor_package = "torch_sdaa"
-    out_of_memory_messages = ("SDAA out of memory",)
+    vendor_package: ClassVar[str | None] = "torch_sdaa"
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("SDAA out of memory",)

@@ -7,6 +7,8 @@ those of every other device.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..enums import DistributedType
@@ -19,12 +21,12 @@ class TpuDevice(Device):
 
     name = "tpu"
     collective_backend = "tpu_dist"
-    visible_devices_variable = "TPU_VISIBLE_CHIPS"
+    visible_devices_variable: ClassVar[str | None] = "TPU_VISIBLE_CHIPS"
     distributed_type = DistributedType.MULTI_TPU
     caches_memory = False
-    vendor_package = "torch_tpu"
-    autocast_dtypes = (torch.bfloat16,)
-    out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
+    vendor_package: ClassVar[str | None] = "torch_tpu"
+    autocast_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("RESOURCE_EXHAUSTED",)
 
     def is_available(self) -> bool:
         """Whether torch_tpu is installed and has found a TPU."""
@@ -74,7 +76,7 @@ class TpuDevice(Device):
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             limit = self.memory_total(index)
             raise ConfigurationError(
-                f"this version of torch_tpu does not tell how much memory of a TPU is in use ({error}). Pass the limit "
+                f"this version of torch_tpu does not report the memory in use on a TPU ({error}). Pass the limit "
                 f"yourself: max_memory={{{index}: {limit}}} is all of it."
             ) from error
         return int(free), int(total)

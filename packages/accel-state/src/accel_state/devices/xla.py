@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,16 +27,16 @@ class XlaDevice(Device):
     name = "xla"
     collective_backend = "xla"
     collectives = "xla"
-    visible_devices_variable = "TPU_VISIBLE_CHIPS"
+    visible_devices_variable: ClassVar[str | None] = "TPU_VISIBLE_CHIPS"
     distributed_type = single_type = DistributedType.XLA
-    strategy = "xla"
-    sharded_strategy = "xla_spmd"
+    strategy: ClassVar[str | None] = "xla"
+    sharded_strategy: ClassVar[str | None] = "xla_spmd"
     fixed_shapes = True
     has_storage = False
     caches_memory = False
-    vendor_package = "torch_xla"
-    autocast_dtypes = (torch.bfloat16,)
-    out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
+    vendor_package: ClassVar[str | None] = "torch_xla"
+    autocast_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    out_of_memory_messages: ClassVar[tuple[str, ...]] = ("RESOURCE_EXHAUSTED",)
     _early_seed: int | None = None
 
     @property

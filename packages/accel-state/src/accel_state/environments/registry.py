@@ -3,12 +3,13 @@
 They are detected in the order of nesting, innermost first: torchrun can run under mpirun or srun, and mpirun under
 srun, and processes inherit the variables of the outer launchers.
 
-1. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by the user
-2. openmpi (OMPI_COMM_WORLD_RANK)
-3. mvapich (MV2_COMM_WORLD_RANK)
-4. hydra: Intel MPI, MPICH, Cray PALS (PMI_RANK)
-5. slurm (SLURM_PROCID inside a step of srun)
-6. single: none of them
+1. ray_train (NODE_RANK and RANK in a process of Ray), whose variables are otherwise those of torchrun
+2. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by the user
+3. openmpi (OMPI_COMM_WORLD_RANK)
+4. mvapich (MV2_COMM_WORLD_RANK)
+5. hydra: Intel MPI, MPICH, Cray PALS (PMI_RANK)
+6. slurm (SLURM_PROCID inside a step of srun)
+7. single: none of them
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .base import Environment, Variables
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     {
+        "ray_train": "accel_state.environments.ray_train:RayTrainEnvironment",
         "torchrun": "accel_state.environments.torchrun:TorchrunEnvironment",
         "openmpi": "accel_state.environments.openmpi:OpenMpiEnvironment",
         "mvapich": "accel_state.environments.mvapich:MvapichEnvironment",

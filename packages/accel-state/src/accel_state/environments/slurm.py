@@ -19,7 +19,7 @@ _SCONTROL_SECONDS = 20
 _MAX_NODES = 1 << 16
 
 # A host expression: the text between commas outside brackets.
-_EXPRESSION = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_EXPRESSION = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _PARTS = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from ..arguments import check_number
 from ..collectives.single import Collectives
+from ..errors import ConfigurationError
 from ..state import PartialState
 from .input_checks import check_inputs
 from .nested import (
@@ -149,16 +152,21 @@ def reduce(
         collectives: those of the participating ranks; None for all ranks.
 
     Returns:
-        Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64.
+        Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64. Means
+        and sums can be backpropagated through, on every rank alike: the gradient of a tensor is that of the results of
+        all ranks together, so that with gradients averaged over the ranks, as DDP does, it is that of one process.
+        "none" passes gradients on, and "max" and "min" have none.
 
     Raises:
-        ValueError: the reduction is unknown.
+        ConfigurationError: the reduction is unknown, or ``scale`` is not a finite number.
         TypeError: a tensor is not dense, or in a collection of another type, such as a deque; the data has numbers or
             arrays, which would stay as they are.
         DistributedOperationException: the inputs of the ranks differ (in debug mode checked in every call).
     """
     if reduction not in ("mean", "sum", "max", "min", "none"):
-        raise ValueError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
+        raise ConfigurationError(f"reduction={reduction!r} is not one of mean, sum, max, min, none.")
+    if not isinstance(scale, torch.Tensor):  # whose value may be on a device
+        scale = check_number("scale", scale)
     check_reachable(tensor, "reduce")
     collectives = collectives or PartialState().collectives
     if reduction != "none":
@@ -168,7 +176,40 @@ def reduce(
     if reduction != "none":
         collectives.all_reduce_many(values, "sum" if reduction == "mean" else reduction)
     factor = scale / collectives.world_size if reduction == "mean" else scale
-    return replace_leaves(tensor, (value if factor == 1 else value * factor for value in values))
+    if reduction in ("max", "min"):
+        return replace_leaves(tensor, (value if factor == 1 else value * factor for value in values))
+    # "none" has no sum over ranks: its backward is that of one process.
+    ranks = Collectives() if reduction == "none" else collectives
+    pairs = zip(leaves(tensor), values, strict=True)
+    return replace_leaves(tensor, (_scaled(leaf, value, factor, ranks) for leaf, value in pairs))
+
+
+def _scaled(tensor: torch.Tensor, value: torch.Tensor, factor: float, collectives: Collectives) -> torch.Tensor:
+    """``value * factor``, connected to the ``tensor`` that it was reduced from if that needs gradients."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return cast(torch.Tensor, _Sum.apply(tensor, value, factor, collectives))
+    return value if factor == 1 else value * factor
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks that was computed already.
+
+    Every rank's input is part of every rank's result, so its gradient is the sum over ranks of theirs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, _tensor: torch.Tensor, value: torch.Tensor, factor: float, collectives: Collectives
+    ) -> torch.Tensor:
+        ctx.factor, ctx.collectives = factor, collectives
+        return value * factor  # a new tensor: torch forbids in-place changes of an input that is returned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        total = gradient.clone()  # of an expanded one, every element
+        ctx.collectives.all_reduce(total, "sum")
+        return total * ctx.factor, None, None, None
 
 
 def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:

@@ -94,6 +94,11 @@ def exchange_lengths(
     Raises:
         DistributedOperationException: the inputs differ otherwise.
     """
+    return collectives.exchange_header(call_of(operation, data, ignored_dim), lengths)
+
+
+def call_of(operation: str, data: Any, ignored_dim: int | None) -> Call:
+    """What ranks with tensors of different lengths must have in common; arguments as for :func:`exchange_lengths`."""
 
     def describe(tensor: torch.Tensor) -> str:
         if tensor.is_nested:
@@ -103,7 +108,7 @@ def exchange_lengths(
         shape = ["*" if dim == ignored_dim else str(size) for dim, size in enumerate(tensor.shape)]
         return f"{_dtype(tensor)}[{', '.join(shape)}]"
 
-    return collectives.exchange_header(_call(operation, data, describe), lengths)
+    return _call(operation, data, describe)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -7,12 +7,14 @@ import numbers
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..containers import honor_type, is_dataclass_instance, rebuild_dataclass, rebuild_mapping
 from ..containers import is_container as is_container
+
+T = TypeVar("T")
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -144,8 +146,8 @@ def replace_leaves(data: Any, values: Iterable[Any], test_type: Callable[[Any], 
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
-) -> Any:
+    tensor: T, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> T:
     """Move nested data to a device.
 
     Args:
@@ -224,7 +226,7 @@ def listify(data: Any) -> Any:
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """Concatenate several pieces of nested data of the same structure.
 
     Leaves that are not tensors become a list of their values in the pieces, with a warning.
@@ -233,23 +235,26 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         data: the pieces.
         dim: the dimension along which tensors are concatenated.
     """
-    first = data[0]
+    pieces: Sequence[Any] = data
+    first = pieces[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(data), dim=dim)
+        return torch.cat(list(pieces), dim=dim)  # type: ignore[return-value]
     if isinstance(first, (tuple, list)):
-        return honor_type(first, (concatenate([piece[i] for piece in data], dim=dim) for i in range(len(first))))
+        return honor_type(first, (concatenate([piece[i] for piece in pieces], dim=dim) for i in range(len(first))))
     if isinstance(first, Mapping):
-        return rebuild_mapping(first, {key: concatenate([piece[key] for piece in data], dim=dim) for key in first})
+        return rebuild_mapping(first, {key: concatenate([piece[key] for piece in pieces], dim=dim) for key in first})
     if is_dataclass_instance(first):
         names = [f.name for f in dataclasses.fields(first)]
-        return rebuild_dataclass(first, {n: concatenate([getattr(piece, n) for piece in data], dim=dim) for n in names})
+        return rebuild_dataclass(
+            first, {n: concatenate([getattr(piece, n) for piece in pieces], dim=dim) for n in names}
+        )
     warnings.warn(f"concatenate returns values of type {type(first).__name__} as a list", stacklevel=2)
-    return list(data)
+    return list(pieces)  # type: ignore[return-value]
 
 
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
+    data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> T:
     """Take a slice of the first dimension of every tensor in nested data.
 
     ``process_index`` and ``num_processes`` are accepted for custom slicing functions, and unused here.
@@ -265,7 +270,7 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF_TYPES
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: T) -> T:
     """Convert the float16 and bfloat16 tensors in nested data to float32; everything else is unchanged."""
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 

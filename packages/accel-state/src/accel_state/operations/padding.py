@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..arguments import check_number
 from ..state import PartialState
 from .input_checks import chained_operation, exchange_lengths
 from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
@@ -35,6 +36,8 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     Raises:
         DistributedOperationException: the ranks pass other structures or numbers of dimensions.
     """
+    dim = int(check_number("dim", dim, whole=True))
+    check_number("pad_index", pad_index, infinite=True)
     state = PartialState()
     other_types = {type(leaf).__name__ for leaf in leaves(tensor, _is_other_leaf)}
     if other_types:
@@ -44,7 +47,11 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     if not state.use_distributed:
         return tensor
     tensors = leaves(tensor)
-    lengths = [_length(leaf, dim) for leaf in tensors]
+    if any(leaf.is_nested for leaf in tensors):
+        warnings.warn(
+            "pad_across_processes returns nested tensors unchanged", CannotPadNestedTensorWarning, stacklevel=3
+        )
+    lengths = [leaf.shape[dim] if _has_length(leaf, dim) else 0 for leaf in tensors]
     table = exchange_lengths("accel_state.operations.pad_across_processes", tensor, lengths, state.collectives)
     padded = (_pad(leaf, dim, max(sizes), pad_index, pad_first) for leaf, *sizes in zip(tensors, *table, strict=True))
     return replace_leaves(tensor, padded)
@@ -54,17 +61,12 @@ def _is_other_leaf(item: Any) -> bool:
     return not is_torch_tensor(item) and not is_container(item)
 
 
-def _length(tensor: torch.Tensor, dim: int) -> int:
-    if tensor.is_nested:
-        warnings.warn(
-            "pad_across_processes returns nested tensors unchanged", CannotPadNestedTensorWarning, stacklevel=3
-        )
-        return 0
-    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
+def _has_length(tensor: torch.Tensor, dim: int) -> bool:
+    return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
 
 
 def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> torch.Tensor:
-    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == size:
+    if not _has_length(tensor, dim) or tensor.shape[dim] == size:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = size
@@ -74,7 +76,7 @@ def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> 
     return padded
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
     """Pad a batch to a multiple of the number of processes, by repeating its last sample.
 
     Args:

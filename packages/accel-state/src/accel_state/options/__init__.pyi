@@ -7,6 +7,7 @@ from .config_file import default_path as default_path
 from .config_file import find_default as find_default
 from .config_file import migrate as migrate
 from .conflicts import check as check
+from .core import CheckpointingOptions as CheckpointingOptions
 from .core import CoreOptions as CoreOptions
 from .core import DynamoOptions as DynamoOptions
 from .declaration import Option as Option

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -99,7 +99,7 @@ class SageMakerOptions(OptionGroup):
 
     title = "AWS"
     description = "Used with compute_environment AMAZON_SAGEMAKER."
-    enabled_by = ("compute_environment", "AMAZON_SAGEMAKER")
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("compute_environment", "AMAZON_SAGEMAKER")
 
     aws_access_key_id: str | None = option(
         env="AWS_ACCESS_KEY_ID",
@@ -155,18 +155,18 @@ class SageMakerOptions(OptionGroup):
         question="What should be the prefix of job names?",
     )
     pytorch_version: str = _version(
-        "1.10.2",
+        "2.8.0",
         help="PyTorch version of the container image.",
         question="Which PyTorch version should the container have?",
     )
     transformers_version: str = _version(
-        "4.17.0",
+        "4.56.2",
         help="Transformers version of the container image.",
         question="Which Transformers version should the container have?",
     )
     py_version: str = _version(
-        "py38",
-        help="Python version of the container image, such as py38.",
+        "py312",
+        help="Python version of the container image, such as py312.",
         question="Which Python version should the container have?",
     )
     inputs_file: str | None = _sagemaker(

@@ -186,6 +186,36 @@ def _check_mesh(settings: Resolution) -> None:
         )
 
 
+def _check_checkpointing(settings: Resolution) -> None:
+    """Reject activation checkpointing where it has no effect: models that are sharded have options of their own."""
+    names = [f"activation_checkpointing_{part}" for part in ("blocks", "mode", "every", "offload")]
+    if not settings["activation_checkpointing"]:
+        for name in names:
+            if settings.is_set(name) and settings[name]:
+                raise ConfigurationError(
+                    f"{settings.where(name)} has no effect without --activation_checkpointing. Give it too; with FSDP "
+                    "the options begin with --fsdp_activation_checkpointing."
+                )
+        return
+    where = settings.where("activation_checkpointing")
+    if settings["activation_checkpointing_offload"] and settings["activation_checkpointing_mode"] == "selective":
+        raise ConfigurationError(
+            f"{settings.where('activation_checkpointing_offload')} moves the inputs of blocks to the host, and not the "
+            f"results that {settings.where('activation_checkpointing_mode')} keeps. Leave one of them out."
+        )
+    instead = {
+        "use_fsdp": "Give --fsdp_activation_checkpointing true instead",
+        "use_deepspeed": "Call model.gradient_checkpointing_enable() in the script instead",
+        "use_megatron_lm": "Give --megatron_lm_recompute_activations true instead",
+    }
+    for name in (*ENGINES, "ft"):
+        if name in settings.settings and settings[name]:
+            raise ConfigurationError(
+                f"{where} is for one process and for DDP, and cannot be combined with {settings.where(name)}. "
+                f"{instead.get(name, 'Leave one of them out')}."
+            )
+
+
 def _check_experts(settings: Resolution) -> None:
     """Reject expert parallelism that the mesh cannot hold, or of an engine with its own."""
     experts = settings["parallelism_config_ep_size"]
@@ -199,6 +229,11 @@ def _check_experts(settings: Resolution) -> None:
         )
     if not settings["use_parallelism_config"]:
         return
+    if settings["parallelism_config_sp_size"] > 1:
+        raise ConfigurationError(
+            f"{where} and {settings.where('parallelism_config_sp_size')} contradict each other: the combination has "
+            "not been compared with one process. Leave one of them at 1, or use cp_size."
+        )
     sizes = {axis: settings[f"parallelism_config_{axis}_size"] for axis in ("dp_shard", "cp", "tp")}
     ranks = math.prod(sizes.values())
     if ranks % experts:
@@ -262,14 +297,10 @@ def _check_machines(settings: Resolution) -> None:
     if not isinstance(settings["num_machines"], MachineRange):
         return
     where = settings.where("num_machines")
-    if settings["rdzv_backend"] != "c10d":
+    if settings["ft"]:
         raise ConfigurationError(
-            f"{where}: machines join and leave through a rendezvous that assigns their ranks. Give --rdzv_backend c10d."
-        )
-    if settings["max_restarts"] < 1:
-        raise ConfigurationError(
-            f"{where}: the processes are restarted when a machine is lost, and max_restarts is 0. Give --max_restarts "
-            "N, the largest number of restarts after failures."
+            f"{where} and {settings.where('ft')} cannot be combined: replicas come and go by themselves. Give the "
+            "number of machines."
         )
     for name in ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu", "mpirun_hostfile"):
         if name in settings.settings and settings[name]:
@@ -279,14 +310,41 @@ def _check_machines(settings: Resolution) -> None:
             )
 
 
+def _check_ray(settings: Resolution) -> None:
+    """Reject what cannot be combined with actors of Ray."""
+    if settings["ray"] is None:
+        for name in ("ray_resources", "ray_runtime_env"):
+            if settings.settings[name].source is Source.COMMAND_LINE:
+                raise ConfigurationError(f"{settings.where(name)} has no effect without --ray. Give it too.")
+        return
+    where = settings.where("ray")
+    if settings["compute_environment"] != "LOCAL_MACHINE":
+        raise ConfigurationError(
+            f"{where} and {settings.where('compute_environment')} contradict each other. Leave one of them out."
+        )
+    for name in ("tpu", "mpirun_hostfile", "deepspeed_hostfile"):
+        if name in settings.settings and settings[name]:
+            raise ConfigurationError(
+                f"{where} and {settings.where(name)} cannot be combined: --ray starts every process itself. Leave one "
+                "of them out."
+            )
+    if isinstance(settings["num_machines"], MachineRange):
+        raise ConfigurationError(
+            f"{where} and {settings.where('num_machines')} cannot be combined: a run on Ray has a fixed number of "
+            "processes. Give the number of machines."
+        )
+
+
 RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_run_type,
     _check_rank,
     _check_fsdp,
     _check_deepspeed,
     _check_mesh,
+    _check_checkpointing,
     _check_experts,
     _check_megatron,
+    _check_ray,
     _check_replicas,
     _check_machines,
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ..enums import DynamoBackend
 from ..ports import parse_listening_address
 from .declaration import OptionGroup, option
+from .fsdp import CHECKPOINTING_MODES
+from .launch import PARALLEL_TYPES
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -74,6 +76,64 @@ class CoreOptions(OptionGroup):
         help="Measure the run as with --monitor, and serve it on the machine of rank 0: metrics for Prometheus, and "
         "the page of `accel monitor HOST:PORT`. Listens on the loopback interface unless an address is given, and asks "
         "for the token in monitor/token of the project directory.",
+    )
+
+
+_UNSHARDED = {
+    "distributed_type": ("NO", *PARALLEL_TYPES),
+    **{name: (False,) for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "ft")},
+}
+_CHECKPOINTED = {"activation_checkpointing": (True,)}
+_checkpointing = functools.partial(
+    option,
+    prefix="activation_checkpointing_",
+    env_prefix="ACCELERATE_ACTIVATION_CHECKPOINTING_",
+    exported=True,
+)
+
+
+@dataclass(frozen=True)
+class CheckpointingOptions(OptionGroup):
+    """Activation checkpointing where models are not sharded."""
+
+    title = "activation checkpointing"
+    description = "In one process and with DDP; FSDP and meshes have options of their own (--fsdp_activation_...)."
+
+    activation_checkpointing: bool = option(
+        False,
+        exported=True,
+        help="Recompute the activations of a model's blocks in the backward pass instead of storing them.",
+        question="Should activations be recomputed in the backward pass (less memory, more time)?",
+        asked_when=_UNSHARDED,
+    )
+    activation_checkpointing_blocks: str | None = _checkpointing(
+        metavar="NAMES",
+        help="Class names of the blocks, separated by commas, such as BertLayer. Left out, the model's "
+        "_no_split_modules.",
+        question="What are the classes of the blocks, separated by commas (empty: the model's _no_split_modules)?",
+        asked_when=_CHECKPOINTED,
+    )
+    activation_checkpointing_mode: str | None = _checkpointing(
+        choices=CHECKPOINTING_MODES,
+        help="What activation checkpointing recomputes: all of a block (full), or all except for matrix products, "
+        "convolutions and attention (selective).",
+        question="Should everything be recomputed (full), or all except for matrix products and attention (selective)?",
+        asked_when=_CHECKPOINTED,
+        suggested="full",
+    )
+    activation_checkpointing_every: int | None = _checkpointing(
+        minimum=1,
+        metavar="N",
+        help="Checkpoint one of every N blocks, beginning with the first.",
+        question="Of how many blocks should one be checkpointed (1 for all)?",
+        asked_when=_CHECKPOINTED,
+        suggested=1,
+    )
+    activation_checkpointing_offload: bool = _checkpointing(
+        False,
+        help="Keep the inputs of checkpointed blocks in host memory, copied while blocks compute.",
+        question="Should the inputs of checkpointed blocks be kept in host memory?",
+        asked_when={**_CHECKPOINTED, "activation_checkpointing_mode": ("full",)},
     )
 
 

@@ -158,8 +158,10 @@ _METADATA_KEY = "accel.option"
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, tuple, dict)}
 _METAVARS = {bool: "BOOL", int: "N", float: "NUMBER", str: "TEXT", tuple: "TEXT", dict: "JSON"}
 
-# Conditions of ``Option.asked_when`` that are not values: the answer is a number above one; there is any answer.
+# Conditions of ``Option.asked_when`` that are not values: the answer is a number above one; and it is no range of
+# machines; there is any answer.
 MORE_THAN_ONE = "> 1"
+NO_RANGE = "no range"
 GIVEN = "given"
 
 
@@ -179,6 +181,7 @@ class Option(ValueSpec):
     other_envs: tuple[str, ...] = ()  # variables of other launchers, which set it where ``env`` does not
     exported: bool = False  # whether the launched processes receive it (under ``env``)
     alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
+    bare: str | None = None  # the value of another option that may be given without one (``--ray``)
     # another option, and its values that set this one to true unless this one is set
     implied_by: tuple[str, tuple[Any, ...]] | None = None
     retired: str | None = None  # why the option has no effect any more, for a note to the user; None for all others
@@ -209,6 +212,14 @@ class Option(ValueSpec):
             return self.convert(raw)
         except ValueError as error:
             raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
+
+    def accepts(self, text: str) -> bool:
+        """Whether a text is an allowed value."""
+        try:
+            self.convert(text)
+        except ValueError:
+            return False
+        return True
 
     def shown(self, value: Any) -> str:
         """The text of a value for display; a secret is hidden."""
@@ -361,6 +372,8 @@ def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
     settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}
     if opt.is_flag:
         section.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
+    elif opt.bare is not None:
+        section.add_argument(*opt.flags, nargs="?", const=opt.bare, metavar=opt.metavar, help=text, **settings)
     else:
         action = "append" if opt.kind is tuple else "store"
         section.add_argument(*opt.flags, action=action, metavar=opt.metavar, help=text, **settings)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ConfigurationError
 from .config_file import expand
@@ -44,7 +44,7 @@ class DeepSpeedOptions(OptionGroup):
     description = (
         "Used with --use_deepspeed. A setting that --deepspeed_config_file gives a value must not be set here as well."
     )
-    enabled_by = ("use_deepspeed", True)
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_deepspeed", True)
 
     config_file: str | None = _deepspeed(
         name="deepspeed_config_file",

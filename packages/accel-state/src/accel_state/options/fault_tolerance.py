@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -16,13 +17,14 @@ class FaultToleranceOptions(OptionGroup):
 
     title = "fault tolerance"
     description = "Used with --ft."
-    enabled_by = ("ft", True)
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("ft", True)
 
     num_replicas: int = _replicas(
         2,
         minimum=1,
         help="Number of replicas, which share every global batch. While some are dead, the others compute their "
         "share: the global batch, and so the result, stays the same.",
+        question="How many replicas will you use in total, each with the full model on one device?",
     )
     num_spares: int = _replicas(
         0, minimum=0, help="Number of further replicas that stand by, and take the share of a dead one at once."

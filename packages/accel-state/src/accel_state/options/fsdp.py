@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .declaration import OptionGroup, option
 
@@ -31,7 +31,7 @@ class FsdpOptions(OptionGroup):
 
     title = "FSDP"
     description = "Used with --use_fsdp."
-    enabled_by = ("use_fsdp", True)
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_fsdp", True)
 
     version: int = _fsdp(
         1,

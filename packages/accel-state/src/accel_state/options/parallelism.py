@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from .declaration import MORE_THAN_ONE, OptionGroup, option
 
@@ -27,7 +28,7 @@ class ParallelismOptions(OptionGroup):
         "Used with --use_parallelism_config. The product of the sizes, without ep_size, must be the number of "
         "processes."
     )
-    enabled_by = ("use_parallelism_config", True)
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_parallelism_config", True)
 
     dp_replicate_size: int = _size(
         help="Number of model replicas (data parallelism).",
@@ -47,6 +48,12 @@ class ParallelismOptions(OptionGroup):
         question="Should hidden states between tensor-parallel layers be sharded along the sequence?",
         asked_when={"parallelism_config_tp_size": (MORE_THAN_ONE,)},
         suggested=True,
+    )
+    enable_async_tp: bool = _axis(
+        False,
+        help="Overlap the products of tensor-parallel layers with their communication (CUDA devices of one node).",
+        question="Should products of tensor-parallel layers overlap with their communication (CUDA only)?",
+        asked_when={"parallelism_config_tp_size": (MORE_THAN_ONE,)},
     )
     cp_size: int = _size(
         help="Number of processes that each sequence is split over (context parallelism).",
@@ -100,7 +107,7 @@ class MegatronOptions(OptionGroup):
 
     title = "Megatron-LM"
     description = "Used with --use_megatron_lm."
-    enabled_by = ("use_megatron_lm", True)
+    enabled_by: ClassVar[tuple[str, Any] | None] = ("use_megatron_lm", True)
 
     tp_degree: int = _degree(
         help="Tensor parallel size: number of processes that each layer is split over.",

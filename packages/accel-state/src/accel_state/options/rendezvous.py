@@ -6,10 +6,11 @@ import functools
 import re
 from dataclasses import dataclass
 
-from .declaration import GIVEN, MORE_THAN_ONE, OptionGroup, option
+from .declaration import GIVEN, MORE_THAN_ONE, NO_RANGE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
-_several = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE,)})
+_several = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE,), "ray": (None,)})
+_fixed = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE, NO_RANGE), "ray": (None,)})
 
 
 def parse_streams(text: str) -> str:
@@ -35,7 +36,10 @@ def parse_assignments(text: str) -> str:
 
 def parse_host(text: str) -> str:
     """A host name or address; an IPv6 address may be in brackets."""
-    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not host:
+        raise ValueError(f"{text!r} is not a host; give a name or an address, or leave the option out")
+    return host
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,14 @@ class RendezvousOptions(OptionGroup):
     title = "several processes"
     description = "Used when more than one process is started."
 
-    machine_rank: int = _several(
+    machine_rank: int = _fixed(
         0,
         minimum=0,
         also=("node_rank",),
         other_envs=("PET_NODE_RANK",),
         metavar="RANK",
-        help="Rank of this machine, from 0 to num_machines - 1; with --rdzv_backend c10d the rendezvous assigns it.",
+        help="Rank of this machine, from 0 to num_machines - 1. Not needed with --rdzv_backend c10d, and with a range "
+        "of machines, where it follows from the order of arrival.",
         question="What is the rank of this machine?",
     )
     main_process_ip: str | None = _several(
@@ -78,10 +83,11 @@ class RendezvousOptions(OptionGroup):
         "networks.",
         suggested=True,
     )
-    rdzv_backend: str = _several(
+    rdzv_backend: str = _fixed(
         "static",
         choices=("static", "c10d"),
-        help="static: each machine is given its --machine_rank; c10d: the rendezvous assigns ranks, also on restarts.",
+        help="static: each machine is given its --machine_rank; c10d: the rendezvous assigns ranks, also on restarts. "
+        "Has no effect on a range of machines.",
         question="What rendezvous backend will you use?",
     )
     rdzv_conf: str = option(
@@ -90,7 +96,12 @@ class RendezvousOptions(OptionGroup):
         metavar="KEY=VALUE,...",
         help="Additional rendezvous settings, such as timeout=600 (seconds).",
     )
-    max_restarts: int = option(0, minimum=0, help="How many times all processes are restarted after one has failed.")
+    max_restarts: int = option(
+        0,
+        minimum=0,
+        help="How many times all processes are restarted after one has failed. With a range of machines, those that "
+        "join or leave are not counted.",
+    )
     machine_timeout: float = _several(
         30.0,
         minimum=0,
@@ -135,7 +146,7 @@ class MpiOptions(OptionGroup):
         metavar="FILE",
         help="Start the processes with mpirun on the machines listed in this file, one per line.",
         question="Path of a hostfile, to start the processes with mpirun (leave it empty not to use mpirun)?",
-        asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,)},
+        asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,), "ray": (None,)},
     )
     ccl: int | None = _mpirun(
         minimum=1,

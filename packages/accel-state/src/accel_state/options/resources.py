@@ -47,16 +47,16 @@ class ResourceOptions(OptionGroup):
         help="Total number of processes on all machines. Left out: one per visible GPU, or one per machine if there is "
         "no GPU or --cpu is given; with distributed_type MULTI_CPU one per NUMA node, at least two.",
         question="How many processes in total will you use?",
-        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
+        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA"), "ft": (False,)},
     )
     num_machines: int = option(
         1,
         parser=parse_machines,
         also=("nnodes",),
         other_envs=("PET_NNODES",),
-        help="Number of machines. Run the command once on each. MIN:MAX (with --rdzv_backend c10d and --max_restarts): "
-        "the run begins with MIN machines, and its processes are restarted when one joins or is lost; num_processes "
-        "counts those of MAX machines.",
+        help="Number of machines. Run the command once on each. MIN:MAX: the run begins with MIN machines and takes up "
+        "to MAX; its processes are restarted when a machine joins or leaves. num_processes counts those of MAX "
+        "machines.",
         question="How many different machines will you use (more than 1 for multi-node training)?",
         asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA", "DATA_PARALLEL", "MODEL_PARALLEL")},
     )

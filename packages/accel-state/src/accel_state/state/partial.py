@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import devices, env, environments
+from .._torch_compat import default_store
 from ..collectives.refused import RefusedCollectives
 from ..collectives.registry import COLLECTIVES
 from ..collectives.single import Collectives
@@ -101,6 +102,9 @@ class PartialState(ProcessControl, SharedState):
     device_backend: Device
     environment: Environment
     stands_by: bool = False
+    # The store of the process group, which outlives the group: the next one meets there.
+    _store: Any = None
+    _times_destroyed: int = 0
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()
@@ -186,9 +190,13 @@ class PartialState(ProcessControl, SharedState):
                 self.backend, self.collectives = None, RefusedCollectives(rank, world_size, owner)
                 return
             _init_process_group(environment, kwargs, self.device_backend, self.device)
+        self._use_group()
+
+    def _use_group(self) -> None:
         self.backend, through = _backend_of_group(self.device)
-        self.collectives = COLLECTIVES.load(name)(through)  # type: ignore[call-arg]
-        own_rank(environment)
+        self.collectives = COLLECTIVES.load("torch")(through)  # type: ignore[call-arg]
+        self._store = self._store or default_store()
+        own_rank(self.environment)
         atexit.unregister(_destroy_at_exit)
         atexit.register(_destroy_at_exit)
 
@@ -206,6 +214,11 @@ class PartialState(ProcessControl, SharedState):
         if environments.detect().world_size == 1:
             return backend, DistributedType.NO
         return backend or device.collective_backend, device.distributed_type
+
+    @property
+    def has_reconnected(self) -> bool:
+        """Whether the process group is not the first one: what a library keeps of the first one cannot be used."""
+        return self._times_destroyed > 0
 
     @property
     def default_device(self) -> torch.device:
@@ -237,6 +250,21 @@ class PartialState(ProcessControl, SharedState):
         else:
             self.collectives.shutdown()
             release_rank()
+
+    def reconnect(self, **kwargs: Any) -> None:
+        """Create the process group again if it was destroyed, as by the end of training. Every rank must call it.
+
+        Args:
+            **kwargs: for ``torch.distributed.init_process_group``.
+        """
+        if self._store is None or is_joined():
+            return
+        self._times_destroyed += 1
+        # The keys of the groups before are still in the store, with addresses where nobody listens.
+        store = dist.PrefixStore(f"accel_{self._times_destroyed}", self._store)
+        options = {name: value for name, value in kwargs.items() if name != "init_method"}
+        _init_process_group(self.environment, {**options, "store": store}, self.device_backend, self.device)
+        self._use_group()
 
     def __repr__(self) -> str:
         return self._describe(self.distributed_type)
@@ -293,7 +321,7 @@ def _init_process_group(
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
     # torch's env:// needs the variables of torchrun.
     has_variables = environment.name == "torchrun" and environment.main_address and environment.main_port
-    if "init_method" not in kwargs and not has_variables:
+    if not kwargs.keys() & {"init_method", "store"} and not has_variables:
         kwargs["init_method"] = _init_method(environment)
     if has_variables and not kwargs.keys() & {"init_method", "store"} and _serves_loopback(environment):
         kwargs["store"] = _loopback_store(environment, kwargs.get("timeout"))

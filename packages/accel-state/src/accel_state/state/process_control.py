@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from ..splitting import share_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class RunsOnSome(Protocol):
+    """A decorator of functions that run on some processes, and return None on the others."""
+
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | None]: ...
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -63,31 +70,71 @@ class ProcessControl:
         """Whether this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
-    def on_main_process(self, function: F | None = None) -> Any:
+    @overload
+    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> RunsOnSome: ...
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorator: run the function on rank 0 only; elsewhere it returns None."""
         return self._only_if(self.is_main_process, function)
 
-    def on_local_main_process(self, function: F | None = None) -> Any:
+    @overload
+    def on_local_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> RunsOnSome: ...
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorator: run the function on the first process of each node only; elsewhere it returns None."""
         return self._only_if(self.is_local_main_process, function)
 
-    def on_last_process(self, function: F) -> Any:
+    def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
         """Decorator: run the function on the highest rank only; elsewhere it returns None."""
-        return self._only_if(self.is_last_process, function)
+        decorated: Callable[P, T | None] = self._only_if(self.is_last_process, function)
+        return decorated
 
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on one rank only; elsewhere it returns None."""
+    @overload
+    def on_process(self, function: Callable[P, T], process_index: int | None = None) -> Callable[P, T | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> RunsOnSome: ...
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run the function on one rank only; elsewhere it returns None.
+
+        Args:
+            function: the function to decorate; None to pass the rank first: ``@on_process(process_index=1)``.
+            process_index: the rank that runs it, counted over all machines from 0.
+
+        Returns:
+            The function, or on other ranks one that does nothing and returns None.
+
+        Raises:
+            ValueError: there is no such rank.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> @accelerator.on_process(process_index=0)
+            ... def show():
+            ...     print("rank 0")
+            >>> show()
+            rank 0
+        """
         _check_index("process_index", process_index, self.num_processes)
         return self._only_if(self.process_index == process_index, function)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+    @overload
+    def on_local_process(
+        self, function: Callable[P, T], local_process_index: int | None = None
+    ) -> Callable[P, T | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> RunsOnSome: ...
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
         """Decorator: run the function on one local rank of each node only; elsewhere it returns None."""
         _check_index("local_process_index", local_process_index, self.num_processes)
         return self._only_if(self.local_process_index == local_process_index, function)
 
     @staticmethod
-    def _only_if(chosen: bool, function: F | None) -> Any:
-        def decorate(function: F) -> Callable[..., Any]:
+    def _only_if(chosen: bool, function: Callable[..., Any] | None) -> Any:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             return function if chosen else skipped(function)
 
         return decorate if function is None else decorate(function)
@@ -116,7 +163,7 @@ class ProcessControl:
                 self.wait_for_everyone()
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
         """Give each process its share of the inputs.
 
         Args:
@@ -131,6 +178,12 @@ class ProcessControl:
         Raises:
             TypeError: the inputs cannot be split.
             ValueError: the members of a dictionary differ in length, or the inputs to pad are empty.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.split_between_processes(["a dog", "a cat"]) as prompts:
+            ...     print(prompts)
+            ['a dog', 'a cat']
         """
         yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..errors import AccelError, ConfigurationError
 from ..secrets import hide_in_text
+from .s3_transfer import transfer
 from .url import RemotePath
 
 T = TypeVar("T")
+
+logger: Final = logging.getLogger(__name__)  # the adapter of accel_state.logging needs torch
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_SECONDS = 0.25
@@ -29,9 +35,17 @@ _FINAL = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryErro
           TypeError, NotImplementedError, ImportError)  # fmt: skip
 # Of a store that does not answer; seconds. The libraries of stores wait longer, or for ever.
 _TIMEOUTS: Mapping[str, Mapping[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
+    "sftp": {"timeout": 10},
+    "ssh": {"timeout": 10},
 }
+_SFTP_SECONDS = 60
 
+# These have one connection for all threads, and wait for ever if two of them use it at the same time.
+_ONE_CONNECTION = threading.Lock()
+_WITH_ONE_CONNECTION = {"sftp", "ssh", "ftp"}
+# In these, a directory is a part of a file's name, and what is missing is the bucket.
+_WITHOUT_DIRECTORIES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "memory"}
 
 _INSTALL = {
     **dict.fromkeys(("s3", "s3a"), "pip install 'accel-checkpoint[s3]'"),
@@ -39,6 +53,10 @@ _INSTALL = {
     **dict.fromkeys(("az", "abfs", "abfss"), "pip install 'accel-checkpoint[azure]'"),
     **dict.fromkeys(("sftp", "ssh"), "pip install paramiko"),
 }
+
+
+_comparing: dict[str, bool] = {}
+"""Whether a server compares, by its address and the bucket."""
 
 
 class StoreError(AccelError, RuntimeError):
@@ -92,7 +110,12 @@ class Store:
             ) from error
         except ValueError as error:
             raise ConfigurationError(f"{place} cannot be opened: {hide_in_text(str(error))}.") from error
+        if place.protocol in ("sftp", "ssh"):
+            self._fs.ftp.get_channel().settimeout(_SFTP_SECONDS)
         self._root = self._root.rstrip("/")
+        self._turn: AbstractContextManager[Any] = (
+            _ONE_CONNECTION if place.protocol in _WITH_ONE_CONNECTION else nullcontext()
+        )
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -102,7 +125,8 @@ class Store:
         pause = _FIRST_PAUSE_SECONDS
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return call()
+                with self._turn:
+                    return call()
             except _FINAL:
                 raise
             except Exception as error:
@@ -149,19 +173,27 @@ class Store:
         self._send(path, lambda: self._fs.pipe_file(self._at(path), content))
 
     def _send(self, path: str, call: Callable[[], Any]) -> None:
-        """Write, where FileNotFoundError means that the bucket is missing."""
+        """Write, where FileNotFoundError means that the bucket is missing, or a directory in stores that have them."""
         try:
-            self._call("writing", path, call)
+            try:
+                self._call("writing", path, call)
+            except FileNotFoundError:
+                if self.place.protocol in _WITHOUT_DIRECTORIES:
+                    raise
+                parent = self._at(path).rpartition("/")[0]
+                self._call("making", path, lambda: self._fs.makedirs(parent, exist_ok=True))
+                self._call("writing", path, call)
         except FileNotFoundError as error:
             raise _failed("writing", self.place, path, error, 1) from error
 
-    def write_marker(self, path: str, content: bytes, replaced: bytes | None) -> None:
+    def write_marker(self, path: str, content: bytes, replaced: bytes | None, probe: str) -> None:
         """Write a file only if it still is what it was; atomic where the store can compare.
 
         Args:
             path: the file.
             content: what to write.
             replaced: what it was; None if there was none.
+            probe: a file that may be written and deleted, to find out whether the store compares.
 
         Raises:
             MarkerTakenError: it is something else now.
@@ -169,52 +201,102 @@ class Store:
         taken = MarkerTakenError(
             f"another run has saved to {self.place} meanwhile, and its checkpoint stays. Give each run its own place."
         )
+        version = self._version(path)  # before the contents: those of a later version are not taken for these
         now = self.read(path)
         if now == content:
             return  # an earlier attempt had arrived
-        if now != replaced:
+        if now != replaced or (version is None) != (replaced is None):
             raise taken
         try:
-            if replaced is None:
-                self._try("writing", path, lambda: self._create(path, content))
-            else:
-                self.write(path, content)
+            self._try("writing", path, lambda: self._write_if(path, content, version, probe))
         except (FileExistsError, StoreError) as error:
             # The answer to an attempt that had arrived may have been lost.
             if self.read(path) == content:
                 return
-            if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
+            if isinstance(error, FileExistsError) or _status(error) == 412:
                 raise taken from error
             raise
+        except FileNotFoundError as error:
+            raise _failed("writing", self.place, path, error, 1) from error
 
-    def _create(self, path: str, content: bytes) -> None:
+    def _version(self, path: str) -> str | None:
+        """What tells the versions of a file apart ("" where the store has none); None if there is no file."""
+
+        def version() -> str:
+            self._fs.invalidate_cache()
+            return str(self._fs.info(self._at(path)).get("ETag") or "")
+
         try:
-            self._fs.pipe_file(self._at(path), content, mode="create")
-        except (TypeError, NotImplementedError):  # a store that cannot compare
-            self._fs.pipe_file(self._at(path), content)
+            return self._call("reading", path, version)
+        except FileNotFoundError:
+            return None
+
+    def _write_if(self, path: str, content: bytes, version: str | None, probe: str) -> None:
+        """Write a file if it has this version, where the store compares."""
+        at = self._at(path)
+        if self._is_s3 and self._compares(probe):
+            self._put(at, content, **({"IfNoneMatch": "*"} if version is None else {"IfMatch": version}))
+        elif version is None and not self._is_s3:
+            try:
+                self._fs.pipe_file(at, content, mode="create")
+            except (TypeError, NotImplementedError):  # a store that cannot compare
+                self._fs.pipe_file(at, content)
+        else:
+            self._fs.pipe_file(at, content)
+
+    @property
+    def _is_s3(self) -> bool:
+        return hasattr(self._fs, "call_s3")
+
+    def _put(self, at: str, content: bytes, **condition: str) -> None:
+        bucket, _, key = at.partition("/")
+        self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
+
+    def _compares(self, probe: str) -> bool:
+        """Whether an S3 server honours conditions: some ignore them, and old clients do not send them."""
+        where = f"{self._fs.s3.meta.endpoint_url} {self._root.partition('/')[0]}"
+        if where not in _comparing:
+            at = self._at(probe)
+            self._put(at, b"")
+            try:
+                self._put(at, b"", IfNoneMatch="*")
+                _comparing[where] = False
+            except Exception as error:
+                if _status(error) not in (412, 501):
+                    raise
+                _comparing[where] = _status(error) == 412
+            if not _comparing[where]:
+                logger.warning(
+                    "the store of %s ignores conditional writes (If-None-Match): of two runs that save to one place at "
+                    "the same moment, the last one stays. Give each run its own place.",
+                    self.place,
+                )
+        return _comparing[where]
 
     def upload(self, files: Iterable[tuple[Path, str]]) -> None:
         """Send local files, several at once and large ones in parts."""
+        with transfer(self._fs) as by:
 
-        def send(pair: tuple[Path, str]) -> None:
-            source, path = pair
-            self._send(path, lambda: self._fs.put_file(str(source), self._at(path)))
+            def send(pair: tuple[Path, str]) -> None:
+                source, path = pair
+                self._send(path, lambda: by.put(str(source), self._at(path)))
 
-        self._at_once(send, files)
+            self._at_once(send, files)
 
     def download(self, files: Iterable[tuple[str, Path]]) -> None:
         """Fetch files, several at once."""
+        with transfer(self._fs) as by:
 
-        def fetch(pair: tuple[str, Path]) -> None:
-            path, target = pair
-            try:
-                self._call("reading", path, lambda: self._fs.get_file(self._at(path), str(target)))
-            except FileNotFoundError as error:
-                raise StoreError(
-                    f"{self.place}/{path} is missing: the checkpoint is not complete. Choose another checkpoint."
-                ) from error
+            def fetch(pair: tuple[str, Path]) -> None:
+                path, target = pair
+                try:
+                    self._call("reading", path, lambda: by.get(self._at(path), str(target)))
+                except FileNotFoundError as error:
+                    raise StoreError(
+                        f"{self.place}/{path} is missing: the checkpoint is not complete. Choose another checkpoint."
+                    ) from error
 
-        self._at_once(fetch, files)
+            self._at_once(fetch, files)
 
     def _at_once(self, job: Callable[[Any], None], items: Iterable[Any]) -> None:
         with ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="accel-transfer") as pool:
@@ -265,24 +347,39 @@ class Store:
         except FileNotFoundError:
             return
 
-    def delete_tree(self, path: str) -> None:
-        """Delete everything below a directory."""
+    def delete_tree(self, path: str) -> bool:
+        """Delete everything below a directory; returns whether there was anything."""
         entries = self.files(path)
         if not entries:
-            return
+            return False
         names = [self._at(f"{path}/{entry.path}") for entry in entries]
         try:
             self._call("deleting", path, lambda: self._fs.rm(names))
         except FileNotFoundError:  # another process was quicker
             for entry in self.files(path):
                 self.delete(f"{path}/{entry.path}")
-        # A store with real directories keeps the empty ones.
-        if self._fs.protocol and not hasattr(self._fs, "call_s3"):
-            try:
-                if self._fs.isdir(self._at(path)):
+        self.remove_directory(path, recursive=True)
+        return True
+
+    def remove_directory(self, path: str = "", recursive: bool = False) -> None:
+        """Remove an empty directory, which a store that has directories keeps.
+
+        Args:
+            path: the directory.
+            recursive: remove the empty directories in it too.
+        """
+        if self.place.protocol in _WITHOUT_DIRECTORIES:
+            return
+        try:
+            with self._turn:
+                if not self._fs.isdir(self._at(path)):
+                    return
+                if recursive:
                     self._fs.rm(self._at(path), recursive=True)
-            except (OSError, NotImplementedError):
-                return
+                else:
+                    self._fs.rmdir(self._at(path))
+        except (OSError, NotImplementedError) as error:
+            logger.debug("the directory %s/%s stays: %s", self.place, path, error)
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> int:
         """Abort multi-part uploads that killed processes have begun, which are stored and cost money.
@@ -293,7 +390,7 @@ class Store:
         Returns:
             How many there were. Stores other than S3 drop such uploads themselves after some days.
         """
-        if not hasattr(self._fs, "call_s3"):
+        if not self._is_s3:
             return 0
         bucket, _, prefix = self._root.partition("/")
         request: dict[str, str] = {"Bucket": bucket, "Prefix": f"{prefix}/"}
@@ -326,16 +423,26 @@ class Store:
 
 def _is_final(error: BaseException) -> bool:
     """Whether a store has refused, rather than failed."""
-    cause: BaseException | None = error
-    while cause is not None:
+    status = _status(error)
+    if status:
+        return 400 <= status < 500 and status not in (408, 409, 429)
+    final = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
+    return any(type(cause).__name__ in final for cause in _causes(error))
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP that an S3 server has answered with; 0 if it has not."""
+    for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return 400 <= status < 500 and status not in (408, 429)
-        if type(cause).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError"):
-            return True
-        cause = cause.__cause__
-    return False
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return 0
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def owner() -> str:

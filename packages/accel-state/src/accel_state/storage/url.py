@@ -39,8 +39,8 @@ class RemotePath(os.PathLike[str]):
                 f"{shown!r} has a query, a fragment or a chained protocol. Give the plain URL of a directory; options "
                 "and credentials come from the environment, as the store's library reads them."
             )
-        self.protocol = match[1].lower()
-        self.url = f"{self.protocol}://{place}"
+        self.protocol: str | Any = match[1].lower()
+        self.url: str = f"{self.protocol}://{place}"
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..images import named_images
 from ..sdk_tracker import SdkTracker
@@ -23,12 +23,15 @@ class AimTracker(SdkTracker):
     writer: Any
     name = "aim"
     requires_logging_directory = True
-    module, handle, id_attribute, finish_method = "aim", "writer", "hash", "close"
+    module: ClassVar[str] = "aim"
+    handle: ClassVar[str] = "writer"
+    id_attribute: ClassVar[str] = "hash"
+    finish_method: ClassVar[str] = "close"
     offline = "Pass a directory as logging_dir to store the run locally."
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self.aim_repo_path = None if logging_dir is None else str(logging_dir)
+        self.aim_repo_path: str | None = None if logging_dir is None else str(logging_dir)
 
     def start(self) -> None:
         kwargs = {"repo": self.aim_repo_path, "experiment": self.run_name, **self._kwargs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_state import env
 
@@ -28,7 +28,9 @@ class ClearMLTracker(SdkTracker):
 
     task: Any
     name = "clearml"
-    module, handle, id_attribute = "clearml", "task", "id"
+    module: ClassVar[str] = "clearml"
+    handle: ClassVar[str] = "task"
+    id_attribute: ClassVar[str] = "id"
     offline = "Set CLEARML_OFFLINE_MODE=1 to store the task locally and call Task.import_offline_session later."
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:

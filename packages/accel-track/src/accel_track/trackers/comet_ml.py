@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from ..images import named_images
 from ..sdk_tracker import SdkTracker
@@ -20,7 +20,9 @@ class CometMLTracker(SdkTracker):
 
     writer: Any
     name = "comet_ml"
-    module, handle, finish_method = "comet_ml", "writer", "end"
+    module: ClassVar[str] = "comet_ml"
+    handle: ClassVar[str] = "writer"
+    finish_method: ClassVar[str] = "end"
     offline = "Pass init_kwargs={'comet_ml': {'online': False}} to store it locally and run `comet upload` later."
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ..images import as_images
 from ..sdk_tracker import SdkTracker
@@ -19,11 +19,14 @@ class DVCLiveTracker(SdkTracker):
     """
 
     name = "dvclive"
-    module, handle, id_attribute, finish_method = "dvclive", "live", "dir", "end"
+    module: ClassVar[str] = "dvclive"
+    handle: ClassVar[str] = "live"
+    id_attribute: ClassVar[str] = "dir"
+    finish_method: ClassVar[str] = "end"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self.live = live
+        self.live: Any = live
         self._given = live is not None
 
     def start(self) -> None:

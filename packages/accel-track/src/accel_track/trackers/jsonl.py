@@ -50,7 +50,7 @@ class JSONLinesTracker(GeneralTracker):
     ) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir)
+        self.logging_dir: Path = Path(logging_dir)
         if not (self.logging_dir / run_name).resolve().is_relative_to(self.logging_dir.resolve()):
             raise ConfigurationError(
                 f"the project name {run_name!r} is a path outside {self.logging_dir}. Remove '..' and a leading '/'."

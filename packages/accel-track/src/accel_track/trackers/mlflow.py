@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Final
 
 from accel_state import env
 from accel_state.errors import ConfigurationError
@@ -16,7 +16,7 @@ from ..images import named_images
 from ..sdk_tracker import SdkTracker
 from ..serialize import flatten, to_plain
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 # Limits of a parameter's value, and of parameters in one request: MAX_PARAM_VAL_LENGTH and MAX_PARAMS_TAGS_PER_BATCH
 # in mlflow.utils.validation.
@@ -45,7 +45,9 @@ class MLflowTracker(SdkTracker):
 
     active_run: Any
     name = "mlflow"
-    module, handle, id_attribute = "mlflow", "active_run", "info.run_id"
+    module: ClassVar[str] = "mlflow"
+    handle: ClassVar[str] = "active_run"
+    id_attribute: ClassVar[str] = "info.run_id"
     offline = "Set MLFLOW_TRACKING_URI=sqlite:///mlflow.db to store the run locally."
 
     def __init__(
@@ -59,12 +61,12 @@ class MLflowTracker(SdkTracker):
         description: str | None = None,
     ) -> None:
         super().__init__(run_name)
-        self.experiment_name = env.read_str("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.experiment_name: str | None = env.read_str("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
         self.description = description
-        self.tags = _tags(env.read_str("MLFLOW_TAGS") or tags)
+        self.tags: dict[str, Any] = _tags(env.read_str("MLFLOW_TAGS") or tags)
         self._existing_id = env.read_str("MLFLOW_RUN_ID") or run_id
-        self.nested_run = env.parse_flag_from_env("MLFLOW_NESTED_RUN", bool(nested_run))
+        self.nested_run: bool = env.parse_flag_from_env("MLFLOW_NESTED_RUN", bool(nested_run))
         self._client: Any = None
         # The active run is thread-local, and the constructor is called in the script's thread.
         self._parent = self._active_parent() if self.nested_run else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,11 +30,13 @@ class TensorBoardTracker(SdkTracker):
     writer: Any
     name = "tensorboard"
     requires_logging_directory = True
-    module, handle, finish_method = "tensorboard", "writer", "close"
+    module: ClassVar[str] = "tensorboard"
+    handle: ClassVar[str] = "writer"
+    finish_method: ClassVar[str] = "close"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.logging_dir: str = os.path.join(logging_dir, run_name)
 
     @classmethod
     def is_available(cls) -> bool:

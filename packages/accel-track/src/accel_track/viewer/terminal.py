@@ -54,7 +54,7 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
     if not selected:
         known = f"Numeric metrics: {', '.join(names)}." if names else "No numeric metric was logged yet."
         matching = f" that matches {' '.join(patterns)}" if patterns else ""
-        raise ConfigurationError(f"there is no metric to plot{matching}. {known}")
+        raise ConfigurationError(f"no metric to plot{matching}. {known}")
     return [
         Chart(name, {run: smooth(metrics[name], weight) for run, metrics in series.items() if name in metrics})
         for name in selected

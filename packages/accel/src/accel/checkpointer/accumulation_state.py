@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..training.gradient_accumulation import Accumulation, Window
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 _WINDOW_FIELDS = ("divisor", "position", "by_items", "items", "normaliser")
 

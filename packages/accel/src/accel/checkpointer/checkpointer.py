@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +27,7 @@ from accel_checkpoint.remote.catalog import read_manifest
 from accel_checkpoint.remote.directory import RemoteDirectory
 from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
 from accel_checkpoint.shared_memory import SharedMemory
+from accel_checkpoint.uploading import Uploader, newest
 from accel_checkpoint.writer import BackgroundSave, StateWriter, agreed_directory
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
@@ -44,7 +45,7 @@ from . import accumulation_state
 from .contents import TrainingObjects, collect
 from .loader import StateReader
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 LATEST = "latest"
 """The argument of ``load_state`` for the newest complete checkpoint."""
@@ -82,11 +83,14 @@ class Checkpointer:
         self._memory = SharedMemory()
         self._background: BackgroundSave | None = None
         self._background_collectives = BackgroundCollectives(setup.process)
+        self._uploader: Uploader | None = None
+        self._newest_found: Location | None = None  # what `resume` and "latest" have found, on the process that looks
+        self._replaces = False  # whether checkpoints of the directory may be replaced, as the run went on elsewhere
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no save in progress and no buffers.
+        # A copy has no save and no upload in progress, and no buffers.
         fresh = {"_memory": SharedMemory(), "_background_collectives": BackgroundCollectives(self._process)}
-        return {**self.__dict__, **fresh, "_background": None}
+        return {**self.__dict__, **fresh, "_background": None, "_uploader": None}
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -105,10 +109,9 @@ class Checkpointer:
         collectives = process.collectives if blocking else self._background_collectives()
         writer = self._collect(directory, safe_serialization, blocking)
         if blocking:
-            writer.finish(partial(on_all_ranks, collectives))
+            writer.finish(collectives)
         else:
-            consensus = partial(on_all_ranks, collectives)
-            self._background = BackgroundSave(writer, consensus, project.iteration, self._memory)
+            self._background = BackgroundSave(writer, collectives, project.iteration, self._memory)
         project.iteration += 1
         return directory.target
 
@@ -156,7 +159,7 @@ class Checkpointer:
         try:
             with saving():
                 if is_writer:
-                    if project.automatic_checkpoint_naming and directory.exists():
+                    if project.automatic_checkpoint_naming and not self._replaces and directory.exists():
                         raise ConfigurationError(
                             f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
                             f"(now {project.iteration}) to the number to continue with."
@@ -194,6 +197,7 @@ class Checkpointer:
         except BaseException:
             directory.abandon()
             raise
+        copy = None if project.upload_to is None else self._copy_of(target)
         return StateWriter(
             directory=directory,
             is_writer=is_writer,
@@ -208,7 +212,35 @@ class Checkpointer:
             total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
             finalizers=[] if gathered is None else gathered.finalizers,
             on_device=blocking and process.device.type != "cpu",
+            uploader=None if copy is None else self._upload(),
+            copy=copy,
+            each_node=project.save_on_each_node,
+            packs=project.pack_rank_files,
         )
+
+    def _upload(self) -> Uploader:
+        """What copies checkpoints into a store, on the process that writes."""
+        project = self.project
+        if self._uploader is None:
+            assert project.upload_to is not None
+            limit = project.total_limit if project.automatic_checkpoint_naming else None
+            self._uploader = Uploader(project.upload_to, None if limit is None else max(limit, 1))
+        return self._uploader
+
+    def _copy_of(self, target: Location) -> RemotePath | None:
+        """The place of a checkpoint's copy: under the same name as in the project directory."""
+        project = self.project
+        if project.upload_to is None:
+            return None
+        if isinstance(target, RemotePath):
+            logger.warning_once(f"upload_to has no effect on states that are saved in a store, such as {target}.")
+            return None
+        place = RemotePath(project.upload_to)
+        if project.project_dir is not None:
+            folder = Path(project.project_dir).resolve()
+            if target.is_relative_to(folder) and target != folder:
+                return place / target.relative_to(folder).as_posix()
+        return place / target.name
 
     def _objects(self) -> TrainingObjects:
         prepared = self._prepared
@@ -249,10 +281,26 @@ class Checkpointer:
                 self.project.iteration = save.number  # the number was not used
             raise
 
+    def release(self) -> None:
+        """Wait for the save in the background, and give back what such saves use: a later one makes it again."""
+        try:
+            self.wait_for_save()
+        finally:
+            self._background_collectives.forget()
+            self._memory = SharedMemory()
+
     def close(self) -> None:
-        """End the process that writes in the background, and forget the process group, which is destroyed with all."""
-        self._background_collectives.forget()
-        save_process.stop()
+        """Wait for uploads, and end the processes."""
+        self.release()
+        save_process.saves.stop()
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.close()
+
+    def wait_for_uploads(self) -> None:
+        with on_all_ranks(self._process.collectives, f"uploading to {self.project.upload_to}"):
+            if self._uploader is not None:
+                self._uploader.wait()
 
     @property
     def save_in_flight(self) -> bool:
@@ -317,11 +365,20 @@ class Checkpointer:
             found = self._find(input_dir)
         if process.num_processes > 1:
             found = process.collectives.broadcast_object(found)
+        self._replaces = self.project.upload_to is not None and isinstance(found, RemotePath)
         if not isinstance(found, RemotePath):
             self._load(found, None, load_kwargs, load_model_kwargs)
+            if self.project.upload_to is not None and found == self._newest_found:
+                self._complete_upload(found)
             return
         with copied(found, process, all_files=strategy.uses_engine) as (folder, remote):
             self._load(folder, remote, load_kwargs, load_model_kwargs)
+
+    def _complete_upload(self, loaded: Path) -> None:
+        """Upload the newest checkpoint, if the process that saved it was killed before it had done so."""
+        place = self._copy_of(loaded.resolve())
+        if self._is_writer and place is not None:
+            self._upload().upload(loaded, place)
 
     def _load(
         self,
@@ -340,12 +397,13 @@ class Checkpointer:
             layouts = {id(model): strategy.layout(model) for model in prepared.models}
         with loading():
             options = dict(load_model_kwargs)
-            reader = StateReader(directory, process, options.pop("map_location", None), load_kwargs, remote=remote)
+            location = options.pop("map_location", None)
+            reader = StateReader(directory, process, location, load_kwargs, remote=remote, share=share)
             reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.
             with Workers() as workers:
-                verification = reader.start_verification(workers, share)
+                verification = reader.start_verification(workers)
                 if not self.load_hooks:
                     reader.read_state(objects, models, options, strategy, layouts)
             if verification is not None:
@@ -393,6 +451,14 @@ class Checkpointer:
         return path
 
     def _newest(self) -> Location:
+        if self.project.upload_to is not None and self.project.project_dir is not None:
+            found = self._newest_of_both()
+            if found is None:
+                raise ConfigurationError(
+                    f"there is no state to load in {self.project.project_dir}, and none in {self.project.upload_to}. "
+                    "Save one first, or give load_state its path."
+                )
+            return found
         if self.project.automatic_checkpoint_naming:
             return newest_complete(self._checkpoints())
         if self.project.project_dir is None:
@@ -400,6 +466,17 @@ class Checkpointer:
                 f"load_state({LATEST!r}) needs a directory to look in. Give the Accelerator project_dir=..., or a path."
             )
         return newest_saved(as_location("project_dir", self.project.project_dir))
+
+    def _newest_of_both(self) -> Location | None:
+        """The newest complete checkpoint of the project directory and of its copies in a store."""
+        assert self.project.project_dir is not None and self.project.upload_to is not None
+        folder, place = Path(self.project.project_dir), RemotePath(self.project.upload_to)
+        if self.project.automatic_checkpoint_naming:
+            folder, place = folder / "checkpoints", place / "checkpoints"
+        if folder.is_dir():
+            recover_all(folder)
+        self._newest_found = newest(folder, place)
+        return self._newest_found
 
     def newest(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
         """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
@@ -414,12 +491,15 @@ class Checkpointer:
             if isinstance(place, RemotePath):
                 return None if read_manifest(place) is None else place
             recover(place)
-            return place if place.is_dir() else None
+            copy = None if place.is_dir() else self._copy_of(place.resolve())
+            return copy if copy is not None and read_manifest(copy) else place if place.is_dir() else None
         if self.project.project_dir is None:
             raise ConfigurationError(
                 "resume needs a directory to look in. Give the Accelerator project_dir=..., or "
                 "SaveOnSignal(output_dir=...)."
             )
+        if self.project.upload_to is not None:
+            return self._newest_of_both()
         automatic = self.project.automatic_checkpoint_naming
         directory = self._checkpoints() if automatic else as_location("project_dir", self.project.project_dir)
         if not isinstance(directory, RemotePath):

@@ -77,7 +77,7 @@ def collect(
     own = {"step": step, **capture_rng(device), "dataloaders": positions}
     if with_manifest:
         own[MANIFEST_MARK] = True
-    parts.append(Part(rng_file(rank), own, each_rank=True))
+    parts.append(Part(rng_file(rank), own, each_rank=True, is_small=True))
     for index, obj in enumerate(objects.registered):
         parts.append(custom_part(index, obj))
     return parts

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any
-
-import torch
-from torch import nn
+from typing import Any, Final
 
 from accel_checkpoint import rng_state
 from accel_checkpoint.catalog import why_no_checkpoint
@@ -23,6 +20,7 @@ from accel_checkpoint.names import (
     LOADER_NAME,
     MANIFEST_NAME,
     OPTIMIZER_NAME,
+    RNG_PACK,
     RNG_STATE_NAME,
     SAMPLER_NAME,
     SCALER_NAME,
@@ -43,6 +41,7 @@ from accel_checkpoint.names import (
     require_number,
     rng_file,
 )
+from accel_checkpoint.rank_files import RankPack
 from accel_checkpoint.remote.reading import RemoteCheckpoint
 from accel_checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
 from accel_checkpoint.validation import (
@@ -51,7 +50,6 @@ from accel_checkpoint.validation import (
     check_sampler,
     check_scaler,
     check_scheduler,
-    check_weights,
     loading,
     loading_attributes,
     loading_optimizer,
@@ -60,16 +58,15 @@ from accel_data import PreparedLoader, SeedableRandomSampler
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
-from accel_state.tensor_storage import id_tensor_storage
 
 from ..contract.strategy import Strategy
 from ..core.types import Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ..core.weights_loading import plan_weights
 from . import accumulation_state
 from .contents import TrainingObjects
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 # A file of an optimizer, complete, sharded or of one rank; group 1 is the optimizer's index.
 _OPTIMIZER_FILE = re.compile(rf"{re.escape(OPTIMIZER_NAME)}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|/.*)")
@@ -97,16 +94,18 @@ class StateReader:
         load_kwargs: dict[str, Any] | None = None,
         rank: int | None = None,
         remote: RemoteCheckpoint | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self._remote = remote
+        self._share = share
         if not folder.is_dir():
             raise ConfigurationError(str(why_no_checkpoint(folder)))
         self.folder = folder
         self.load_kwargs = load_kwargs
-        self.manifest = Manifest.read(folder)
+        self.manifest: Manifest | None = Manifest.read(folder)
         if self.manifest is not None:
             # Other files in the directory are not verified, so they are not read.
-            self.names = list(self.manifest.files)
+            self.names: list[str] = list(self.manifest.files)
         else:
             reason = why_no_checkpoint(folder)
             if reason is not None:
@@ -117,7 +116,7 @@ class StateReader:
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
-        self.strict = False
+        self.strict: bool = False
         self.loaders_from_start = False
         """Whether the epochs of loaders begin with their first batch, for scripts that leave out batches themselves."""
         self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
@@ -127,26 +126,28 @@ class StateReader:
         self._map_location = process.device if where == "on_device" else where
         self._read_names: set[str] = set()
         self._is_new_rank = self.manifest is not None and self._rank >= self.manifest.world_size
+        self._pack = RankPack(folder) if RNG_PACK in self.names else None
         self._own_file = rng_file(self._rank)
         if self._is_new_rank:
             # A rank that did not exist when the state was saved reads the file of the lowest one that was saved.
-            saved = [name for name in self.names if name.startswith(RNG_STATE_NAME)]
+            names = self.names if self._pack is None else self._pack.names
+            saved = [name for name in names if name.startswith(f"{RNG_STATE_NAME}_")]
             self._own_file = min(saved, key=_number_of, default=rng_file(0))
 
-    def start_verification(self, workers: Workers, share: tuple[int, int] = (0, 1)) -> Verification | None:
+    def start_verification(self, workers: Workers) -> Verification | None:
         """Begin to compare all files with the manifest."""
         if self.manifest is None:
             for name in sorted(filter(is_checkpoint_file, self.names)):
                 workers.submit(partial(check_sums, self.folder / name))
             return None
-        if self._own_file not in self.manifest.files:
+        if self._own_file not in (self.manifest.files if self._pack is None else self._pack.names):
             raise CheckpointError(
                 f"{self.folder} has no {self._own_file}: it was saved on {self.manifest.world_size} processes with "
                 f"save_on_each_node, and rank {self._rank} was on another node. Start the same ranks "
                 "on each node, or copy the directories of all nodes into one."
             )
         manifest = self.manifest if self._remote is None else self._remote.copied_files
-        return Verification(manifest, self.folder, workers, share)
+        return Verification(manifest, self.folder, workers, self._share)
 
     def read_state(
         self,
@@ -208,9 +209,11 @@ class StateReader:
                 ", ".join(self._left.values()),
             )
         if (self.load_kwargs or {}).get("weights_only", True):
-            # A file that could run code is refused even if nothing needs it.
+            # A file that could run code is refused even if nothing needs it. Each rank looks at its share: an error of
+            # one is an error of all.
             unneeded = (".safetensors", ".json", SHARD_TABLE_NAME, SHARD_SUFFIX)
-            for name in self.names:
+            first, ranks = self._share
+            for name in sorted(self.names)[first::ranks]:
                 if name not in self._read_names and not name.endswith(unneeded) and is_checkpoint_file(name):
                     read(self.folder / name, mapped=True)
 
@@ -257,6 +260,9 @@ class StateReader:
             rng_state.restore_rng(self.own, device, path)
 
     def _read(self, name: str, mapped: bool = False) -> Any:
+        if self._pack is not None and name in self._pack.names:
+            self._read_names.add(RNG_PACK)
+            return self._pack.read(name, self.load_kwargs)
         require_files(self.folder, [name], self.names)
         self._read_names.add(name)
         # The states of generators can only be set from host memory.
@@ -417,42 +423,3 @@ class StateReader:
 
 def _number_of(name: str) -> int:
     return int(name.rpartition("_")[2].partition(".")[0])
-
-
-def plan_weights(model: nn.Module, weights: Any, path: Path, strict: bool = True, **kwargs: Any) -> Callable[[], Any]:
-    """The call that loads weights into a model."""
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
-    renamed, absent, given = {}, {}, set()
-    unknown = set(weights)
-    state = inner.state_dict()
-    for name, value in state.items():
-        cleaned = clean_name(name)
-        identity: Any = name
-        if isinstance(value, torch.Tensor):
-            layout = value.storage_offset(), value.shape, value.stride(), value.numel() or id(value)
-            identity = (*id_tensor_storage(value), *layout)
-        if cleaned in weights:
-            renamed[name] = weights[cleaned]
-            unknown.discard(cleaned)
-            given.add(identity)
-        else:
-            absent[name] = identity
-    missing = []
-    for name, identity in absent.items():
-        if identity not in given:
-            missing.append(name)
-    if strict and (missing or unknown):
-        raise CheckpointError(
-            f"{path} does not fit {type(inner).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that "
-            "the model lacks. Load it into the model that was saved, or pass strict=False to load what fits."
-        )
-    check_weights(inner, state, renamed, path)
-    return partial(inner.load_state_dict, renamed, strict=False, **kwargs)
-
-
-def _some(unsorted: Iterable[str]) -> str:
-    names = sorted(unsorted)
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more names" if len(names) > 5 else shown or "no names"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +34,16 @@ class AcceleratedOptimizer(Optimizer):
         # Optimizer.__init__ is not called: this is an Optimizer to isinstance, and all state is the wrapped one's.
         self.optimizer = optimizer
         self.scaler = scaler
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         self.device_placement = device_placement
         self._is_overflow = False
         self._step_called = False
         self.step_gate: Callable[[], bool] | None = None
         """Asked before each step, which is skipped if the answer is False; see the strategies."""
-        self.steps_taken = 0
+        self.steps_taken: int = 0
         """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
+        self._treat: weakref.WeakMethod[Callable[[Optimizer], None]] | None = None
+        self._treated_groups = 0
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
@@ -83,8 +86,28 @@ class AcceleratedOptimizer(Optimizer):
         return optimizer is self or optimizer is self.optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the wrapped optimizer."""
+        """Add parameters to the wrapped optimizer. Every rank must call it.
+
+        Raises:
+            ConfigurationError: the optimizer could not have been prepared with them. The group is not added.
+        """
         self.optimizer.add_param_group(param_group)
+        try:
+            self._treat_new_groups()
+        except Exception:
+            del self.optimizer.param_groups[-1]
+            raise
+
+    def treat_groups(self, treat: Callable[[Optimizer], None]) -> None:
+        """Call a method (with the wrapped optimizer) once groups were added, also to the wrapped optimizer itself."""
+        self._treat = weakref.WeakMethod(treat)
+        self._treated_groups = len(self.optimizer.param_groups)
+
+    def _treat_new_groups(self) -> None:
+        treat = None if self._treat is None else self._treat()
+        if treat is not None and len(self.optimizer.param_groups) != self._treated_groups:
+            treat(self.optimizer)
+            self._treated_groups = len(self.optimizer.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`; its tensors may be on any device."""
@@ -132,6 +155,7 @@ class AcceleratedOptimizer(Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        self._treat_new_groups()
         if self.steps_taken == 0 and closure is None:
             warn_without_gradients(self.optimizer)
         if self.step_gate is not None:
@@ -175,11 +199,12 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "gradient_state"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("gradient_state", "_treat")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.gradient_state = GradientState()
+        self._treat = None
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

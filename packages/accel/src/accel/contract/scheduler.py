@@ -37,10 +37,11 @@ class AcceleratedScheduler:
         num_processes: int | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
+        several = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
+        self.optimizers: list[AcceleratedOptimizer] = several
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
         self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
 

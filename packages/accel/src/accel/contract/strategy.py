@@ -42,6 +42,8 @@ class Strategy:
         supports_single_process: whether the strategy works without a process group.
         skips_gradient_sync: whether :meth:`no_sync` leaves gradients unsynchronised.
         supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
+        trains_nf4: whether models with weights in torchao's NF4 have been compared with it.
+        checkpoints_blocks: whether ``ActivationCheckpointingKwargs`` has been compared with it.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
@@ -55,6 +57,8 @@ class Strategy:
     supports_single_process: ClassVar[bool] = True
     skips_gradient_sync: ClassVar[bool] = False
     supports_elastic: ClassVar[bool] = False
+    trains_nf4: ClassVar[bool] = False
+    checkpoints_blocks: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     supports_compilation: ClassVar[bool] = True
     data_mesh: Any = None
@@ -68,7 +72,7 @@ class Strategy:
     def __init__(
         self, state: PartialState | None = None, handlers: Handlers | None = None, settings: Any = None
     ) -> None:
-        self.settings = self.default_settings() if settings is None else settings
+        self.settings: Any = self.default_settings() if settings is None else settings
         if state is not None and handlers is not None:
             self.attach(state, handlers)
 
@@ -120,6 +124,18 @@ class Strategy:
     def averaging_collectives(self) -> Collectives:
         """Collectives over the ranks whose losses and gradients are averaged, because their tokens differ."""
         return self.state.collectives
+
+    @property
+    def matrix_collectives(self) -> Collectives:
+        """Collectives over all ranks that hold parts or copies of a matrix, for optimizers that need it in full (Muon).
+
+        Raises:
+            ConfigurationError: such optimizers have not been compared with one process.
+        """
+        raise ConfigurationError(
+            f"Muon has not been compared with one process under {type(self).__name__}. Use it with DDP, FSDP 2 or "
+            "tensor parallelism, or train with another optimizer, such as torch.optim.AdamW."
+        )
 
     def share_generators(self) -> None:
         """Synchronise the random generators of ranks that compute the same thing; called after they were restored."""
@@ -173,7 +189,8 @@ class Strategy:
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         """Point an optimizer at the parameters of the wrapped models.
 
-        Called when an optimizer is prepared, and for every prepared optimizer after each call of :meth:`wrap`.
+        Called when an optimizer is prepared, when groups were added to it, and for every prepared optimizer after each
+        call of :meth:`wrap`.
         """
 
     def is_wrapped(self, model: nn.Module) -> bool:
@@ -227,6 +244,15 @@ class Strategy:
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes synchronise gradients although their forward ran under :meth:`no_sync`."""
         return nullcontext()
+
+    def check_reduced(self, model: nn.Module) -> None:
+        """Raise RuntimeError if the last backward pass has left gradients of a model unreduced on this rank.
+
+        For optimizers that communicate: another rank may still wait for this one in its backward pass.
+        """
+
+    def check_item_reduction(self, reduction: str) -> None:
+        """Raise ConfigurationError where ``backward(loss, num_items=..., reduction=reduction)`` would be wrong."""
 
     def scale_gradients(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Multiply the gradients accumulated so far, in place."""

@@ -50,7 +50,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if str(self.backend) in REMOVED_DYNAMO_BACKENDS:
             known = [name for name in DynamoBackend.list() if name not in REMOVED_DYNAMO_BACKENDS]
             raise ConfigurationError(
-                f"dynamo_backend={str(self.backend)!r} is not in PyTorch any more. Allowed: {', '.join(known)}."
+                f"dynamo_backend={str(self.backend)!r} is no longer in PyTorch. Allowed: {', '.join(known)}."
             )
         mode_chosen = _first(self.mode, None if self.options is not None else launched.mode)
         # torch refuses a mode together with options, even the default mode.

@@ -22,12 +22,26 @@ def groups_over(tensor: torch.Tensor) -> Groups:
     return tuple(tensor.device_mesh.get_group(axis) for axis in sharded)
 
 
-def power_sum(parts: Sequence[torch.Tensor], groups: Groups, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts of all ranks of the groups."""
-    total = torch.zeros((), device=device)
+def power_sum(
+    parts: Sequence[torch.Tensor],
+    groups: Groups,
+    norm_type: float,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts of all ranks of the groups.
+
+    Args:
+        parts: what this rank holds; may be empty.
+        groups: the process groups that hold the other parts.
+        norm_type: the order of the norm.
+        device: of the result.
+        dtype: to add up in, the same on all ranks; float64 if a part is of that type.
+    """
+    total = torch.zeros((), device=device, dtype=dtype)
     non_empty = [part.detach() for part in parts if part.numel()]
     if non_empty:
-        norms = torch.stack([norm.float() for norm in foreach_norm(non_empty, norm_type, dtype=torch.float32)])
+        norms = torch.stack([norm.to(dtype) for norm in foreach_norm(non_empty, norm_type, dtype=dtype)])
         total = (norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()).to(device)
     for group in groups:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)

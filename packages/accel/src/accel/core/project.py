@@ -8,7 +8,7 @@ from operator import index
 from accel_state.arguments import check_flags
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location, as_path
-from accel_state.storage.url import RemotePath
+from accel_state.storage.url import Location, RemotePath, is_url
 
 
 @dataclass
@@ -23,9 +23,21 @@ class ProjectConfiguration:
         total_limit: how many automatically named checkpoints to keep; None keeps all.
         iteration: the number of the next one.
         save_on_each_node: write on the main process of every node, for file systems that the nodes do not share.
+        upload_to: the URL of a place in object storage, such as "s3://bucket/run", that every complete checkpoint is
+            copied to in the background; ``total_limit`` counts there too.
+        pack_rank_files: write the random number generators of all ranks into one file, ``random_states.zip``, which
+            Accelerate does not read; None: with more than 64 processes.
 
     Raises:
-        ConfigurationError: ``total_limit`` or ``iteration`` is not an integer of 0 or more.
+        ConfigurationError: ``total_limit`` or ``iteration`` is not an integer of 0 or more; ``upload_to`` is no URL;
+            ``upload_to`` or ``pack_rank_files`` contradicts another argument.
+
+    Examples:
+        >>> configuration = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=3)
+        >>> accelerator = Accelerator(cpu=True, project_config=configuration)
+        >>> model = accelerator.prepare(model)
+        >>> accelerator.save_state().name
+        'checkpoint_0'
     """
 
     project_dir: str | None = None
@@ -34,6 +46,8 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    upload_to: str | None = None
+    pack_rank_files: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("total_limit", "iteration"):
@@ -59,6 +73,32 @@ class ProjectConfiguration:
         if self.logging_dir is not None:
             as_path("logging_dir", self.logging_dir)
         self.project_dir = project_dir
+        if self.upload_to is not None:
+            self._check_upload(place)
+        if self.pack_rank_files not in (None, True, False):
+            raise ConfigurationError(f"pack_rank_files={self.pack_rank_files!r} must be True, False or None.")
+        if self.pack_rank_files and self.save_on_each_node:
+            raise ConfigurationError(
+                "pack_rank_files=True has one process write the small files of all ranks, and with "
+                "save_on_each_node=True every node keeps those of its own. Leave one of them out."
+            )
         # Trackers write to directories only.
         if self.logging_dir is None and not isinstance(place, RemotePath):
             self.logging_dir = project_dir
+
+    def _check_upload(self, place: Location | None) -> None:
+        if not is_url(self.upload_to):
+            raise ConfigurationError(
+                f"upload_to={self.upload_to!r} must be the URL of a store, such as s3://bucket/run. To save in another "
+                "directory, set project_dir."
+            )
+        if isinstance(place, RemotePath):
+            raise ConfigurationError(
+                f"upload_to={self.upload_to!r} copies checkpoints of a directory, and project_dir={place} is a store "
+                "already. Leave one of them out."
+            )
+        if self.save_on_each_node:
+            raise ConfigurationError(
+                "upload_to copies what one process sees, and with save_on_each_node=True every node has other files. "
+                "Set project_dir to the URL instead."
+            )

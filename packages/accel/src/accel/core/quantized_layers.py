@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from accel_state import get_logger
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-logger = get_logger(__name__)
+from .unwrap import clean_name
+
+logger: Final = get_logger(__name__)
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -51,6 +54,75 @@ def keep_packing(model: nn.Module, device: torch.device) -> None:
                 f"{name} is a 4-bit layer of a version of bitsandbytes that rewrites weights on this CPU, and has no "
                 "support_avx512bf16_for_cpu to turn that off. Install bitsandbytes>=0.49, or train on a GPU."
             )
+
+
+def start_with_scales_of_rank_0(model: nn.Module, collectives: Collectives) -> None:
+    """Send every rank what describes rank 0's 4-bit weights; wrappers send the bytes alone. Every rank must call it."""
+    states = [state for _, layer in quantized_layers(model) if (state := _description(layer)) is not None]
+    collectives.broadcast_many([tensor for state in states for tensor in _tensors(state).values()])
+
+
+def _description(layer: Any) -> Any:
+    """What describes the 4-bit weight of a layer; None in 8 bits. Under FSDP it is at the layer alone."""
+    return getattr(layer, "quant_state", None) or getattr(layer.weight, "quant_state", None)
+
+
+def _tensors(state: Any) -> dict[str, torch.Tensor]:
+    inner = state.state2
+    found = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
+    if inner is not None:
+        found |= {"nested absmax": inner.absmax, "nested code": inner.code}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def add_scales(model: nn.Module, state: dict[str, Any]) -> None:
+    """Add to the state of a model what describes its 4-bit weights.
+
+    Layers of bitsandbytes add it to their own ``state_dict()``, but torch collects parameters and buffers of sharded
+    models only. Every rank has all of it.
+    """
+    for name, layer in quantized_layers(model):
+        weight = f"{clean_name(name)}.weight" if name else "weight"
+        described = _description(layer)
+        if weight in state and described is not None:
+            for key, value in described.as_dict(packed=True).items():
+                state.setdefault(f"{weight}.{key}", value.detach().cpu())
+
+
+def load_scales(model: nn.Module) -> None:
+    """Let ``load_state_dict()`` load what describes 4-bit weights, too: bitsandbytes loads the packed bytes alone."""
+    for _, layer in quantized_layers(model):
+        if _description(layer) is not None and not hasattr(layer, _LOADS):
+            setattr(layer, _LOADS, layer.register_load_state_dict_pre_hook(_take_scales))
+
+
+_LOADS: Final = "_accel_loads_scales"
+
+
+def _take_scales(layer: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    begin = f"{prefix}weight."
+    saved = {key.removeprefix(begin): value for key, value in state_dict.items() if key.startswith(begin)}
+    if not saved:
+        return
+    own = _description(layer)
+    other = type(own).from_dict(saved, device=own.absmax.device)
+    mine, theirs = _tensors(own), _tensors(other)
+    shapes = [{name: tensor.shape for name, tensor in found.items()} for found in (mine, theirs)]
+    if shapes[0] != shapes[1] or own.blocksize != other.blocksize or own.quant_type != other.quant_type:
+        raise ConfigurationError(
+            f"{begin[:-1]} was saved in {other.quant_type} with blocks of {other.blocksize} weights"
+            f"{' and double quantization' if other.nested else ''}, but the model has {own.quant_type} with blocks of "
+            f"{own.blocksize}{' and double quantization' if own.nested else ''}. Quantize it like the saved one."
+        )
+    for name, tensor in mine.items():
+        tensor.copy_(theirs[name])
+    refresh = getattr(layer, ON_SCALES, None)
+    if refresh is not None:
+        refresh()
+
+
+ON_SCALES: Final = "_accel_on_scales"
+"""What a layer that has been sharded calls after its scales were loaded."""
 
 
 def check_sharded(model: nn.Module, param_dtype: torch.dtype | None, version: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch_compat import COMPILED_CALL, NAME_PREFIXES, OPTIMIZED_MODULE, ORIGINAL_MODULE
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # Wrapper classes by module. They are not imported, which is slow: where the module of a class was never imported, there
 # is no object of the class.
@@ -39,9 +41,20 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return _is_instance(module, OPTIMIZED_MODULE)
 
 
+@overload
+def extract_model_from_parallel(
+    model: DistributedDataParallel | DataParallel[Any],
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> Any: ...
+@overload
+def extract_model_from_parallel(
+    model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Model: ...
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> nn.Module:
+) -> Any:
     """The user's model inside the wrappers of distributed training.
 
     Args:

@@ -78,8 +78,13 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         f: a path or an open binary file; names ending in ``.safetensors`` are read as such.
         map_location: where to put tensors, as in ``torch.load``.
         **kwargs: for ``torch.load``; ``weights_only`` is on unless given.
+
+    Raises:
+        ConfigurationError: ``f`` is neither.
     """
-    if isinstance(f, (str, os.PathLike)) and str(f).endswith(".safetensors"):
+    if not hasattr(f, "read"):
+        f = as_path("f", f)
+    if isinstance(f, Path) and f.suffix == ".safetensors":
         return read_safetensors(f, map_location)
     kwargs.setdefault("weights_only", True)
     return torch.load(f, map_location=map_location, **kwargs)
@@ -119,6 +124,7 @@ def save_model_weights(
     for filename, names in plan.filename_to_tensors.items():
         shard = {name: tensors[name] for name in names} if read is None else read(names)
         write_atomically(folder / filename, _writer(shard, safe_serialization))
+        del shard  # before the next one is read
     index_name = f"{stem}.{suffix}.index.json"
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

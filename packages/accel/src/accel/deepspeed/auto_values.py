@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
@@ -14,7 +14,7 @@ from .config_paths import AUTO, auto_paths, delete_value, get_value, set_value
 from .optimizer import DummyOptim, DummyScheduler
 from .validation import COUNTS, ZERO
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 TRAIN, MICRO, STEPS = COUNTS
 # DeepSpeed itself interprets "auto" here.

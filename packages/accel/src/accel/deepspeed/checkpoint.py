@@ -21,15 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders
+from accel_checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders, require_files
 from accel_checkpoint.parts import Part
 from accel_checkpoint.safe_load import read
+from accel_checkpoint.validation import Change
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..core.types import Gathered
-from . import universal
+from ..core.weights_loading import plan_weights
+from . import structure, universal
 from .runtime import is_engine
+
+Load = Callable[[], Any]
 
 LATEST, RECOVERY_SCRIPT = "latest", "zero_to_fp32.py"
 _UNSHARDED_NAME = "whole_model_states.pt"
@@ -91,14 +95,16 @@ class _SafeReader(_CheckpointEngine):
         return read_engine_file(Path(path), location, self.load_kwargs)
 
 
-def read_engine_file(path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None) -> Any:
+def read_engine_file(
+    path: Path, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False
+) -> Any:
     """Read a file of an engine: tensors, plain values and DeepSpeed's settings. Runs no code from the file."""
     classes = []
     for module, name in _SAFE_CLASSES:
         if importlib.util.find_spec(module) is not None:
             classes.append(getattr(importlib.import_module(module), name, None))
     with torch.serialization.safe_globals([item for item in classes if item is not None]):
-        return read(path, map_location, load_kwargs)
+        return read(path, map_location, load_kwargs, mapped)
 
 
 @contextmanager
@@ -167,8 +173,12 @@ class EngineLoader:
     load_kwargs: dict[str, Any] | None = None  # further arguments of ``torch.load``
     strict: bool = True  # refuse missing and unexpected weights
 
-    def plan(self, models: Sequence[nn.Module], wanted: Sequence[nn.Module]) -> list[Callable[[], Any]]:
-        """The calls that load the states; every rank must make them in this order."""
+    def plan(self, models: Sequence[nn.Module], wanted: Sequence[nn.Module]) -> tuple[list[Change], list[Load]]:
+        """Check what each rank loads; returns the calls that load it, which every rank must make in this order.
+
+        Returns:
+            Conversions, which have to succeed before anything is loaded, and the loads.
+        """
         tags = engine_folders(self.names)
         if not tags:
             raise CheckpointError(
@@ -176,23 +186,52 @@ class EngineLoader:
                 "the weights into the model before prepare(): accel.utils.load_checkpoint_in_model(model, directory)."
             )
         wanted_ids = set(map(id, wanted))
-        return [
-            partial(self._load, tag, model) for tag, model in zip(tags, models, strict=False) if id(model) in wanted_ids
-        ]
+        loads: list[Load] = []
+        resized: list[tuple[str, Any]] = []
+        for tag, model in zip(tags, models, strict=False):
+            if id(model) not in wanted_ids:
+                continue
+            engine: Any = model
+            if not is_engine(model):
+                path = self.directory / tag / _UNSHARDED_NAME
+                loads.append(plan_weights(model, self._content(path).get("module"), path))
+            elif _is_sharded_without_optimizer(engine):
+                loads.append(self._plan_frozen(tag, engine))
+            elif engine.zero_nvme_offload_optimizer():
+                raise ConfigurationError(
+                    "load_state cannot load optimizer states that are offloaded to NVMe, which save_state does not "
+                    "save. Offload them to cpu, or use engine.load_checkpoint(directory)."
+                )
+            elif self._has_same_ranks or not engine.zero_optimization():
+                structure.check_engine(engine, self.directory, tag, self._read_mapped, self.strict)
+                loads.append(partial(self._load_engine, engine, self.directory, tag))
+            else:
+                resized.append((tag, engine))
+        if not resized:
+            return [], loads
+        assert self.world_size is not None
+        conversion = universal.Conversion(self.directory, resized, self.world_size, self._read, self._read_mapped)
+        for tag, engine in resized:
+            loads.append(partial(self._load_converted, conversion, tag, engine))
+        loads.append(conversion.finish)
+        return [Change(self.directory, conversion.convert, lambda: conversion.remove)], loads
 
-    def _load(self, tag: str, model: nn.Module) -> None:
-        read_safely = partial(read_engine_file, load_kwargs=self.load_kwargs)
-        if not is_engine(model):
-            model.load_state_dict(read_safely(self.directory / tag / _UNSHARDED_NAME)["module"])
-        elif _is_sharded_without_optimizer(model):
-            self._load_frozen(tag, model)
-        elif self.world_size in (None, PartialState().num_processes):
-            self._load_engine(model, self.directory, tag)
-        else:
-            with universal.converted(self.directory, tag, model, self.world_size, read_safely) as directory:
-                self._load_engine(model, directory, tag)
-            if model.zero_optimization():  # type: ignore[operator]
-                universal.restore_omitted_state(model, self.directory / tag, read_safely)
+    @property
+    def _has_same_ranks(self) -> bool:
+        return self.world_size in (None, PartialState().num_processes)
+
+    def _read(self, path: Path) -> Any:
+        return read_engine_file(path, load_kwargs=self.load_kwargs)
+
+    def _read_mapped(self, path: Path) -> Any:
+        return read_engine_file(path, load_kwargs=self.load_kwargs, mapped=True)
+
+    def _content(self, path: Path) -> dict[str, Any]:
+        require_files(path.parent, [path.name])
+        content = self._read_mapped(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a model's state.")
+        return content
 
     def _load_engine(self, engine: Any, directory: Path, tag: str) -> None:
         with _replace_checkpoint_engine(engine, _SafeReader(engine.checkpoint_engine, self.load_kwargs)):
@@ -205,10 +244,15 @@ class EngineLoader:
         if path is None:
             raise CheckpointError(f"{self.directory / tag} has no file for this rank. Choose another checkpoint.")
 
-    def _load_frozen(self, tag: str, engine: Any) -> None:
+    def _load_converted(self, conversion: universal.Conversion, tag: str, engine: Any) -> None:
+        with conversion.loading(engine) as directory:
+            self._load_engine(engine, directory, tag)
+        universal.restore_omitted_state(engine, self.directory / tag, self._read)
+
+    def _plan_frozen(self, tag: str, engine: Any) -> Load:
         state = PartialState()
         path = self.directory / tag / _frozen_name(state.process_index)
-        content = read_engine_file(path, "cpu", self.load_kwargs) if path.is_file() else {}
+        content = self._content(path) if path.is_file() else {}
         saved_by = content.get("world_size")
         if saved_by != state.num_processes:
             raise CheckpointError(
@@ -216,13 +260,21 @@ class EngineLoader:
                 f"processes, but this run has {state.num_processes}. Launch the same number, or prepare that model "
                 "with another Accelerator from its own weights before the state is saved."
             )
-        shards = content["shards"]
-        for name, parameter in engine.module.named_parameters():
-            target = _shard(parameter)
-            if name not in shards or shards[name].shape != target.shape:
-                raise CheckpointError(
-                    f"{path} does not match {type(engine.module).__name__}: {name} is missing or has another shape."
-                )
-            target.copy_(shards[name])
-        for name, buffer in engine.module.named_buffers():
-            buffer.copy_(content["buffers"][name])
+        targets = {"shards": {name: _shard(item) for name, item in engine.module.named_parameters()}}
+        targets["buffers"] = dict(engine.module.named_buffers())
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for part, wanted in targets.items():
+            saved = content.get(part)
+            for name, target in wanted.items():
+                value = saved.get(name) if isinstance(saved, dict) else None
+                if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+                    raise CheckpointError(
+                        f"{path} does not match {type(engine.module).__name__}: {name} is missing or has another shape."
+                    )
+                copies.append((target, value))
+        return partial(_copy_all, copies)
+
+
+def _copy_all(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, value in copies:
+        target.copy_(value)

@@ -45,7 +45,7 @@ class DeepSpeedEngineWrapper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.configured_clipping = float(engine.gradient_clipping() or 0.0)
+        self.configured_clipping: float = float(engine.gradient_clipping() or 0.0)
         self.no_sync_depth = 0
         self._has_gradients = False
         self._norm: float | None = None
@@ -162,6 +162,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         wrapper: the engine; None for an optimizer that is stepped elsewhere.
         original: the optimizer or DummyOptim that the script passed to ``prepare``.
     """
+
+    steps_taken: int
 
     def __init__(self, optimizer: Any, wrapper: DeepSpeedEngineWrapper | None = None, original: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)

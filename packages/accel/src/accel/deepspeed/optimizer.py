@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from accel_state.errors import ConfigurationError
 from .. import _torch_compat
 from .config_paths import get_value
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class DummyOptim:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from accel_state import AcceleratorState, PartialState, get_logger, is_initialized
 from accel_state.errors import ConfigurationError, require
@@ -18,7 +18,7 @@ from . import config as ds_config
 from .config import HfDeepSpeedConfig, PreparedFacts, explicit_setting
 from .config_paths import AUTO, copy_config, get_value, leaf_paths
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from .config import HfDeepSpeedConfig
 from .config_paths import AUTO, auto_paths, copy_config, delete_value
 from .validation import COUNTS
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 T = TypeVar("T", bound=Callable[..., Any])
 

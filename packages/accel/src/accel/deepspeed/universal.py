@@ -9,10 +9,10 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,7 +20,9 @@ from accel_checkpoint.names import CheckpointError
 from accel_state import PartialState, get_logger
 from accel_state.errors import AccelError, ConfigurationError
 
-logger = get_logger(__name__)
+from . import structure
+
+logger: Final = get_logger(__name__)
 
 
 def universal_info(engine: Any) -> dict[str, Any]:
@@ -32,38 +34,92 @@ def universal_info(engine: Any) -> dict[str, Any]:
     return {names.UNIVERSAL_CHECKPOINT_INFO: version}
 
 
-@contextmanager
-def converted(
-    directory: Path, tag: str, engine: Any, saved_by: int | None, read: Callable[[Path], Any]
-) -> Iterator[Path]:
-    """Yield a directory with the state converted for any number of processes. Every rank must enter it."""
-    if not engine.zero_optimization():
-        yield directory  # not sharded
-        return
-    state = PartialState()
-    target: Path | None = None
-    failure: AccelError | None = None
-    if state.is_main_process:
+class Conversion:
+    """The conversion of engines' states, saved by another number of processes, for any number of them.
+
+    Args:
+        directory: the checkpoint.
+        engines: the directory in it of each engine to load, and the engine.
+        saved_by: number of processes that saved it.
+        read: reads a file without running code from it.
+        read_mapped: the same, without reading tensors before they are used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engines: Sequence[tuple[str, Any]],
+        saved_by: int,
+        read: Callable[[Path], Any],
+        read_mapped: Callable[[Path], Any],
+    ) -> None:
+        self._directory = directory
+        self._engines = engines
+        self._saved_by = saved_by
+        self._read, self._read_mapped = read, read_mapped
+        self._own: Path | None = None  # the directory that this process made
+        self._target = Path()
+
+    def convert(self) -> None:
+        """Check and convert the files, on the main process. Every rank must call it; a failure raises on all.
+
+        Raises:
+            CheckpointError: the files do not fit the engines, or cannot be converted.
+            ConfigurationError: there is no place for the result.
+        """
+        state = PartialState()
+        failure: AccelError | None = None
+        if state.is_main_process:
+            try:
+                self._convert_all()
+            except AccelError as error:
+                failure = error
+            except Exception as error:
+                failure = CheckpointError(f"{self._directory} does not fit ({type(error).__name__}: {error}).")
+        path, failure = state.collectives.broadcast_object((str(self._own or ""), failure))
+        if failure is not None:
+            raise failure
+        self._target = Path(path)
+
+    def _convert_all(self) -> None:
+        for tag, engine in self._engines:
+            source, info = self._directory / tag, universal_info(engine)
+            structure.check_source(engine, source, self._saved_by, self._read_mapped, info)
         try:
-            target = _convert(directory, tag, saved_by, read)
-        except (CheckpointError, ConfigurationError) as error:
-            failure = error
-    path, failure = state.collectives.broadcast_object((str(target or ""), failure))
-    if failure is not None:
-        raise failure
-    before = engine._config.load_universal_checkpoint
-    engine._config.load_universal_checkpoint = True
-    try:
-        yield Path(path)
-        state.wait_for_everyone()
-    finally:
-        engine._config.load_universal_checkpoint = before
-        if target is not None:
-            shutil.rmtree(target, ignore_errors=True)
+            self._own = Path(
+                tempfile.mkdtemp(dir=self._directory.parent, prefix=f".{self._directory.name}.accel-universal-")
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self._directory} was saved on another number of processes, and cannot be converted next to it "
+                f"({error}). Copy it to a writable directory, or launch {self._saved_by} processes."
+            ) from error
+        for tag, _ in self._engines:
+            _convert(self._directory / tag, self._own / tag, self._saved_by, self._read)
+
+    @contextmanager
+    def loading(self, engine: Any) -> Iterator[Path]:
+        """A block in which an engine loads from the directory that it yields."""
+        before = engine._config.load_universal_checkpoint
+        engine._config.load_universal_checkpoint = True
+        try:
+            yield self._target
+        finally:
+            engine._config.load_universal_checkpoint = before
+
+    def finish(self) -> None:
+        """Remove the converted files once all ranks have loaded them. Every rank must call it."""
+        PartialState().wait_for_everyone()
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the converted files."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
 
 
-def _convert(directory: Path, tag: str, saved_by: int | None, read: Callable[[Path], Any]) -> Path:
-    source, processes = directory / tag, PartialState().num_processes
+def _convert(source: Path, target: Path, saved_by: int, read: Callable[[Path], Any]) -> None:
+    processes = PartialState().num_processes
     logger.warning(
         "%s was saved on %s processes and is loaded on %d: its states are first converted to a temporary directory "
         "next to it, which takes as much space and time as another save.",
@@ -74,16 +130,9 @@ def _convert(directory: Path, tag: str, saved_by: int | None, read: Callable[[Pa
     # DeepSpeed's converter would run code from the files, so first make sure that they contain none.
     for path in sorted(source.glob("*.pt")):
         read(path)
-    try:
-        target = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.accel-universal-"))
-    except OSError as error:
-        raise ConfigurationError(
-            f"{directory} was saved on another number of processes, and cannot be converted next to it ({error}). Copy "
-            f"it to a writable directory, or launch {saved_by} processes."
-        ) from error
     arguments = argparse.Namespace(
         input_folder=str(source),
-        output_folder=str(target / tag),
+        output_folder=str(target),
         # More workers would be forked from this process, which has threads.
         num_extract_workers=1,
         num_merge_workers=1,
@@ -96,12 +145,10 @@ def _convert(directory: Path, tag: str, saved_by: int | None, read: Callable[[Pa
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(arguments)
     except Exception as error:
-        shutil.rmtree(target, ignore_errors=True)
         raise CheckpointError(
             f"{source} was saved on {saved_by} processes, and DeepSpeed cannot convert it for {processes}: "
             f"{type(error).__name__}: {error}. Launch {saved_by} processes."
         ) from error
-    return target
 
 
 def restore_omitted_state(engine: Any, source: Path, read: Callable[[Path], Any]) -> None:

@@ -20,7 +20,7 @@ class Network:
     def __init__(self, host: str | None, token: bytes) -> None:
         self.token = token
         self._has_tunnels = host is not None and not is_loopback(host)
-        self.host = host if host is not None and self._has_tunnels else LOOPBACK
+        self.host: str = host if host is not None and self._has_tunnels else LOOPBACK
         """The address of this replica in what it tells the others."""
         self._servers: list[TunnelServer] = []
         self._clients: dict[str, TunnelClient] = {}

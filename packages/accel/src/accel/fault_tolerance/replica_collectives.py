@@ -28,7 +28,8 @@ class ReplicaCollectives(Collectives):
     def __init__(
         self, group: Any, rank: int, world_size: int, leads: Callable[[], bool], fail: Callable[[Exception], None]
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank: int = rank
+        self.world_size: int = world_size
         self._group, self._leads, self._fail = group, leads, fail
         self._failed = False
         self._leaders: list[int] | None = None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import torch
@@ -27,7 +27,7 @@ from .lighthouse_watch import LighthouseWatch
 from .network import Network
 from .transport import StateTransport
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The address of torchft's lighthouse, which the launcher sets for torchft and for accel."""
@@ -140,7 +140,7 @@ class ReplicaGroup:
         load: Callable[[Any], None],
     ) -> None:
         torchft = require("torchft", purpose="strategy 'ft'", install="accel[ft]")
-        self.number = int(env.read_str(REPLICA) or 0)
+        self.number: int = int(env.read_str(REPLICA) or 0)
         directory = env.read_str(DIRECTORY)
         self._processes = processes
         self._progress = None if directory is None or processes.rank else Path(directory) / f"replica_{self.number}"
@@ -187,7 +187,8 @@ class ReplicaGroup:
                 checkpoint_transport=StateTransport(self._network.host, self._network.token, patience),
                 quorum_retries=_QUORUM_RETRIES,
             )
-        self.rank, self.size = 0, 1
+        self.rank: int = 0
+        self.size: int = 1
         self._lighthouse_ended = False
         self._is_current = False  # whether it has committed the latest step
         self._has_joined = False  # whether it has taken part in a step
@@ -253,7 +254,7 @@ class ReplicaGroup:
         return None
 
     def _live(self) -> Iterator[int]:
-        """The steps of the live replicas of this machine that train, by their reports.
+        """The steps of the live replicas that train, by their reports; those on other machines are a second old.
 
         The launcher removes the reports of the dead.
         """

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from accel_state import env
 from accel_track.tracking import Settings, TrackerRun
@@ -18,7 +18,7 @@ from accel_track.tracking import Settings, TrackerRun
 from .replica_group import DIRECTORY
 from .transport import StateError, pack, unpack
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 # Calls of log() that a replica remembers, for the case that the one that leads dies before its trackers have them.
 _REMEMBERED = 64
@@ -112,7 +112,7 @@ class ReplicaTracking(TrackerRun):
         self.__dict__.update(run.__dict__)
         self._member = member
         self._arguments: tuple[Any, ...] | None = None
-        self.recent = Recent()
+        self.recent: Recent = Recent()
         self._undecided: list[tuple[dict[str, Any], int | None, Settings]] = []
         directory = env.read_str(DIRECTORY)
         self._runs_file = None if directory is None else Path(directory) / "trackers.json"

@@ -1,7 +1,7 @@
 """Sends the state of a replica to one that joins, between processes that have the token of the run.
 
 It replaces torchft's own transport, which listens at all addresses and unpickles what it gets. Here tensors travel as
-their bytes, and the rest in torch's format, which is read with ``weights_only``: a state runs no code, whoever sent it.
+their bytes, and the rest in torch's format, which is read with ``weights_only``: reading runs no code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from accel_state import run_token
 from accel_state.errors import ConfigurationError
 from accel_state.ports import listen
 
-logger = logging.getLogger(__name__)  # for threads, which do not know the rank
+logger: Final = logging.getLogger(__name__)  # for threads, which do not know the rank
 
 _CONNECT_SECONDS = 10.0
 _STEP_BYTES = _SIZE_BYTES = 8

@@ -52,8 +52,10 @@ class ShardedGradients(AccumulatedGradients):
         drop_pending: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__()
-        self.averaging, self.everyone = averaging, everyone
-        self.pending, self.drop_pending = pending, drop_pending
+        self.averaging: Collectives = averaging
+        self.everyone: Collectives = everyone
+        self.pending: Callable[[nn.Parameter], list[torch.Tensor]] = pending
+        self.drop_pending: Callable[[nn.Parameter], None] = drop_pending
 
     def drop(self, model: nn.Module) -> None:
         super().drop(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,10 +12,22 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import checkpoint_wrappers, checkpointed_module
+from .._torch_compat import checkpoint_wrappers, checkpointed_module, selective_contexts
+from .activation_offload import offload_inputs
 
-if TYPE_CHECKING:
-    from .plugin import FullyShardedDataParallelPlugin
+
+class CheckpointingSettings(Protocol):
+    """What is computed again: the plugin of FSDP, or a handler."""
+
+    @property
+    def activation_checkpointing_mode(self) -> str: ...
+
+    @property
+    def activation_checkpointing_every(self) -> int: ...
+
+    @property
+    def activation_checkpointing_offload(self) -> bool: ...
+
 
 # Operators whose results the mode "selective" keeps: they take nearly all of the time of a block, and a part of its
 # memory. Prefixes, because attention has an operator for each kernel.
@@ -25,22 +37,39 @@ _KEPT = (
 )
 
 
-def checkpoint_units(model: nn.Module, units: Sequence[nn.Module], settings: FullyShardedDataParallelPlugin) -> None:
-    """Wrap units in a checkpoint, in place, as the settings say; units that have one already stay as they are."""
+def checkpoint_units(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    settings: CheckpointingSettings,
+    sharded: Sequence[nn.Module] = (),
+) -> None:
+    """Wrap units in a checkpoint, in place, as the settings say; units that have one already stay as they are.
+
+    ``sharded`` are the modules that fully_shard is called on, some of which may be inside of units.
+    """
     if not units:
         raise ConfigurationError(
             "activation_checkpointing wraps the units of auto_wrap_policy, and there are none. Set auto_wrap_policy to "
             "transformer_based_wrap or size_based_wrap."
         )
-    apply, checkpoint_wrapper, offload_wrapper = checkpoint_wrappers()
-    chosen = {id(unit) for unit in units[:: settings.activation_checkpointing_every]} - set(checkpoints_in(model))
+    apply, checkpoint_wrapper = checkpoint_wrappers()
+    in_order = units[::-1]  # inner ones come first
+    chosen = {id(unit) for unit in in_order[:: settings.activation_checkpointing_every]} - set(checkpoints_in(model))
     selective = settings.activation_checkpointing_mode == "selective"
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
+    alone = {id(module) for module in sharded}
+
+    def contexts_of(module: nn.Module) -> dict[str, Any]:
+        if not selective:
+            return {}
+        keep = partial(_keep, _kept_in(module))
+        if any(id(inner) in alone for inner in module.modules() if inner is not module):
+            return {"context_fn": partial(selective_contexts, keep, partial(_is_one_of, _kept_in(module)))}
+        return {"context_fn": partial(create_selective_checkpoint_contexts, keep)}
 
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-        wrapped = checkpoint_wrapper(module, **contexts)
-        return offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped
+        wrapped = checkpoint_wrapper(module, **contexts_of(module))
+        return offload_inputs(wrapped) if settings.activation_checkpointing_offload else wrapped
 
     apply(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
 
@@ -68,10 +97,26 @@ def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     return tuple(map(other, args)), {name: other(value) for name, value in kwargs.items()}
 
 
-def _keep(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _kept_in(unit: nn.Module) -> tuple[str, ...]:
+    """The operators whose results a unit keeps.
+
+    Experts of Transformers with biases (GPT-OSS) add these to their grouped products in place, so that what was kept
+    would be another result: those products are computed again.
+    """
+    biased = any(getattr(module, "has_bias", False) and hasattr(module, "num_experts") for module in unit.modules())
+    return tuple(name for name in _KEPT if not (biased and name.endswith("grouped_mm")))
+
+
+def _keep(
+    kept: tuple[str, ...], context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_one_of(kept, operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_one_of(kept: tuple[str, ...], operator: Any) -> bool:
     # An overload of an operator, or a higher-order operator such as flex_attention.
-    name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
-    return CheckpointPolicy.MUST_SAVE if name.startswith(_KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
+    name: str = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
+    return name.startswith(kept)
 
 
 def checkpoints_in(model: nn.Module) -> dict[int, nn.Module]:

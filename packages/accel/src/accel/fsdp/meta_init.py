@@ -99,8 +99,9 @@ class Materialiser:
         state: PartialState,
         collectives: Collectives | None = None,
     ) -> None:
-        self.settings, self.state = settings, state
-        self.owners = owners_of(model)
+        self.settings: FullyShardedDataParallelPlugin = settings
+        self.state: PartialState = state
+        self.owners: dict[int, list[Owner]] = owners_of(model)
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         # Rank 0 decides what is initialised: where it has weights, the other ranks receive them.
         flags = [has_meta(module) for module in model.modules()]
@@ -121,6 +122,11 @@ class Materialiser:
                 self._replaced.update(allocate(module, self.state.device, self.owners))
             if fills:
                 fill(module, self.settings)
+
+    def whole(self, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The parameters on the meta device whose materialised ones were not sharded, with these."""
+        present = set(model.parameters())
+        return [(old, new) for old, new in self._replaced.items() if new in present]
 
     def origin(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter on the meta device that this one has replaced, or itself."""

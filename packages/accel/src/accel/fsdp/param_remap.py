@@ -45,6 +45,13 @@ class Replacements:
         # An entry is dropped with the last reference to the old parameter.
         self._by_old: Any = WeakIdKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the replaced parameters: those in a pickle or a copy are others."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._by_old = WeakIdKeyDictionary()
+
     def add(self, old: nn.Parameter, new: nn.Parameter, shard: Shard) -> None:
         """Record that ``new`` replaces ``old``; ``shard`` slices optimizer state of the shape of ``old``."""
         if old is not new:

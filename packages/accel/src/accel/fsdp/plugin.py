@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from . import wrap_policy
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "no": torch.float32}
 _PRECISION_KEYS = {
@@ -58,7 +58,6 @@ def _sharding_strategy(value: Any) -> Any:
 @dataclass
 class FullyShardedDataParallelPlugin:
     """How models are sharded over the ranks.
-
     A field that is left out takes the launcher's value (``--fsdp_...``, ``fsdp_config`` or an ``FSDP_...`` variable),
     or the default given here.
 
@@ -100,6 +99,13 @@ class FullyShardedDataParallelPlugin:
 
     Raises:
         ConfigurationError: an unknown value, or one that this version of FSDP does not support.
+
+    Examples:
+        >>> plugin = FullyShardedDataParallelPlugin(
+        ...     fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000
+        ... )
+        >>> plugin.fsdp_version
+        2
     """
 
     fsdp_version: int = None  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import run_wrap_policy
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 
@@ -83,26 +83,30 @@ def owned_by(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Modul
     return owned
 
 
-def transformer_policy(model: nn.Module, names: Sequence[str] | None) -> Callable[..., bool]:
-    """A policy that makes every module of the named classes a unit."""
+def transformer_policy(
+    model: nn.Module,
+    names: Sequence[str] | None,
+    setting: str = "transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)",
+) -> Callable[..., bool]:
+    """A policy that makes every module of the named classes a unit; ``setting`` is what names them, for messages."""
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
         raise ConfigurationError(
-            f"transformer_based_wrap needs the class names of the model's blocks, but {type(model).__name__} has no "
-            "_no_split_modules. Set transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
-            f"{_blocks_hint(model)}."
+            f"the class names of the model's blocks are needed, but {type(model).__name__} has no _no_split_modules. "
+            f"Set {setting}{_blocks_hint(model)}."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
     # The model's own list may name blocks of related models.
     if missing and (names or len(missing) == len(wanted)):
         raise ConfigurationError(
-            f"transformer_cls_names_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}. Set it"
+            f"{setting}: {type(model).__name__} has no module of class {', '.join(missing)}. Set it"
             f"{_blocks_hint(model)}. The classes of the model: {', '.join(sorted(classes))}."
         )
-    layer_classes = {classes[name] for name in wanted if name in classes}
+    # A name may stand for several classes: torch and accel derive classes of the same name.
+    layer_classes = {type(module) for module in model.modules() if type(module).__name__ in wanted}
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
 
 

@@ -55,6 +55,10 @@ class Handlers:
                 )
             self._by_type[type(handler)] = handler
 
+    def add(self, handler: KwargsHandler) -> None:
+        """Add one that the launcher asks for; one of its type that the script passes takes precedence."""
+        self._by_type.setdefault(type(handler), handler)
+
     def get(self, kind: type[H]) -> H:
         """The handler of a type (or of one derived from it), or one with default settings."""
         if kind in self._by_type:

@@ -168,5 +168,5 @@ class FP8RecipeKwargs(_ScalingKwargs, _OptLevelKwargs):
                 raise ConfigurationError(
                     f"opt_level={self.opt_level!r} contradicts optimization_level={optimization_level!r}. Give one."
                 )
-            self.opt_level = optimization_level
+            self.opt_level: str = optimization_level
         super().__post_init__()

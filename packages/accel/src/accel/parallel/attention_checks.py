@@ -37,20 +37,54 @@ DOCUMENT_ARGUMENTS = (*BOUNDARIES, "cu_seqlens", "seq_idx", "document_ids")
 """Arguments of models by which libraries say where the documents of a packed sequence begin."""
 
 
-def check_attention(config: Any, length: int, allowed: str) -> None:
-    """Refuse a Transformers model whose attention would use this rank's shard only."""
+def check_attention(config: Any, length: int, allowed: str) -> bool:
+    """Refuse a Transformers model whose attention would use this rank's shard only.
+
+    Returns:
+        Whether layers attend to windows that are shorter than the sequence; see :func:`window_of_layer`.
+    """
     if config._attn_implementation != allowed:
         raise ConfigurationError(
             f"attn_implementation={config._attn_implementation!r} attends to this rank's part of each sequence only. "
             f"Load the model with attn_implementation={allowed!r} (or model.set_attn_implementation({allowed!r}))."
         )
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is not None and window < length and (kinds is None or "sliding_attention" in kinds):
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chunk, kinds = getattr(text, "attention_chunk_size", None), getattr(text, "layer_types", None) or ()
+    if chunk is not None and chunk < length and "chunked_attention" in kinds:
         raise ConfigurationError(
-            f"sliding_window={window} is shorter than sequences of {length} positions, and attention over split "
-            f"sequences has no window. Use sequences of at most {window}, or cp_size=1 and sp_size=1."
+            f"attention_chunk_size={chunk} is shorter than sequences of {length} positions, and attention over split "
+            f"sequences has no chunks. Use sequences of at most {chunk}, or cp_size=1 and sp_size=1."
         )
+    windows = (window_of(text, layer) for layer in range(max(1, len(kinds))))
+    return any(window is not None and window < length for window in windows)
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """The number of positions that a layer attends to, its own included; None for all before it."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+
+
+def window_of_layer(module: nn.Module, passed: int | None, length: int) -> int | None:
+    """The window of an attention layer of Transformers; None if it is not shorter than the sequence.
+
+    Args:
+        module: the layer.
+        passed: ``sliding_window`` of its call.
+        length: of the full sequence.
+
+    Raises:
+        ConfigurationError: the call does not say what the configuration does.
+    """
+    window = window_of(getattr(module, "config", None), getattr(module, "layer_idx", None) or 0)
+    if (window is not None and window < length) and window != passed:
+        raise ConfigurationError(
+            f"sliding_window={window} is shorter than sequences of {length} positions, and {type(module).__name__} "
+            f"does not pass it on, so each token would attend to all before it. Use sequences of at most {window}, or "
+            "cp_size=1 and sp_size=1."
+        )
+    return passed if passed is not None and passed < length else None
 
 
 def _attach_context_parallel_hooks(model: nn.Module) -> None:

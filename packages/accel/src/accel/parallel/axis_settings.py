@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,13 +15,18 @@ SCHEDULES: Mapping[str, str] = {
     "1f1b": "Schedule1F1B",
     "interleaved1f1b": "ScheduleInterleaved1F1B",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
 """Schedules of torch.distributed.pipelining, by name."""
 
 INTERLEAVED = frozenset({"interleaved1f1b", "interleaved_zero_bubble"})
-"""Schedules with several stages on a rank."""
+"""Schedules with several stages on a rank, dealt to the ranks in turns."""
 
-SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble"})
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""Schedules with two stages on a rank: the stages go from the first rank to the last one, and back."""
+
+SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble"}) | V_SHAPED
 """Schedules that compute gradients of weights later than those of inputs. If parameters are freed in between, torch
 computes wrong gradients in them, without an error."""
 
@@ -32,8 +36,9 @@ class TorchTensorParallelConfig:
     """How layers are sharded over the processes of the tensor-parallel axis.
 
     Args:
-        enable_async_tp: overlap communication with matrix products; not available in this version: True logs a warning
-            and has no effect.
+        enable_async_tp: overlap the products of sharded layers with their communication, by torch's operators over
+            symmetric memory: needs CUDA devices of one node and hidden states that are sharded along the sequence.
+            ``--parallelism_config_enable_async_tp`` turns it on too.
         plan: how each module is sharded, by name or by pattern with ``*``: a style of Transformers ("colwise",
             "rowwise", ...) or a ``ParallelStyle`` of torch. None takes the model's own plan, or derives one for blocks
             shaped as Llama's or GPT-2's.
@@ -46,11 +51,9 @@ class TorchTensorParallelConfig:
     loss_parallel: bool = True
 
     def __post_init__(self) -> None:
-        if self.enable_async_tp:
-            logging.getLogger(__name__).warning(
-                "enable_async_tp=True has no effect: overlapping communication with matrix products needs compiled "
-                "models on devices with symmetric memory, and is not available in this version. Results are the same."
-            )
+        if not isinstance(self.enable_async_tp, bool):
+            raise ArgumentTypeError(f"enable_async_tp={self.enable_async_tp!r} must be True or False.")
+        self.enable_async_tp = self.enable_async_tp or ParallelismOptions.from_environment().enable_async_tp
 
 
 @dataclass
@@ -123,10 +126,12 @@ class PipelineParallelConfig:
     Args:
         schedule: the order of forward and backward passes: "1f1b" (as few micro-batches in memory as there are stages),
             "gpipe" (all forward passes first), "interleaved1f1b" (several stages on each rank, so that less time is
-            spent waiting), or "interleaved_zero_bubble" (the same, and gradients of weights are computed where a rank
-            would wait; parameters must not be freed after the forward).
-        num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline.
-        stages_per_rank: stages on each rank; None takes 2 for the interleaved schedules and 1 otherwise.
+            spent waiting), "interleaved_zero_bubble" (the same, and gradients of weights are computed where a rank
+            would wait; parameters must not be freed after the forward), or "zbv" and "dualpipev" (as the one before,
+            with the first and the last stage on the first rank).
+        num_microbatches: number of micro-batches of each rank's batch; None takes the number of ranks in the pipeline,
+            and twice that for "dualpipev".
+        stages_per_rank: stages on each rank; None takes 1 for "1f1b" and "gpipe" and 2 for all others.
         loss_fn: the loss of a micro-batch, from outputs and labels, a mean; None takes that of Transformers' causal
             language models.
         example: a small batch to record the model's calls with: a tuple or a dict. Generated for models of
@@ -147,17 +152,27 @@ class PipelineParallelConfig:
             raise ConfigurationError(
                 f"{self.label('schedule')} is not one of {', '.join(SCHEDULES)}. Choose one of them."
             )
-        is_interleaved = self.schedule in INTERLEAVED
+        is_interleaved, is_v_shaped = self.schedule in INTERLEAVED, self.schedule in V_SHAPED
         if self.stages_per_rank is None:
-            self.stages_per_rank = 2 if is_interleaved else 1
+            self.stages_per_rank = 2 if is_interleaved or is_v_shaped else 1
         positive("stages_per_rank", self.stages_per_rank)
         if self.num_microbatches is not None:
             positive("num_microbatches", self.num_microbatches)
-        if (self.stages_per_rank > 1) != is_interleaved:
+        if is_v_shaped and self.stages_per_rank != 2:
+            raise ConfigurationError(
+                f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}, which has two stages on "
+                "each rank. Leave it out."
+            )
+        if not is_v_shaped and (self.stages_per_rank > 1) != is_interleaved:
             raise ConfigurationError(
                 f"{self.label('stages_per_rank')} does not go with {self.label('schedule')}. Use "
                 f"{' or '.join(sorted(INTERLEAVED))} with 2 or more stages per rank, or another schedule with 1."
             )
+
+    def stages_of(self, rank: int, ranks: int) -> list[int]:
+        """The stages of a rank in a pipeline of ``ranks``, in order."""
+        count = ranks * (self.stages_per_rank or 1)
+        return [rank, count - 1 - rank] if self.schedule in V_SHAPED else list(range(rank, count, ranks))
 
     def check_batch(self, samples: int, ranks: int) -> int:
         """The number of micro-batches for a batch of ``samples`` on a pipeline of ``ranks``.
@@ -165,8 +180,10 @@ class PipelineParallelConfig:
         Raises:
             ConfigurationError: the batch cannot be split into that number, or the schedule does not allow it.
         """
-        count = self.num_microbatches or ranks
-        if self.schedule == "1f1b" and count < ranks:
+        count = self.num_microbatches or ranks * (2 if self.schedule == "dualpipev" else 1)
+        if self.schedule == "dualpipev" and count < 2 * ranks:
+            reason = f"dualpipev needs at least as many as there are stages in the pipeline ({2 * ranks})"
+        elif self.schedule == "1f1b" and count < ranks:
             reason = f"1f1b needs at least as many as there are ranks in the pipeline ({ranks})"
         elif self.schedule in INTERLEAVED and count % ranks:
             reason = f"{self.schedule} needs a multiple of the {ranks} ranks of the pipeline"

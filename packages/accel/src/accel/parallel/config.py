@@ -14,6 +14,7 @@ from accel_state.options import ParallelismOptions
 
 from .axes import AXES, DATA_AXES, EXPERT_AXES
 from .axis_settings import (
+    SPLIT_BACKWARD,
     DeepSpeedSequenceParallelConfig,
     ExpertParallelConfig,
     PipelineParallelConfig,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 @dataclass
 class ParallelismConfig:
     """The sizes of the axes of a mesh; their product, without ``ep_size``, is the number of processes.
-
     A size that is left out takes the launcher's (``--parallelism_config_...``), and is 1 without one.
 
     Args:
@@ -58,6 +58,11 @@ class ParallelismConfig:
     Raises:
         ConfigurationError: a size below 1, axes that exclude each other, an ``ep_size`` that does not divide, or
             settings of another class.
+
+    Examples:
+        >>> configuration = ParallelismConfig(dp_shard_size=2, tp_size=4)
+        >>> configuration.total_size
+        8
     """
 
     dp_replicate_size: int | None = None
@@ -108,6 +113,36 @@ class ParallelismConfig:
                 setattr(self, name, kind() if self.size(axis) > 1 else None)
             elif not isinstance(handler, kind):
                 raise ArgumentTypeError(f"{name}={handler!r} must be a {kind.__name__}. Pass one, or leave it out.")
+        self._check_async(launched)
+        schedule = self.pp_handler.schedule if self.pp_handler is not None else ""
+        if self.size("ep") > 1 and self.size("tp") > 1 and schedule in SPLIT_BACKWARD:
+            raise ConfigurationError(
+                f"ep_size={self.ep_size} and tp_size={self.tp_size} with schedule={schedule!r}: computing gradients of "
+                "experts later than those of inputs is not supported where ranks share their tokens. Use the schedule "
+                "'interleaved1f1b', or tp_size=1."
+            )
+
+    def _check_async(self, launched: ParallelismOptions) -> None:
+        enabled = launched.enable_async_tp if self.tp_handler is None else self.tp_handler.enable_async_tp
+        if not enabled:
+            return
+        advice = "Leave it out, or set"
+        if self.size("tp") == 1:
+            raise ConfigurationError(
+                "enable_async_tp=True overlaps the communication of tensor parallelism, and tp_size=1. "
+                f"{advice} tp_size."
+            )
+        if self.tp_sequence_parallel is False:
+            raise ConfigurationError(
+                "enable_async_tp=True needs hidden states that are sharded along the sequence, and "
+                f"tp_sequence_parallel=False. {advice} that to True."
+            )
+        for axis in ("cp", "sp", "pp", "ep"):
+            if self.size(axis) > 1:
+                raise ConfigurationError(
+                    f"enable_async_tp=True does not support {axis}_size={self.size(axis)}: the combination has not "
+                    f"been compared with one process. {advice} {axis}_size=1."
+                )
 
     def _check_experts(self) -> None:
         experts = self.size("ep")

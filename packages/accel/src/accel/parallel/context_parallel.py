@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,12 +17,13 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import has_ring_kernels, set_rotate_method
-from .documents import Documents, are_packed_positions
+from .attention_checks import window_of_layer
+from .documents import FLEX_BLOCK, Documents, are_packed_positions
 from .ring_kernels import Ring, repeat_heads
 from .sequence_collectives import gather
 from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class RingAttention:
@@ -29,9 +32,27 @@ class RingAttention:
     def __init__(self, mesh: DeviceMesh, inner: Callable[..., torch.Tensor]) -> None:
         self.mesh = mesh
         self.inner = inner
-        self.calls = 0
+        self.calls: int = 0
         self.closed = False
         self.shard: SequenceShard | None = None
+        self._window: int | None = None
+        self._in_layer = False
+
+    def layer(self, inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' function of an attention layer, which calls this object: it knows the layer's window.
+
+        The mask that the layer is given is that of a shard, in which windows are others.
+        """
+        shard = self.shard
+        if shard is None or not shard.has_windows:
+            return inner(module, *args, **kwargs)
+        self._window, self._in_layer = window_of_layer(module, kwargs.get("sliding_window"), shard.length), True
+        if self._window is not None:
+            args, kwargs = args[:3], {**kwargs, "attention_mask": None}
+        try:
+            return inner(module, *args, **kwargs)
+        finally:
+            self._window, self._in_layer = None, False
 
     def __call__(
         self,
@@ -48,18 +69,48 @@ class RingAttention:
         self.calls += 1
         _check_call(query, key, attn_mask, dropout_p, is_causal)
         shard = self.shard
-        documents = None if shard is None else shard.documents or shard.undivided
+        documents = None if shard is None else self._documents(shard, query)
         if shard is not None and documents is not None:
             out = self._within_documents(query, key, value, scale, shard, documents)
-        elif not has_ring_kernels(query.device.type):
-            out = Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
+        elif query.shape[-1] != value.shape[-1]:
+            out = self._over_equal_heads(query, key, value, is_causal, scale)
         else:
-            key, value = repeat_heads(key, query), repeat_heads(value, query)
-            with _fused_kernels():
-                out = self.inner(query, key, value, is_causal=is_causal, scale=scale)
+            out = self._round(query, key, value, is_causal, scale)
         if out.requires_grad:
             out.register_hook(self._check_open)
         return out
+
+    def _documents(self, shard: SequenceShard, query: torch.Tensor) -> Documents | None:
+        if shard.has_windows and not self._in_layer:
+            raise ConfigurationError(
+                f"the model has windows (sliding_window) that are shorter than sequences of {shard.length} positions, "
+                "and calls scaled_dot_product_attention without saying so, so each token would attend to all before "
+                "it. Use shorter sequences, or cp_size=1."
+            )
+        documents = shard.documents or shard.undivided
+        if documents is None and self._window is not None:
+            documents = shard.windowed or Documents(shard.positions.new_zeros(1, shard.length))
+            shard.windowed = documents
+        return documents
+
+    def _round(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        if not has_ring_kernels(query.device.type) or _sums_are_padded(query):
+            out: torch.Tensor = Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
+            return out
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
+        with _fused_kernels():
+            return self.inner(query, key, value, is_causal=is_causal, scale=scale)
+
+    def _over_equal_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+    ) -> torch.Tensor:
+        """Attention whose values have another size than its keys (multi-head latent attention): zeros fill them up."""
+        size = max(query.shape[-1], value.shape[-1])
+        q, k, v = (functional.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
+        out = self._round(q, k, v, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        return out[..., : value.shape[-1]]
 
     def _within_documents(
         self,
@@ -78,7 +129,7 @@ class RingAttention:
         both = gather(torch.cat([key, value], -1).transpose(1, 2), self.mesh, shard.length).transpose(1, 2)
         keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
         positions = shard.positions.to(query.device)
-        return documents.attend(query, keys, values, positions, shard.order.to(query.device), scale)
+        return documents.attend(query, keys, values, positions, shard.order.to(query.device), scale, self._window)
 
     def _check_open(self, gradient: torch.Tensor) -> None:
         if self.closed:
@@ -112,6 +163,17 @@ def _check_call(
         )
 
 
+def _sums_are_padded(query: torch.Tensor) -> bool:
+    """Whether the fused kernel for this dtype returns sums for more queries than it is given.
+
+    The memory-efficient one, which float32 takes, pads them to a multiple of 32, and torch's ring cannot merge these
+    with others. It computes a rank's part of a sequence, and halves of it.
+    """
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return dtype not in (torch.float16, torch.bfloat16) and query.shape[-2] % 64 != 0
+
+
 @contextmanager
 def _fused_kernels() -> Iterator[None]:
     """Only the kernels that the ring supports: others would attend to this rank's shard, without an error."""
@@ -130,10 +192,17 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
     # Compiled models call it too, and must not compile it. (Importing the compiler takes half a second.)
     compiles = "torch._dynamo" in sys.modules
     functional.scaled_dot_product_attention = torch.compiler.disable(ring.__call__) if compiles else ring
+    layers = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    layer = layers.get("sdpa")
+    if layer is not None:
+        call = partial(ring.layer, layer)
+        layers["sdpa"] = torch.compiler.disable(call) if compiles else call
     try:
         yield ring
     finally:
         functional.scaled_dot_product_attention = inner
+        if layer is not None:
+            layers["sdpa"] = layer
         ring.closed = True
 
 
@@ -149,8 +218,8 @@ class ContextParallel:
         self._called = ""
         self._warned = False
 
-    def prepare_model(self, model: nn.Module) -> None:
-        SequenceCalls(model, "sdpa", self._shard_of)
+    def prepare_model(self, model: nn.Module) -> SequenceCalls:
+        return SequenceCalls(model, "sdpa", self._shard_of)
 
     def _shard_of(self, model: nn.Module, passed: list[torch.Tensor]) -> SequenceShard | None:
         if self.shard is not None:
@@ -184,7 +253,7 @@ class ContextParallel:
         documents = self._documents_to_balance(full, dims)
         self._left_by_work = documents is not None
         if documents is not None:
-            order = documents.split_evenly(size)
+            order = documents.split_evenly(size, FLEX_BLOCK if has_ring_kernels(full[0].device.type) else 1)
             positions = order[self.mesh.get_local_rank()].to(full[0].device)
             shards = [tensor.index_select(dim, positions) for tensor, dim in zip(full, dims, strict=True)]
             context: AbstractContextManager[RingAttention] = ring_attention(self.mesh)

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from accel_state.errors import ConfigurationError
+
 from .._torch_compat import has_ring_kernels
 
 # Torch's own: within a block of context parallelism, another function has its name.
 _ATTENTION = functional.scaled_dot_product_attention
 PIECES = 16
 """Pieces that each rank's part of a sequence consists of where the work is balanced."""
+FLEX_BLOCK = 128
+"""Queries, and keys, of a block that flex attention computes or leaves out."""
 
 
 class Documents:
@@ -31,7 +35,7 @@ class Documents:
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids
         self._lengths: list[list[int]] | None = None
-        self._masks: dict[str, Any] = {}
+        self._masks: dict[tuple[str, int | None], Any] = {}
 
     @classmethod
     def of_positions(cls, positions: torch.Tensor) -> Documents:
@@ -65,6 +69,7 @@ class Documents:
         queries: torch.Tensor,
         keys: torch.Tensor,
         scale: float | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Attention of some tokens to others: shapes ``[batch, heads, tokens, D]``.
 
@@ -75,25 +80,36 @@ class Documents:
             queries: positions of the tokens in the full sequence, ``[tokens]``; the same in every call.
             keys: those of the others.
             scale: of the scores; by default ``D ** -0.5``.
+            window: tokens attend to so many, themselves included, and not to those before them.
         """
         is_grouped = query.shape[1] != key.shape[1]
         if has_ring_kernels(query.device.type):
-            mask = self._mask("flex", queries, keys)
+            mask = self._mask("flex", queries, keys, window)
             attended: torch.Tensor = _flex_attention()(
                 query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped
             )
             return attended
-        return _ATTENTION(
-            query, key, value, attn_mask=self._mask("sdpa", queries, keys), scale=scale, enable_gqa=is_grouped
-        )
+        mask = self._mask("sdpa", queries, keys, window)
+        return _ATTENTION(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
 
     def attend_whole(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, dropout: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        dropout: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Causal attention of all tokens, in order, to those of their documents: ``[batch, heads, length, D]``."""
-        if has_ring_kernels(query.device.type) and not dropout:
+        if window is not None and dropout:
+            raise ConfigurationError(
+                f"attention with sliding_window={window} over split sequences has no dropout, and the model asks for "
+                f"{dropout}. Set attention_dropout=0."
+            )
+        if window is not None or (has_ring_kernels(query.device.type) and not dropout):
             places = torch.arange(query.shape[2], device=query.device)
-            return self.attend(query, key, value, places, places, scale)
+            return self.attend(query, key, value, places, places, scale, window)
         settings: dict[str, Any] = {"is_causal": True, "scale": scale, "dropout_p": dropout}
         settings["enable_gqa"] = query.shape[1] != key.shape[1]
         rows = []
@@ -109,45 +125,61 @@ class Documents:
             self._lengths = [count.tolist() for count in counts]
         return self._lengths * (batch // len(self._lengths))
 
-    def _mask(self, kind: str, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        if kind in self._masks:
-            return self._masks[kind]
-        ids = self.ids.to(queries.device)
-        if kind == "sdpa":
-            mask = (ids[:, queries].unsqueeze(-1) == ids[:, keys].unsqueeze(-2)) & (keys <= queries.unsqueeze(-1))
-            self._masks[kind] = mask.unsqueeze(1)
-        else:
-            self._masks[kind] = flex_mask(ids, queries, keys)
-        return self._masks[kind]
+    def _mask(self, kind: str, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> Any:
+        if (kind, window) not in self._masks:
+            ids = self.ids.to(queries.device)
+            if kind == "sdpa":
+                mask = ids[:, queries].unsqueeze(-1) == ids[:, keys].unsqueeze(-2)
+                mask = (mask & in_reach(queries.unsqueeze(-1), keys, window)).unsqueeze(1)
+            else:
+                mask = flex_mask(ids, queries, keys, window)
+            self._masks[kind, window] = mask
+        return self._masks[kind, window]
 
-    def split_evenly(self, size: int) -> torch.Tensor:
-        """The positions of each rank, ``[size, length / size]``, with about the same number of attended pairs.
+    def split_evenly(self, size: int, block: int = 1) -> torch.Tensor:
+        """The positions of each rank, ``[size, length / size]``, with about the same work.
 
         The heaviest piece of the sequence goes to the rank with the least work that has room (longest processing time
         first: Graham, Bounds on multiprocessing timing anomalies, 1969).
+
+        Args:
+            size: ranks; they divide the length.
+            block: attention computes blocks of so many queries and as many keys, or none of a block; the work of a
+                query is then the blocks, and no block is split. Other than 1 it has no effect if it does not divide
+                the length of each part.
         """
-        work = (self.positions() + 1).sum(0).cpu()
-        share = len(work) // size
-        piece = next(piece for piece in range(max(1, share // PIECES), 0, -1) if share % piece == 0)
+        places = torch.arange(self.ids.shape[1], device=self.ids.device)
+        share = len(places) // size
+        block = 1 if share % block else block
+        first = (places - self.positions()).unflatten(1, (-1, block)).amin(2) // block
+        work = (places[::block] // block - first + 1).sum(0).cpu()
+        parts = share // block
+        piece = next(piece for piece in range(max(1, parts // PIECES), 0, -1) if parts % piece == 0)
         weights = work.unflatten(0, (-1, piece)).sum(1).tolist()
         loads, taken = [0] * size, [list[int]() for _ in range(size)]
         for index in sorted(range(len(weights)), key=lambda index: -weights[index]):
-            rank = min((rank for rank in range(size) if len(taken[rank]) < share // piece), key=loads.__getitem__)
+            rank = min((rank for rank in range(size) if len(taken[rank]) < parts // piece), key=loads.__getitem__)
             loads[rank] += weights[index]
             taken[rank].append(index)
-        first = torch.tensor([sorted(pieces) for pieces in taken]) * piece
-        return (first.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+        begins = torch.tensor([sorted(pieces) for pieces in taken]) * piece * block
+        return (begins.unsqueeze(-1) + torch.arange(piece * block)).flatten(1)
 
 
-def flex_mask(ids: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
+def in_reach(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether tokens attend to others, by their positions."""
+    return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+
+
+def flex_mask(ids: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> Any:
     """The same mask for flex attention, which leaves out blocks that it hides."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def attends(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         del head
-        return (ids[row, queries[q]] == ids[row, keys[k]]) & (keys[k] <= queries[q])
+        return (ids[row, queries[q]] == ids[row, keys[k]]) & in_reach(queries[q], keys[k], window)
 
-    return create_block_mask(attends, len(ids), None, len(queries), len(keys), device=str(queries.device))
+    size = len(queries), len(keys)
+    return create_block_mask(attends, len(ids), None, *size, device=str(queries.device), BLOCK_SIZE=FLEX_BLOCK)
 
 
 @cache

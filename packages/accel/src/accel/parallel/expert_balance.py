@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,9 +20,13 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import is_in_backward
 from ..core.unwrap import extract_model_from_parallel
+from .sequence_inputs import padding_of
 
 _AUXILIARY_LOSS = "load_balancing_loss_func"
 """The function of each mixture of Transformers that its forward calls for the auxiliary loss."""
+
+_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""Of that function in all mixtures of Transformers that compute the loss of Switch Transformers."""
 
 _RANKS: ContextVar[Collectives | None] = ContextVar("accel_auxiliary_loss_ranks", default=None)
 """The ranks with other tokens of the same batch, while a forward of a prepared model runs."""
@@ -215,18 +220,23 @@ class _AuxiliaryLoss:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._signature = inspect.signature(function)
 
-    def __call__(
-        self,
-        gate_logits: Any,
-        num_experts: int | None = None,
-        top_k: int = 2,
-        attention_mask: torch.Tensor | None = None,
-    ) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ranks = _RANKS.get()
-        if ranks is None or not isinstance(gate_logits, tuple) or num_experts is None:
-            return self._function(gate_logits, num_experts, top_k, attention_mask)
-        return _global_loss(gate_logits, num_experts, top_k, attention_mask, ranks)
+        if ranks is None:
+            return self._function(*args, **kwargs)
+        call = self._signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        if tuple(call.arguments) != _ARGUMENTS:
+            raise ConfigurationError(
+                f"{self._function.__module__} computes an auxiliary loss of its own, which is not known for the tokens "
+                "of several ranks. Set output_router_logits=False."
+            )
+        logits, experts, top_k, mask = call.arguments.values()
+        if not isinstance(logits, tuple) or experts is None:
+            return self._function(*args, **kwargs)
+        return _global_loss(logits, experts, top_k, padding_of(mask), ranks)
 
 
 def _global_loss(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,15 +79,17 @@ class ExpertParallel:
         self, mesh: DeviceMesh, settings: ParallelismConfig, averaging: Collectives, everyone: Collectives
     ) -> None:
         sparse = expert_mesh(mesh, settings.size("ep"))
-        self.size = settings.size("ep")
+        self.size: int = settings.size("ep")
         self._mesh = sparse["ep"]
         self._tp = mesh["tp"] if settings.tp_enabled else None
         replicates = "dp_replicate" in (sparse.mesh_dim_names or ())
-        self.sharding = sparse["dp_replicate", "efsdp"] if replicates else sparse["efsdp"]
+        self.sharding: DeviceMesh = sparse["dp_replicate", "efsdp"] if replicates else sparse["efsdp"]
         self._factor = settings.size("tp") / self.size
-        self._averaging, self.everyone = averaging, everyone
+        self._averaging = averaging
+        self.everyone: Collectives = everyone
         self._models: Any = WeakIdKeyDictionary()
         self._watched: Any = WeakIdKeyDictionary()
+        self._active: Any = WeakIdKeyDictionary()  # low-rank adapters in use, by module
         self._rate = settings.ep_handler.balance_rate if settings.ep_handler is not None else 0.0
 
     def check(self, model: nn.Module) -> None:
@@ -110,6 +113,11 @@ class ExpertParallel:
                     f"one process. Supported: {', '.join(sorted(COMPARED))}. Set ep_size=1."
                 )
             self._check_sizes(name, module)
+            if self._tp is not None and _adapters_of(module, model):
+                raise ConfigurationError(
+                    f"ep_size={self.size} with tp_size={self._tp.size()} does not support the low-rank adapters of "
+                    f"{name}: it has not been compared with one process. Set tp_size=1, or adapt other layers."
+                )
         if self._rate and not any(True for _ in _biased_routers(model)):
             raise ConfigurationError(
                 f"balance_rate={self._rate} changes the bias (e_score_correction_bias) with which routers choose "
@@ -148,10 +156,13 @@ class ExpertParallel:
         for name, module in experts_in(model).items():
             counter = loads[name] = LoadCounter(int(module.num_experts))  # type: ignore[arg-type]
             if type(module).__name__ == "Llama4TextExperts":
-                self._replace_block(parents[name.rpartition(".")[0]], module, counter)
+                self._replace_block(parents[_parent_of(name)], module, counter)
             else:
                 self._replace_experts(module, counter)
             module.num_experts = counter.experts // self.size  # type: ignore[assignment]
+            for adapter in _adapters_of(module, model):
+                # PEFT would add the changes of all experts to the weights of this rank's.
+                adapter._activate_lora = partial(self._activated, module, adapter)
         routers = dict(_biased_routers(model)) if self._rate else {}
         self._models[model] = True
         device = torch.device(self._mesh.device_type)
@@ -252,11 +263,51 @@ class ExpertParallel:
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
                 local: Any = scaled_gradient(parameter.to_local(), self._factor)
+                for adapter, names in self._active.get(module, ()):
+                    if adapter.parameter_name == name:
+                        local = self._adapted(local, adapter, names)
                 module._parameters[name] = local
         try:
             yield
         finally:
             module._parameters.update(held)
+
+    @contextmanager
+    def _activated(self, module: nn.Module, adapter: Any, names: Iterable[str]) -> Iterator[None]:
+        """Have the experts compute with an adapter of PEFT, in place of the parametrization that it would register."""
+        active = self._active.setdefault(module, [])
+        active.append((adapter, [name for name in names if name in adapter.lora_A]))
+        try:
+            yield
+        finally:
+            active.pop()
+
+    def _adapted(self, weight: torch.Tensor, adapter: Any, names: Iterable[str]) -> torch.Tensor:
+        """The weights of this rank's experts with the changes of an adapter.
+
+        Every rank has the factors of all experts, and their gradients of its own; FSDP's mean over the ranks is right.
+        """
+        own = slice(begin := self._mesh.get_local_rank() * len(weight), begin + len(weight))
+        for name in names:
+            left, right, scale = adapter.get_delta_factors(name)
+            weight = torch.baddbmm(weight, left[own], right[own], alpha=scale)
+        return weight
+
+
+def _adapters_of(module: nn.Module, model: nn.Module) -> list[Any]:
+    """PEFT's adapters of a module's parameters (``target_parameters``), outermost first."""
+    wrappers: list[Any] = [item for item in model.modules() if type(item).__name__ == "ParamWrapper"]
+    found = [item for item in wrappers if item.get_base_layer() is module]
+    if any(not hasattr(item, name) for item in found for name in ("get_delta_factors", "_activate_lora")):
+        raise ConfigurationError("adapters of distributed experts need a newer PEFT. Upgrade it: pip install -U peft.")
+    return found
+
+
+def _parent_of(name: str) -> str:
+    """The name of the block of a module of experts, which adapters may wrap."""
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name.rpartition(".")[0]
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -268,6 +319,6 @@ def _biased_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Routers with a bias that only decides which experts are chosen, by the name of their experts."""
     modules = dict(model.named_modules())
     for name in experts_in(model):
-        for sibling in modules[name.rpartition(".")[0]].children():
+        for sibling in modules[_parent_of(name)].children():
             if isinstance(getattr(sibling, "e_score_correction_bias", None), torch.Tensor):
                 yield name, sibling

@@ -29,7 +29,7 @@ from ..core.unwrap import clean_name
 from .attention_checks import check_documents
 from .axis_settings import SCHEDULES, PipelineParallelConfig
 from .late_checks import LateChecks
-from .sequence_inputs import IGNORED, shift_labels
+from .sequence_inputs import IGNORED, SequenceCalls, shift_labels
 
 
 def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]:
@@ -60,6 +60,18 @@ def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]
     return path, tuple(range(start, end) for start, end in itertools.pairwise(starts))
 
 
+_LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch")  # that models of Transformers pass on to their loss
+
+
+@dataclass
+class Labels:
+    """What the loss of a call is computed from."""
+
+    given: torch.Tensor
+    shifted: torch.Tensor | None  # by one position, where the caller has done that
+    items: torch.Tensor | float | None  # that the loss is divided by; None for the number of labels
+
+
 @dataclass
 class PipelineOutput:
     """The output of a prepared pipeline, on every rank."""
@@ -67,9 +79,27 @@ class PipelineOutput:
     loss: torch.Tensor | None  # of the whole batch of this replica; None without labels
     logits: torch.Tensor | None  # of the whole batch, in evaluation; None in training, where they stay on the last rank
 
-    def __getitem__(self, key: str) -> torch.Tensor | None:
-        value: torch.Tensor | None = getattr(self, key)
-        return value
+    def __getitem__(self, key: str | int) -> torch.Tensor | None:
+        """A value by name; or by number, of those that are not None."""
+        values = vars(self)
+        return values[key] if isinstance(key, str) else [value for value in values.values() if value is not None][key]
+
+    def __contains__(self, name: object) -> bool:
+        return vars(self).get(str(name)) is not None
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is a ``PreTrainedModel``, without importing Transformers."""
+    return hasattr(model, "config") and hasattr(model, "base_model_prefix")
+
+
+def check_auxiliary_loss(router_logits: bool | None) -> None:
+    """Refuse a loss of which the last stage knows a part only."""
+    if router_logits:
+        raise ConfigurationError(
+            "a pipeline does not support output_router_logits=True: the auxiliary loss needs the routers of all "
+            "stages. Set it to False in the model's config, or pp_size=1."
+        )
 
 
 class TrainingPipeline:
@@ -79,9 +109,11 @@ class TrainingPipeline:
 
     Attributes:
         stage_class: the stages of torch's schedule; None for ``torch.distributed.pipelining.PipelineStage``.
+        calls: what gives a call the positions and labels of its part of each sequence; None if sequences are whole.
     """
 
     stage_class: Callable[..., Any] | None = None
+    calls: SequenceCalls | None = None
 
     def __init__(
         self,
@@ -91,9 +123,13 @@ class TrainingPipeline:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.settings, self.device, self.compute_dtype = settings, device, compute_dtype
-        self.rank, self.size, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-        self.count = self.size * (settings.stages_per_rank or 1)
+        self.settings: PipelineParallelConfig = settings
+        self.device: torch.device = device
+        self.compute_dtype: torch.dtype | None = compute_dtype
+        self.rank: int = mesh.get_local_rank()
+        self.size: int = mesh.size()
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.count: int = self.size * (settings.stages_per_rank or 1)
         path, ranges = block_ranges(model, self.count)
         self._loss_function: Any = getattr(model, "loss_function", None)
         if settings.loss_fn is None and self._loss_function is None:
@@ -101,30 +137,33 @@ class TrainingPipeline:
                 f"{type(model).__name__} has no loss_function, so the last stage cannot compute a loss. Pass one: "
                 "PipelineParallelConfig(loss_fn=...)."
             )
+        self._shifts = settings.loss_fn is None  # the loss of causal language models, on shifted labels
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        is_transformers = hasattr(model, "config") and hasattr(model, "base_model_prefix")
-        self._options = {"use_cache": False} if is_transformers else {}
+        self._options = {"use_cache": False} if is_transformers_model(model) else {}
         example = self._example(model, settings.example)
         points = [f"{path}.{blocks[0]}" for blocks in ranges[1:]]
         block = type(model.get_submodule(f"{path}.0")).__name__
         modes = {module: module.training for module in model.modules()}
         forward = functools.partial(model.eval().forward, **self._options)
         self._signature = inspect.signature(forward)
-        self.split = self.split_model(model, forward, points, [block], example)
+        self.split: PipelineSplit = self.split_model(model, forward, points, [block], example)
         self._example_outputs = self.outputs_of_example(model, forward, example)
         for module, mode in modes.items():
             module.training = mode
-        self.order = [name for name, _ in model.named_parameters()]
-        self.state_names = [clean_name(name) for name in model.state_dict()]
-        self.numbers = list(range(self.rank, self.count, self.size))
+        self.order: list[str] = [name for name, _ in model.named_parameters()]
+        self.state_names: list[str] = [clean_name(name) for name in model.state_dict()]
+        places = {number: rank for rank in range(self.size) for number in settings.stages_of(rank, self.size)}
+        self.places: list[int] = [places[number] for number in range(self.count)]
+        self.numbers: list[int] = settings.stages_of(self.rank, self.size)
         parts = [extract(model, self.split, [number], device) for number in range(self.count)]
-        self.ties = _find_ties(parts)
-        self.parts = {number: parts[number] for number in self.numbers}
+        self.ties: dict[str, str] = _find_ties(parts)
+        self.parts: dict[int, nn.Module] = {number: parts[number] for number in self.numbers}
         self._stages = [self._make_stage(model, part, number) for number, part in self.parts.items()]
         self._model: nn.Module | None = model
         self._runtime: PipelineRuntime | None = None
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self._items: torch.Tensor | float = 1.0
+        self._loss_dtypes: dict[bool, torch.dtype] = {}  # by whether autocast is on
 
     def _example(self, model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = next(model.parameters()).device
@@ -186,7 +225,10 @@ class TrainingPipeline:
         self._model = None  # this rank keeps a part of it only
         model.__dict__.pop("_original_forward", None)
         model.forward = functools.partial(self._call, model)
+        model.forward.__signature__ = self._signature  # type: ignore[attr-defined]  # for who looks for arguments
         model.__dict__["_pipeline"] = self
+        if hasattr(model, "generate"):
+            model.__dict__["generate"] = _refuse_to_generate
         self._equalise_ties()
         self._runtime = PipelineRuntime(
             self._stages,
@@ -195,16 +237,20 @@ class TrainingPipeline:
             self.group,
             self._example_outputs,
             self.stage_class,
+            self.places,
         )
         return model
 
     # Weights that the first and the last stage share
 
     def _tied(self) -> list[nn.Parameter]:
-        """This rank's tied parameters, in the same order on the first and the last rank."""
-        if self.rank == 0:
+        """This rank's copies of tied parameters, in the same order on the ranks of the first and the last stage."""
+        first, last = self.places[0], self.places[-1]
+        if first == last:  # they are the same objects there
+            return []
+        if self.rank == first:
             return [self.parts[0].get_parameter(name) for name in self.ties]
-        if self.rank == self.size - 1:
+        if self.rank == last:
             return [self.parts[self.count - 1].get_parameter(name) for name in self.ties.values()]
         return []
 
@@ -215,12 +261,12 @@ class TrainingPipeline:
     def saved_names(self) -> dict[str, str]:
         """The parameters whose optimizer state this rank saves, each with its name in the whole model."""
         names = [name for part in self.parts.values() for name, _ in part.named_parameters()]
-        copies = set(self.ties.values()) if self.rank == self.size - 1 else set()
+        copies = set(self.ties.values()) if self.rank == self.places[-1] else set()
         return {clean_name(name): clean_name(name) for name in names if name not in copies}
 
     def duplicates(self) -> list[nn.Parameter]:
         """Parameters of this rank that the first rank has too, and counts in the gradient norm."""
-        return self._tied() if self.rank == self.size - 1 else []
+        return self._tied() if self.rank == self.places[-1] else []
 
     def _equalise_ties(self) -> None:
         for parameter in self._tied():
@@ -232,21 +278,28 @@ class TrainingPipeline:
                 dist.recv(received, group_src=0, group=self.group)
                 values.copy_(received)
 
-    def _add_tied_gradients(self) -> None:
+    def _add_tied_gradients(self, checks: LateChecks) -> None:
         """Add the gradients of a tied parameter's uses in the first and the last stage."""
+        for parameter, names in zip(self._tied(), self.ties.items(), strict=False):  # none in the stages between
+            is_trained = parameter.requires_grad
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            own = local(gradient)
+            flag = own.new_full((1,), float(is_trained))
+            received, its_flag = self._swapped(own, flag)
+            checks.refuse_if((its_flag != flag).any(), functools.partial(_frozen_in_part, *names))
+            if is_trained:
+                own.add_(received)
+                parameter.grad = gradient
+
+    def _swapped(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """What the other one of the first and the last rank sends in exchange for tensors."""
         peer = self.size - 1 - self.rank
-        for parameter in self._tied():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = local(parameter.grad)
-            sent, received = gradient.contiguous(), torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            ops = [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=peer),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer),
-            ]
-            for work in dist.batch_isend_irecv(ops if self.rank == 0 else ops[::-1]):
-                work.wait()
-            gradient.add_(received)
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        sends = [dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=peer) for tensor in tensors]
+        receives = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor in received]
+        for work in dist.batch_isend_irecv([*sends, *receives] if self.rank == 0 else [*receives, *sends]):
+            work.wait()
+        return received
 
     # Running
 
@@ -260,8 +313,15 @@ class TrainingPipeline:
                 "model(input_ids=..., labels=...), then accelerator.backward(output.loss); or use model.eval() and "
                 "torch.no_grad() for outputs."
             )
+        check_auxiliary_loss(kwargs.get("output_router_logits"))
         checks = LateChecks()
         check_documents(kwargs, "the recorded stages of a pipeline", checks)
+        if self.calls is not None and self.calls.packed:
+            raise ConfigurationError(
+                "position_ids or boundaries mark several documents packed into a sequence, and micro-batches of split "
+                "sequences do not keep them apart. Pad documents instead of packing them, or train with pp_size=1."
+            )
+        shifted, items = (kwargs.pop(name, None) if self._shifts else None for name in _LOSS_ARGUMENTS)
         inputs = args, {name: value for name, value in kwargs.items() if value is not None}
         try:  # on every rank: later only that of the stage concerned would fail
             self._signature.bind(*args, **kwargs)
@@ -273,13 +333,13 @@ class TrainingPipeline:
         batches = microbatches.split(inputs, samples, self.settings.check_batch(samples, self.size))
         if is_training:
             assert labels is not None
-            output = self._train(model, batches, labels)
+            output = self._train(model, batches, Labels(labels, shifted, items), checks)
         else:
-            output = self._evaluate(batches, samples, labels)
+            output = self._evaluate(batches, samples, None if labels is None else Labels(labels, shifted, items))
         checks.settle()  # when the device has all of its work
         return output
 
-    def _train(self, model: nn.Module, batches: list[Any], labels: torch.Tensor) -> PipelineOutput:
+    def _train(self, model: nn.Module, batches: list[Any], labels: Labels, checks: LateChecks) -> PipelineOutput:
         assert self._runtime is not None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         accumulated = [parameter.grad for parameter in parameters]
@@ -289,23 +349,25 @@ class TrainingPipeline:
         target = self._targets(labels, len(batches), scale)
         try:
             losses = self._runtime.train(batches, target, self._loss)
-            self._add_tied_gradients()
+            self._add_tied_gradients(checks)
         finally:
             computed = [parameter.grad for parameter in parameters]
             for parameter, gradient in zip(parameters, accumulated, strict=True):
                 parameter.grad = gradient
-        loss = self.share(torch.stack(losses).sum().detach() / scale if losses else None)
+        loss = self._share_loss(torch.stack(losses).sum().detach() / scale if losses else None)
 
         def add_gradients(factor: torch.Tensor) -> None:
+            ratio = factor / scale
             for parameter, gradient in zip(parameters, computed, strict=True):
                 if gradient is not None:
-                    local(gradient).mul_((factor / scale).to(local(gradient).device))
+                    own = local(gradient)
+                    own.mul_(ratio.to(own.device))
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
         trigger = torch.zeros((), device=self.device, requires_grad=True)
         return PipelineOutput(ComputedLoss.apply(trigger, loss, add_gradients), None)
 
-    def _evaluate(self, batches: list[Any], samples: int, labels: torch.Tensor | None) -> PipelineOutput:
+    def _evaluate(self, batches: list[Any], samples: int, labels: Labels | None) -> PipelineOutput:
         assert self._runtime is not None
         with torch.no_grad():
             outputs = self._runtime.run(batches)
@@ -314,12 +376,13 @@ class TrainingPipeline:
                 return PipelineOutput(None, logits)
             return PipelineOutput(self._loss(logits, self._targets(labels, len(batches), 1.0)), logits)
 
-    def _targets(self, labels: torch.Tensor, count: int, scale: float) -> torch.Tensor:
-        if self.settings.loss_fn is not None:
+    def _targets(self, labels: Labels, count: int, scale: float) -> torch.Tensor:
+        if not self._shifts:
             self._items = count / scale
-            return labels
-        target = shift_labels(labels)
-        self._items = (target != IGNORED).sum().clamp(min=1) / scale
+            return labels.given
+        target = shift_labels(labels.given) if labels.shifted is None else labels.shifted
+        items = (target != IGNORED).sum().clamp(min=1) if labels.items is None else labels.items
+        self._items = items / scale
         return target
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -332,14 +395,44 @@ class TrainingPipeline:
             )
         return loss
 
+    def _share_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The loss of the last stage, on every rank: in one message, after the first one has told its dtype.
+
+        It is sent whether or not it is read: a script may read it on some ranks only, which must not wait for others.
+        """
+        kind = torch.is_autocast_enabled(self.device.type)
+        if kind not in self._loss_dtypes:
+            shared = self.share(loss)
+            self._loss_dtypes[kind] = shared.dtype
+            return shared
+        dtype = self._loss_dtypes[kind]
+        shared = torch.empty((), dtype=dtype, device=self.device) if loss is None else loss.to(dtype)
+        dist.broadcast(shared, group_src=self.places[-1], group=self.group)
+        return shared
+
     def share(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of the last rank, on every rank."""
+        """The tensor of the rank of the last stage, on every rank."""
+        source = self.places[-1]
         meta: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
-        dist.broadcast_object_list(meta, group_src=self.size - 1, group=self.group)
+        dist.broadcast_object_list(meta, group_src=source, group=self.group)
         shape, dtype = meta[0]
         shared = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(shared, group_src=self.size - 1, group=self.group)
+        dist.broadcast(shared, group_src=source, group=self.group)
         return shared
+
+
+def _frozen_in_part(first: str, last: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{last} is tied to {first}, and one of them is frozen and the other one is trained: they are on different "
+        "ranks of the pipeline. Set requires_grad of both to the same value."
+    )
+
+
+def _refuse_to_generate(*_: Any, **__: Any) -> None:
+    raise ConfigurationError(
+        "a pipeline does not generate: its stages keep no keys and values of earlier tokens. Save the model "
+        "(accelerator.save_model), and generate with pp_size=1."
+    )
 
 
 def _find_ties(parts: Sequence[nn.Module]) -> dict[str, str]:

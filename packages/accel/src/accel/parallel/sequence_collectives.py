@@ -39,12 +39,12 @@ def join(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
     """The rows of all ranks, for computations that are sharded; the gradient is summed over the ranks and scattered."""
-    return differentiable(x, _gathers(mesh, length), partial(_summed_rows, mesh=mesh))
+    return differentiable(x, _gathers(mesh, length), partial(summed_rows, mesh=mesh))
 
 
 def scatter(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Reduce-scatter: this rank's rows of the sum over the ranks; the gradient is gathered."""
-    return differentiable(x, partial(_summed_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
+    return differentiable(x, partial(summed_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
 
 
 def _gathers(mesh: DeviceMesh, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -76,7 +76,8 @@ def _all_rows(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
     return joined if length == total else joined.narrow(1, 0, length).clone(memory_format=torch.contiguous_format)
 
 
-def _summed_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def summed_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Reduce-scatter, without a gradient."""
     parts = _padded(x, mesh).unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
     own = x.new_empty((x.shape[0], rows_per_rank(x.shape[1], mesh), *x.shape[2:]))
     _reduce_scatter(own, parts, group=mesh.get_group())

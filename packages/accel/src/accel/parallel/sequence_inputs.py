@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_state.errors import ConfigurationError
 
@@ -21,6 +22,9 @@ from .documents import Documents
 from .late_checks import LateChecks
 
 IGNORED = -100
+
+_PADDING: Any = WeakTensorKeyDictionary()
+"""This rank's part of the mask that a call was made with, by the mask of ones that attention got in its place."""
 
 
 def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
@@ -43,6 +47,11 @@ def gather_shards(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Ten
     return torch.cat(shards, dim)
 
 
+def padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """What a model's mask says about padding: of split sequences, the mask that the user passed."""
+    return mask if mask is None else _PADDING.get(mask, mask)
+
+
 @dataclass
 class SequenceShard:
     """This rank's shard of the sequences of a batch."""
@@ -63,6 +72,8 @@ class SequenceShard:
     documents_argument: str | None = None
     # one document, for calls without any, where ranks have other positions than the ring's kernels need
     undivided: Documents | None = None
+    windowed: Documents | None = None  # one document, for layers that attend to windows of it
+    has_windows: bool = False  # whether some layers do
     counted: torch.Tensor | None = None  # positions that were made here, so that nobody needs to look at them
 
     def pack(self, documents: Documents) -> None:
@@ -214,8 +225,8 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         bound = dict(signature.bind_partial(*args, **kwargs).arguments)
     except TypeError:  # the call itself raises it
         return dict(kwargs)
-    var_kwargs = kinds.get(inspect.Parameter.VAR_KEYWORD)
-    return {**bound, **bound.pop(var_kwargs, {})} if var_kwargs is not None else bound
+    others = bound.pop(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {})
+    return {**bound, **others}
 
 
 class ShardedCall:
@@ -230,7 +241,10 @@ class ShardedCall:
         attention: str,
         checks: LateChecks,
     ) -> None:
-        self.model, self.shard, self.attention, self.checks = model, shard, attention, checks
+        self.model: nn.Module = model
+        self.shard: SequenceShard = shard
+        self.attention: str = attention
+        self.checks: LateChecks = checks
         parameters = inspect.signature(model.forward).parameters
         self._names = set(parameters)
         self._takes_anything = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
@@ -244,7 +258,7 @@ class ShardedCall:
         """The arguments to call the model with; None if they may stay as they are."""
         config = getattr(self.model, "config", None)
         if hasattr(config, "_attn_implementation"):
-            check_attention(config, self.shard.length, self.attention)
+            self.shard.has_windows |= check_attention(config, self.shard.length, self.attention)
         tokens = self._tokens()
         if tokens is None:
             return None
@@ -297,8 +311,10 @@ class ShardedCall:
         if not marks:
             return None
         given = [self._tensor(name) for name in BOUNDARIES if name in marks]
-        if len(given) < len(marks) or None in given or self._tensor("attention_mask") is not None:
-            raise _packed(f"{marks[0]} marks", self.shard)
+        # Collators also number the documents, for layers that scan sequences; attention does not look at it.
+        unknown = [name for name in marks if name not in (*BOUNDARIES, "seq_idx")]
+        if unknown or not given or None in given or self._tensor("attention_mask") is not None:
+            raise _packed(f"{(unknown or marks)[0]} marks", self.shard)
         first = given[0]
         assert first is not None
         if tokens.shape[0] != 1 or any(other is not None and not torch.equal(first, other) for other in given):
@@ -310,8 +326,11 @@ class ShardedCall:
                 f"{marks[0]} has the boundaries of documents: {error}. Pass the number of tokens before each document, "
                 "and before the end, of the whole sequence."
             ) from error
+        numbers = self._tensor("seq_idx")
+        if numbers is not None and not _begin_alike(numbers, documents.ids):
+            raise _packed("seq_idx, which does not change where cu_seq_lens_q has boundaries, marks", self.shard)
         self.shard.pack(documents)
-        for name in (*BOUNDARIES, "max_length_q", "max_length_k"):
+        for name in (*BOUNDARIES, "max_length_q", "max_length_k", "seq_idx"):
             self._arguments.pop(name, None)
         return documents
 
@@ -346,13 +365,17 @@ class ShardedCall:
         )
 
     def _set_mask(self, tokens: torch.Tensor) -> None:
-        mask = self._tensor("attention_mask")
-        if mask is not None and mask is not self.shard.mask:
+        mask, ones = self._tensor("attention_mask"), self.shard.mask_for(tokens)
+        self._arguments["attention_mask"] = ones
+        if mask is ones:  # of an outer module's call, which has been corrected
+            return
+        _PADDING.pop(ones, None)
+        if mask is not None:
             full, shape = self.shard.full(mask), tuple(mask.shape)
             if full is None or full.ndim != 2:
                 raise _hiding_mask(shape)
             self.checks.refuse_if((full[:, 1:] > full[:, :-1]).any() | (full > 1).any(), lambda: _hiding_mask(shape))
-        self._arguments["attention_mask"] = self.shard.mask_for(tokens)
+            _PADDING[ones] = self.shard.of(full)
 
     def _set_labels(self) -> None:
         labels, shifted = self._tensor("labels"), self._tensor("shift_labels")
@@ -390,6 +413,12 @@ class ShardedCall:
                 "batch. Compute the loss outside of the model: call it without labels, and divide the sum of the "
                 "losses of this rank's tokens by the number of tokens of the batch."
             )
+
+
+def _begin_alike(numbers: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether two numberings of the tokens of a sequence change at the same ones."""
+    same_shape = numbers.shape == ids.shape
+    return same_shape and torch.equal(numbers.diff(dim=-1) != 0, (ids.diff(dim=-1) != 0).to(numbers.device))
 
 
 def _packed(what: str, shard: SequenceShard) -> ConfigurationError:

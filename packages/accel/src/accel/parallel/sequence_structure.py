@@ -25,6 +25,7 @@ class BlockStructure:
 
     Attributes:
         sharded: modules that contain column-wise layers and the row-wise layer after them.
+        columns: the column-wise layers that each of them calls.
         inline: the column-wise layers that the block itself calls.
         rows: the row-wise layers.
         norms: modules with parameters that compute each position by itself, outside of ``sharded``.
@@ -33,6 +34,7 @@ class BlockStructure:
 
     block: nn.Module
     sharded: list[nn.Module] = field(default_factory=list)
+    columns: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
     inline: list[nn.Module] = field(default_factory=list)
     rows: list[nn.Module] = field(default_factory=list)
     norms: list[nn.Module] = field(default_factory=list)
@@ -54,7 +56,7 @@ def find_structure(model: nn.Module, plan: Mapping[str, Any]) -> list[BlockStruc
     modules = dict(model.named_modules())
     lists = {_list_of(name, modules) for name, style in plan.items() if isinstance(style, Rows)}
     if len(lists) != 1 or None in lists:
-        raise UnsupportedModelError("its row-wise layers are not in one nn.ModuleList of blocks")
+        raise UnsupportedModelError("its row-wise layers are not in one nn.ModuleList or nn.ModuleDict of blocks")
     path = lists.pop()
     blocks = {
         name: block
@@ -65,10 +67,17 @@ def find_structure(model: nn.Module, plan: Mapping[str, Any]) -> list[BlockStruc
 
 
 def _list_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The name of the outermost list that contains a module."""
+    """The name of the outermost list that contains a module, or of a dictionary of blocks of one class."""
     parts = name.split(".")
     prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
-    return next((prefix for prefix in prefixes if isinstance(modules[prefix], nn.ModuleList)), None)
+    return next((prefix for prefix in prefixes if _holds_blocks(modules[prefix])), None)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return True
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleDict) and len(kinds) > 1 and len(set(kinds)) == 1
 
 
 def _caller(name: str, modules: Mapping[str, nn.Module]) -> str:
@@ -94,7 +103,8 @@ def _structure(
         if isinstance(style, Rows) and not style.splits:
             found.rows.append(module)
         elif isinstance(style, Columns) and not style.gathers and _caller(key, modules) in callers:
-            found.inline += [module] if holder is None else []
+            layers = found.inline if holder is None else found.columns.setdefault(modules[holder], [])
+            layers.append(module)
         elif isinstance(module, nn.Dropout):
             found.dropouts.append(module)
         elif isinstance(style, Heads) and holder is not None:

@@ -54,7 +54,7 @@ class ShardedLogits:
 
     def __init__(self, mesh: DeviceMesh, model: Any, head: Any) -> None:
         self.mesh = mesh
-        self.vocabulary = Vocabulary(int(head.weight.shape[0]), mesh)
+        self.vocabulary: Vocabulary = Vocabulary(int(head.weight.shape[0]), mesh)
         self._active = False
         self._kinds: dict[Any, Any] = {}  # classes of outputs
         self._original: Callable[..., Any] = model.loss_function

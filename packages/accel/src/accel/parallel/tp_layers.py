@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,14 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import keeps_local, shard_replicated
 from ..core.fused_dtensor import remember_packed
+from ..core.nf4_weights import is_stored_in_nf4
 from .tp_collectives import SharedInput, joined, part, share_of, shared, summed
+from .tp_four_bit import four_bit_product, is_four_bit, shard_four_bit
+from .tp_nf4 import parts_of_nf4
+
+LINEAR_LAYERS: Final = (
+    "torch.nn.Linear (also in torchao's NF4) and Conv1D themselves, bitsandbytes' Linear4bit, and LoRA of PEFT on these"
+)
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -36,8 +43,15 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module computes exactly a linear layer; quantized or low-rank subclasses do not."""
-    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    """Whether a module computes exactly a linear layer; low-rank and most quantized subclasses do not."""
+    if is_conv1d(module) or is_four_bit(module):
+        return True
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_in_blocks(module: Any) -> bool:
+    """Whether a module's weight is in 4 bits, of bitsandbytes or torchao, with scales of blocks."""
+    return is_four_bit(module) or is_stored_in_nf4(module)
 
 
 def is_scaled(module: nn.Module) -> bool:
@@ -71,9 +85,11 @@ class Style:
 
 
 class Region(Protocol):
-    """How the products of a row-wise layer are added up, and what its bias is."""
+    """How the products of layers are computed and added up, and what the bias of a row-wise layer is."""
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+    def computed(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None: ...
+
+    def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor: ...
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
 
@@ -84,8 +100,13 @@ class WholeSequences:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return summed(x, self.mesh)
+    def computed(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The product of a column-wise layer without its bias, where that was computed before the call."""
+        return None
+
+    def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of the products of a row-wise layer."""
+        return summed(product(layer, x, None), self.mesh)
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
@@ -96,7 +117,7 @@ class ParameterSharder:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._made: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+        self._made: dict[nn.Parameter, tuple[nn.Parameter, tuple[int, torch.Size]]] = {}
         self._inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._regions: dict[nn.Module, Region] = {}
         self.outputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
@@ -109,11 +130,11 @@ class ParameterSharder:
     def shard_sequences(
         self,
         region: Region,
-        rows: Iterable[nn.Module],
+        layers: Iterable[nn.Module],
         inputs_of: Callable[[dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], dict[nn.Module, Any]],
     ) -> None:
         """Let layers work on hidden states that are sharded along the sequence between them."""
-        self._regions.update(dict.fromkeys(rows, region))
+        self._regions.update(dict.fromkeys(layers, region))
         self._inputs.update(inputs_of(self._inputs))
 
     def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -121,25 +142,39 @@ class ParameterSharder:
         return self._inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def region_of(self, module: nn.Module) -> Region:
-        """What happens to the outputs and the bias of a row-wise layer."""
+        """How a layer computes its products, and what happens to them."""
         return self._regions.get(module) or WholeSequences(self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Replace a module's parameter by its shard along a dimension."""
+        if name == "weight" and is_four_bit(module):
+            shard_four_bit(module, dim, self.mesh)
+        elif name == "weight" and is_stored_in_nf4(module):
+            for stored, view in parts_of_nf4(module, dim, self.mesh):
+                self._shard(module, stored, dim, view)
+        elif pieces == 1:
+            self._shard(module, name, dim)
+        else:
+            old = module._parameters[name]
+            assert old is not None
+            # The pieces that are concatenated along `dim` get a dimension of their own.
+            self._shard(module, name, dim + 1, old.data.unflatten(dim, (pieces, -1)))
+
+    def _shard(self, module: nn.Module, name: str, dim: int, view: torch.Tensor | None = None) -> None:
+        """Shard a parameter, or a view of it, which is saved in the parameter's shape."""
         old = module._parameters[name]
         assert old is not None
+        whole = old.data if view is None else view
         if old not in self._made:
-            # The pieces that are concatenated along `dim` get a dimension of their own.
-            view = old.data if pieces == 1 else old.data.unflatten(dim, (pieces, -1))
-            shard = shard_replicated(view, self.mesh, [Shard(dim if pieces == 1 else dim + 1)])
-            self._made[old] = nn.Parameter(shard, old.requires_grad), dim
+            shard = shard_replicated(whole, self.mesh, [Shard(dim)])
+            self._made[old] = nn.Parameter(shard, old.requires_grad), (dim, whole.shape)
         new, done = self._made[old]
-        if done != dim:
+        if done != (dim, whole.shape):
             raise ConfigurationError(
                 f"{name} of a {type(module).__name__} is shared with a layer that is sharded along another dimension. "
                 "Shard neither: TorchTensorParallelConfig(plan=...)."
             )
-        if pieces > 1:
+        if view is not None:
             remember_packed(module, name, old.shape)
         module._parameters[name] = new
 
@@ -149,9 +184,20 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
+def matrix_of(module: nn.Module) -> torch.Tensor:
+    """This rank's shard of the weight, as a matrix of (inputs, outputs)."""
+    weight: torch.Tensor = _local(module.weight)
+    return weight.flatten(1) if is_conv1d(module) else weight.flatten(0, -2).t()
+
+
+def product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
     """The product with this rank's shard of the weight."""
     weight = _local(module.weight)
+    if is_stored_in_nf4(module):
+        return nn.functional.linear(x, weight, bias)
+    if is_four_bit(module):
+        out = four_bit_product(module, x, weight)
+        return out if bias is None else out + bias.to(out.dtype)
     if not is_conv1d(module):
         return nn.functional.linear(x, weight.flatten(0, -2), bias)
     if bias is None:
@@ -166,7 +212,7 @@ def _replace_forward(module: nn.Module, forward: Forward) -> None:
 class Columns(Style):
     """Column-wise: each rank computes a part of the outputs."""
 
-    supported = "torch.nn.Linear and Conv1D themselves"
+    supported = LINEAR_LAYERS
 
     def __init__(self, pieces: int = 1, gathers: bool = False) -> None:
         self.pieces = pieces
@@ -174,7 +220,12 @@ class Columns(Style):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
         outputs = 1 if is_conv1d(module) else 0
-        width = int(module.weight.shape[outputs])  # type: ignore[index]
+        width = int(module.out_features if is_four_bit(module) else module.weight.shape[outputs])  # type: ignore[arg-type,index]
+        if self.pieces > 1 and is_in_blocks(module):
+            raise ConfigurationError(
+                f"a 4-bit layer of {width} outputs holds {self.pieces} matrices, which have not been compared with one "
+                "process under tensor parallelism. Shard by FSDP 2 (dp_shard_size), or leave the layer out of the plan."
+            )
         if self.pieces > 1 and width % (self.pieces * mesh.size()):
             raise ConfigurationError(
                 f"a layer of {width} outputs holds {self.pieces} matrices, which tp_size={mesh.size()} does not divide "
@@ -185,11 +236,15 @@ class Columns(Style):
             sharder(module, "bias", 0, self.pieces)
         share = sharder.input_of(module)
         gather = sharder.outputs.get(module) or partial(joined, mesh=mesh, width=width)
-        gathers = self.gathers
+        gathers, region = self.gathers, sharder.region_of(module)
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             bias = None if layer.bias is None else _local(layer.bias).flatten()
-            out = _product(layer, share(x), bias)
+            out = region.computed(layer, x)
+            if out is None:
+                out = product(layer, share(x), bias)
+            elif bias is not None:
+                out = out + bias.to(out.dtype)
             return gather(out) if gathers else out
 
         _replace_forward(module, forward)
@@ -198,7 +253,7 @@ class Columns(Style):
 class Rows(Style):
     """Row-wise: each rank multiplies a part of the inputs, and the products are added up over the ranks."""
 
-    supported = "torch.nn.Linear and Conv1D themselves"
+    supported = LINEAR_LAYERS
 
     def __init__(self, splits: bool = False) -> None:
         self.splits = splits
@@ -208,7 +263,7 @@ class Rows(Style):
         splits, region = self.splits, sharder.region_of(module)
 
         def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            out = region.reduce(_product(layer, part(x, mesh) if splits else x, None))
+            out = region.reduce(layer, part(x, mesh) if splits else x)
             bias: Any = layer.bias
             return out if bias is None else out + region.parameter(bias).to(out.dtype)
 
@@ -227,6 +282,8 @@ class VocabularyRows(Style):
         if not isinstance(module, nn.Embedding) or not (
             type(module).forward is nn.Embedding.forward or is_scaled(module)
         ):
+            return False
+        if is_stored_in_nf4(module):
             return False
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 

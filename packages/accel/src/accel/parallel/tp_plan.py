@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import extract_model_from_parallel
-from .tp_layers import Columns, Heads, Rows, Style, VocabularyRows, is_linear
+from .tp_adapters import BASE, base_of, plan_with_adapters
+from .tp_layers import Columns, Heads, Rows, Style, VocabularyRows, is_in_blocks, is_linear
 
 _STYLES: Mapping[str, Callable[[], Style | None]] = {
     "colwise": Columns,
@@ -73,7 +75,8 @@ def plan_of(
     if given is not None:
         plan = _resolve(model, given, must_match=True)
     elif own:
-        plan = _resolve(model, own, must_match=False)
+        prefix, inner = _owner_of_plan(model)
+        plan = {f"{prefix}{name}": style for name, style in _resolve(inner, own, must_match=False).items()}
         _check_heads_of_config(model, size)
     else:
         plan = dict(_derived(model, size))
@@ -83,7 +86,15 @@ def plan_of(
             "k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; c_attn, c_fc, c_proj; ...). Pass one: "
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
         )
-    return _with_ties(model, plan), given is None and not own
+    return plan_with_adapters(model, _with_ties(model, plan)), given is None and not own
+
+
+def _owner_of_plan(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module that a model's own plan belongs to, after the beginning of the names in it; PEFT's models wrap it."""
+    for name, module in model.named_modules():
+        if inspect.getattr_static(module, "_tp_plan", None):
+            return f"{name}." if name else "", module
+    return "", model
 
 
 def _without(plan: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -127,10 +138,15 @@ def _style(pattern: str, given: Any) -> Any:
 
 
 def _check_style(name: str, module: nn.Module, style: Any, given: Any) -> None:
-    if isinstance(style, Style) and not style.fits(module):
+    if isinstance(style, Style) and not style.fits(base_of(module)):
         raise ConfigurationError(
             f"the plan shards {name} by {given!r}, which does not support a {type(module).__name__}. Allowed: "
             f"{style.supported}."
+        )
+    if isinstance(style, ParallelStyle) and is_in_blocks(base_of(module)):
+        raise ConfigurationError(
+            f"the plan shards {name}, a layer with weights in 4 bits, by {type(style).__name__} of torch, which would "
+            "cut its blocks. Use the name of a style: 'colwise' or 'rowwise'."
         )
     if given == "packed_colwise" and "gate_up" not in name:
         raise ConfigurationError(
@@ -167,7 +183,7 @@ def _derived(model: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
         yield from ((f"{prefix}{column}", Columns(pieces=shape.fused)) for column in shape.columns)
         yield f"{prefix}{last}", Rows()
     for name, module in model.named_children():
-        if name in ("lm_head", "embed_out") and is_linear(module):
+        if name in ("lm_head", "embed_out") and is_linear(base_of(module)):
             yield name, Columns(gathers=True)
 
 
@@ -175,7 +191,7 @@ def _shape_of(block: nn.Module) -> _BlockShape | None:
     children = dict(block.named_children())
     for shape in _SHAPES:
         last = next((row for row in shape.rows if row in children), None)
-        if last is not None and all(is_linear(children.get(name)) for name in (*shape.columns, last)):
+        if last is not None and all(is_linear(base_of(children.get(name))) for name in (*shape.columns, last)):
             return shape
     return None
 
@@ -196,7 +212,8 @@ def count_parts(model: nn.Module, plan: TensorParallelPlan, size: int) -> None:
     """Set the numbers of heads in the attention blocks of a derived plan to those of one rank."""
     for name, block in model.named_modules():
         shape = _shape_of(block)
-        if shape is not None and shape.attention and f"{name}.{shape.columns[0]}".lstrip(".") in plan:
+        first = "" if shape is None else f"{name}.{shape.columns[0]}".lstrip(".")
+        if shape is not None and shape.attention and (first in plan or f"{first}{BASE}" in plan):
             for key in _PER_RANK:
                 value = vars(block).get(key)
                 if isinstance(value, int) and value % size == 0:

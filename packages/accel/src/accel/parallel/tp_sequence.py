@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,11 +26,13 @@ from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import FakeTensor
+from .async_products import OverlappedProducts
 from .sequence_collectives import gather, join, rows_per_rank, scatter, split
 from .sequence_structure import BlockStructure
 from .tp_collectives import SharedInput, shared, summed
+from .tp_layers import matrix_of, product
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 VERIFIED = frozenset(
     {
@@ -55,10 +57,21 @@ class SequenceRegion:
         mesh: the tensor-parallel axis.
         blocks: the blocks of the model, in order.
         required: whether a model that the region does not support is an error.
+        overlapped: computes products that overlap with their communication; None to compute them after it.
     """
 
-    def __init__(self, mesh: DeviceMesh, blocks: Sequence[BlockStructure], required: bool) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        blocks: Sequence[BlockStructure],
+        required: bool,
+        overlapped: OverlappedProducts | None = None,
+    ) -> None:
         self.mesh = mesh
+        self._overlapped = overlapped
+        self._columns = {module: layers for item in blocks for module, layers in item.columns.items()}
+        self._gathered: torch.Tensor | None = None
+        self._products: dict[nn.Module, torch.Tensor] = {}  # of the layers that are about to be called with it
         self._length: int | None = None
         self._required = required
         self._enabled = True
@@ -78,6 +91,8 @@ class SequenceRegion:
             item.block.register_forward_hook(self._leave)
             for module in item.sharded:
                 module.register_forward_pre_hook(self._gather_input, with_kwargs=True)
+                if self._overlapped is not None:
+                    module.register_forward_hook(self._check_products)
             for module in item.norms:
                 module.forward = types.MethodType(_with_summed_gradients(self, module.forward), module)
             for module in item.dropouts:
@@ -113,9 +128,16 @@ class SequenceRegion:
         """The input of a column-wise layer that a block calls itself."""
         return gather(x, self.mesh, self.length) if self.is_shard(self._noted(x)) else shared(x, self.mesh)
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the products of a row-wise layer."""
-        return scatter(x, self.mesh) if self.length else summed(x, self.mesh)
+    def computed(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The product of a column-wise layer without its bias, where its input was gathered together with it."""
+        return self._products.pop(layer, None) if x is self._gathered else None
+
+    def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of the products of a row-wise layer."""
+        if self._overlaps() and self._overlapped is not None:
+            return self._overlapped.scattered(x, matrix_of(layer))
+        out = product(layer, x, None)
+        return scatter(out, self.mesh) if self.length else summed(out, self.mesh)
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that is used on this rank's rows."""
@@ -168,7 +190,24 @@ class SequenceRegion:
                 f"{type(module).__name__} was called with hidden states of shape {tuple(x.shape)}, and each rank has "
                 f"{self.rows} of {self.length} positions between layers. Set tp_sequence_parallel=False."
             )
-        return _with_hidden(args, kwargs, gather(x, self.mesh, self.length))
+        layers = self._columns.get(module)
+        if layers is None or self._overlapped is None or not self._overlaps():
+            return _with_hidden(args, kwargs, gather(x, self.mesh, self.length))
+        self._gathered, *products = self._overlapped.gathered(x, [matrix_of(layer) for layer in layers])
+        self._products = dict(zip(layers, products, strict=True))
+        return _with_hidden(args, kwargs, self._gathered)
+
+    def _overlaps(self) -> bool:
+        """Whether the ranks have equal parts of the sequence, as the overlapped products need."""
+        return self._overlapped is not None and bool(self.length) and self.length % self.mesh.size() == 0
+
+    def _check_products(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._gathered = None
+        if self._products:
+            raise ConfigurationError(
+                f"enable_async_tp=True does not support {type(module).__name__}, which does not call all of its "
+                "column-wise layers with its input. Leave it out."
+            )
 
     def _splits(self, x: torch.Tensor) -> bool:
         return self._enabled and not self._suspended and x.ndim == 3 and x.shape[1] > 1

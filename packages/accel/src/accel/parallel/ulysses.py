@@ -14,7 +14,9 @@ from torch.nn import functional
 
 from accel_state.errors import ConfigurationError
 
+from .attention_checks import window_of_layer
 from .axis_settings import DeepSpeedSequenceParallelConfig
+from .documents import Documents
 from .sequence_inputs import SequenceCalls, SequenceShard, gather_shards, shift_labels
 
 ATTENTION = "accel_ulysses"
@@ -48,13 +50,14 @@ class SequenceParallel:
                 f"sp_attn_implementation={settings.sp_attn_implementation!r} is not available. Use 'sdpa', which takes "
                 "the fastest kernel of the device."
             )
-        self.mesh, self.settings = mesh, settings
-        self.size = mesh.size()
+        self.mesh: DeviceMesh = mesh
+        self.settings: DeepSpeedSequenceParallelConfig = settings
+        self.size: int = mesh.size()
         # Enough for a training batch that is still in use while another loader is read.
         self._recent: deque[SequenceShard] = deque(maxlen=8)
         self._calls: list[SequenceCalls] = []
 
-    def prepare_model(self, model: nn.Module) -> None:
+    def prepare_model(self, model: nn.Module) -> SequenceCalls:
         config: Any = getattr(model, "config", None)
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is None or not hasattr(config, "_attn_implementation"):
@@ -73,6 +76,7 @@ class SequenceParallel:
         AttentionInterface.register(ATTENTION, torch.compiler.disable(self.attend))
         set_attention(ATTENTION)
         self._calls.append(SequenceCalls(model, ATTENTION, self._shard_of))
+        return self._calls[-1]
 
     def _shard_of(self, model: nn.Module, passed: list[torch.Tensor]) -> SequenceShard:
         ids = {id(tensor) for tensor in passed}
@@ -119,13 +123,17 @@ class SequenceParallel:
         q, k, v = (_AllToAll.apply(x, group, 1, 2) for x in (query, key, value))
         is_grouped = q.shape[1] != k.shape[1]
         documents = kwargs.get(DOCUMENTS)
+        window = window_of_layer(module, kwargs.get("sliding_window"), q.shape[2])
         if documents is not None:
-            attended = documents.attend_whole(q, k, v, scaling, dropout)
+            attended = documents.attend_whole(q, k, v, scaling, dropout, window)
         elif any(calls.packed for calls in self._calls):
             raise ConfigurationError(
-                f"{type(module).__name__} was not told of the documents packed into its sequences: the model does not "
+                f"{type(module).__name__} did not receive the boundaries of packed documents: the model does not "
                 "pass arguments on to its attention. Pad documents instead of packing them, or set sp_size=1."
             )
+        elif window is not None:
+            whole = Documents(torch.zeros(1, q.shape[2], dtype=torch.long, device=q.device))
+            attended = whole.attend_whole(q, k, v, scaling, dropout, window)
         else:
             attended = functional.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped

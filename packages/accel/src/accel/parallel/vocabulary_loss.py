@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from accel_state.errors import ConfigurationError
 
@@ -48,7 +49,8 @@ def causal_lm_loss(
     With ``tp_size``, pass the output of the model and not its logits: reading ``output.logits`` gathers them.
 
     Args:
-        output: of a causal language model, or logits ``[..., length, vocabulary]``.
+        output: of a causal language model, or logits ``[..., length, vocabulary]``, which may be a DTensor that is
+            sharded along the vocabulary.
         labels: the tokens, ``[..., length]``.
         num_items: number of labels that the sum is divided by; None: those of this batch.
         ignore_index: the label that is left out.
@@ -58,19 +60,32 @@ def causal_lm_loss(
         shifted: whether ``labels`` are already those of the next position.
 
     Raises:
-        ConfigurationError: ``label_smoothing`` is not from 0 to 1, or ``z_loss`` is negative.
+        ConfigurationError: ``label_smoothing`` is not from 0 to 1, ``z_loss`` is negative, or a DTensor is sharded in
+            another way.
     """
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigurationError(f"label_smoothing={label_smoothing} must be from 0 to 1.")
-    if z_loss < 0:
-        raise ConfigurationError(f"z_loss={z_loss} must not be negative.")
+    check_settings(label_smoothing, z_loss)
     logits, vocabulary = shard_of(output)
     target = (labels if shifted else shift_labels(labels, ignore_index)).reshape(-1).to(logits.device)
     losses: torch.Tensor = _CrossEntropy.apply(
         logits.flatten(0, -2), target, vocabulary, ignore_index, label_smoothing, z_loss
     )
+    return divide_by_items(losses.sum(), target, num_items, ignore_index)
+
+
+def check_settings(label_smoothing: float, z_loss: float) -> None:
+    """Raise a ConfigurationError for a value that no loss can have."""
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigurationError(f"label_smoothing={label_smoothing} must be from 0 to 1.")
+    if z_loss < 0:
+        raise ConfigurationError(f"z_loss={z_loss} must not be negative.")
+
+
+def divide_by_items(
+    total: torch.Tensor, target: torch.Tensor, num_items: torch.Tensor | float | None, ignore_index: int
+) -> torch.Tensor:
+    """A sum of losses divided by a number of labels, or else by that of the batch."""
     count = (target != ignore_index).sum() if num_items is None else num_items
-    return losses.sum() / (count.to(losses.device) if isinstance(count, torch.Tensor) else count)
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
 
 
 def shard_of(output: Any) -> tuple[torch.Tensor, Vocabulary]:
@@ -79,7 +94,15 @@ def shard_of(output: Any) -> tuple[torch.Tensor, Vocabulary]:
     if vocabulary is not None:
         return dict(output.items())["logits"], vocabulary
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    return logits, Vocabulary(logits.shape[-1])
+    size = logits.shape[-1]
+    if not isinstance(logits, DTensor):
+        return logits, Vocabulary(size)
+    if logits.placements != (Shard(logits.ndim - 1),):
+        raise ConfigurationError(
+            f"logits are a DTensor with the placements {logits.placements}, and the loss is computed where they are "
+            "sharded along the vocabulary: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)."
+        )
+    return logits.to_local(), Vocabulary(size, logits.device_mesh)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -29,8 +29,8 @@ class AutocastForward:
         self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, settings: AutocastKwargs
     ) -> None:
         self.forward = forward
-        self.arguments = {"device_type": device_type, "dtype": dtype, **settings.to_autocast()}
-        self.outputs_to_fp32 = settings.outputs_to_fp32
+        self.arguments: dict[str, Any] = {"device_type": device_type, "dtype": dtype, **settings.to_autocast()}
+        self.outputs_to_fp32: bool = settings.outputs_to_fp32
         functools.update_wrapper(self, forward, updated=())
 
     @property
@@ -78,15 +78,16 @@ class BFloat16(HalfPrecision):
     """bfloat16: the range of float32 with 8 bits of mantissa, so losses are not scaled."""
 
     name = "bf16"
-    dtype = torch.bfloat16
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 class Float16(HalfPrecision):
     """float16: 11 bits of mantissa but little range, so the loss is scaled and overflowing steps are skipped."""
 
     name = "fp16"
-    dtype = torch.float16
+    dtype: ClassVar[torch.dtype] = torch.float16
 
     def __init__(self, state: PartialState, handlers: Handlers) -> None:
         super().__init__(state, handlers)
-        self.scaler = SharedGradScaler(state.device.type, **handlers.get(GradScalerKwargs).to_kwargs())
+        settings = handlers.get(GradScalerKwargs).to_kwargs()
+        self.scaler: SharedGradScaler = SharedGradScaler(state.device.type, **settings)

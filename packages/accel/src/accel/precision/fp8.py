@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,19 +27,22 @@ ENGINE: Registry[Any] = Registry(
     "part of accel-fp8", {"recipe": "accel_fp8:FP8Recipe", "create": "accel_fp8:create_backend"}
 )
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class FP8Forward(AutocastForward):
     """A model's forward under autocast and in the context of its backend."""
 
-    def __init__(self, forward: Any, device_type: str, settings: AutocastKwargs, backend: Any) -> None:
-        super().__init__(forward, device_type, torch.bfloat16, settings)
+    def __init__(self, model: nn.Module, device_type: str, settings: AutocastKwargs, backend: Any) -> None:
+        super().__init__(model.forward, device_type, torch.bfloat16, settings)
         self.backend = backend
+        # A copy of a model has a forward of its own, which is bound to it; that of a compiled one is a function.
+        self._compiled = None if hasattr(model.forward, "__self__") else weakref.ref(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound: Any = self.forward  # a bound method: a copy of the model has a forward of its own
-        with self.backend.forward_context(bound.__self__.training):
+        forward: Any = self.forward
+        model: Any = forward.__self__ if self._compiled is None else self._compiled()
+        with self.backend.forward_context(model.training):
             return super().__call__(*args, **kwargs)
 
 
@@ -55,6 +58,7 @@ class FP8(Precision):
                 "device."
             )
         recipe = ENGINE.load("recipe").from_environment(**handlers.get(FP8Kwargs).recipe_settings())
+        self.engine: Any
         self.engine, choice = ENGINE.load("create")(recipe, state.device)
         self.backend: str = choice.name
         self._delayed = choice.name == "native" and recipe.scaling == "delayed"
@@ -81,7 +85,7 @@ class FP8(Precision):
         self.engine.convert(model)
         self._models.append(weakref.ref(model))
         model._original_forward = model.forward  # type: ignore[assignment]
-        model.forward = FP8Forward(model.forward, self.state.device.type, self.settings, self.engine)
+        model.forward = FP8Forward(model, self.state.device.type, self.settings, self.engine)
         return model
 
     def join_optimizer(self, objects: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ class Precision:
 
     def __init__(self, state: PartialState, handlers: Handlers) -> None:
         self.state = state
-        self.settings = handlers.get(AutocastKwargs)
+        self.settings: AutocastKwargs = handlers.get(AutocastKwargs)
         self.scaler: torch.amp.GradScaler | None = None
 
     @property

@@ -151,7 +151,7 @@ class PreemptionHandler:
 
     def __init__(self, settings: SaveOnSignal, run: TrainingRun) -> None:
         self.settings = settings
-        self.signals = tuple(int(number) for number in settings.numbers)
+        self.signals: tuple[int, ...] = tuple(int(number) for number in settings.numbers)
         self.received: signal.Signals | None = None
         self._run = weakref.ref(run, self._dropped)
         self._former: dict[int, Any] = {}

@@ -11,14 +11,14 @@ rank that received a signal decides to stop at the next point that no rank has p
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import default_store, quiet_cpp_logs
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 INTERVAL_SECONDS = 0.25
 """Approximate time between two reads of the store."""
@@ -48,18 +48,23 @@ class StopAgreement:
         self._steps_left = 0
         self._announced = -1
         self._since = time.monotonic()
-        self.lost = False
+        self.lost: bool = False
         """Whether the store no longer answers."""
 
     def passes(self, loop: int, *, begins: bool, wants_to_stop: bool) -> bool:
         """Pass a point, and return whether to stop there."""
         self._steps_left -= 1
-        if wants_to_stop and self._announced < self._lease:
-            self._announced = self._lease
-            self._decide(_STOP)
+        if wants_to_stop:
+            self._announce()
         if not begins and self._steps_left > 0 and loop == self._loop:
             return False
         return self._ask(loop, begins, wants_to_stop)
+
+    def _announce(self) -> None:
+        """Decide to stop at the next open point, unless another rank has passed it."""
+        if self._announced < self._lease:
+            self._announced = self._lease
+            self._decide(_STOP)
 
     def _ask(self, loop: int, begins: bool, wants_to_stop: bool) -> bool:
         length = 1 if begins or loop != self._loop else self._next_length()
@@ -68,6 +73,8 @@ class StopAgreement:
         self._lease += 1
         if decision == _STOP:
             return True
+        if wants_to_stop:
+            self._announce()  # now: at that point another rank may be the first again
         self._length = self._steps_left = int(decision)
         self._since = time.monotonic()
         if self._rank == 0 and not self.lost and self._lease > _KEPT_DECISIONS:

@@ -56,12 +56,12 @@ class ShardReduction:
     ) -> None:
         self.collectives = collectives
         self.reduces_parameters = reduces_parameters
-        self.averaging = averaging or Collectives()
+        self.averaging: Collectives = averaging or Collectives()
         self.shard: LogicalShard | None = None
         self.scale: torch.Tensor | None = None  # what an OrderedReduceScatter multiplies the sum of a step by
         self.items: float | torch.Tensor | None = None  # of the current shard's losses; None if none has num_items
-        self.calls = 0  # backward passes in this micro batch before the current one
-        self.is_complete = False
+        self.calls: int = 0  # backward passes in this micro batch before the current one
+        self.is_complete: bool = False
         self._trees: dict[int, TreeSum] = {}  # by backward pass within the micro batch
         self._parameters: list[torch.Tensor] = []
         self._former: list[torch.Tensor | None] = []  # gradients from before the current shard

@@ -22,8 +22,8 @@ class TreeSum:
     """
 
     def __init__(self, count: int) -> None:
-        self.classes = gcd(count, _CLASSES)
-        self.length = count // self.classes  # shards of a class
+        self.classes: int = gcd(count, _CLASSES)
+        self.length: int = count // self.classes  # shards of a class
         self._runs: dict[int, tuple[int, Any]] = {}  # by class: number and sum of its shards, from the first on
         self._loose: dict[tuple[int, int], Any] = {}  # shards whose predecessor is missing
         self._nodes: dict[tuple[int, int], Any] = {}  # sums of whole classes, by level and class

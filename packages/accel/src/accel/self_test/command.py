@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
     script = parse([*options, "-m", _MODULE]).script
     if script != _MODULE:
         raise ConfigurationError(
-            f"{script!r} is not an option: accel test runs a script of its own, with options of accel launch. Leave it "
+            f"{script!r} is not an option: accel test runs its own script, with options of accel launch. Leave it "
             f"out, or run your script with: accel launch {script}"
         )
     own = [f"--device={arguments.device}"] if arguments.device else []

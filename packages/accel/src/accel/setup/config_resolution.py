@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from accel_data import DataLoaderConfiguration
 from accel_state import (
@@ -25,6 +25,7 @@ from accel_state.random import rng_kind
 from ..contract.strategy import Strategy
 from ..core.compile import TorchDynamoPlugin
 from ..core.project import ProjectConfiguration
+from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import InitProcessGroupKwargs
@@ -33,7 +34,7 @@ from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
 from .strategy_choice import Choice, attach_strategy, attribute_of, check_strategy, choose, make_strategy
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class _Unset:
@@ -81,6 +82,15 @@ def build(
         strategy = attach_strategy(strategy, process, handlers)
     else:
         strategy = make_strategy(choice, process, handlers)
+    launched = ActivationCheckpointingKwargs.launched()
+    if launched is not None:
+        handlers.add(launched)
+    _check_checkpointing(handlers.all(ActivationCheckpointingKwargs), strategy, dynamo)
+    if strategy.uses_engine and process.has_reconnected:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} keeps process groups that the end of the training before has destroyed. Start "
+            "new processes for each training, or call end_training only after the last one."
+        )
     # For scripts that read the state; accel itself asks the strategy.
     state._distributed_type = strategy.distributed_type
     chosen = {choice.family: choice.settings} if choice.family is not None and strategy.settings is not None else {}
@@ -103,6 +113,22 @@ def build(
         precision=precision,
         dynamo=dynamo,
     )
+
+
+def _check_checkpointing(
+    found: list[ActivationCheckpointingKwargs], strategy: Strategy, dynamo: TorchDynamoPlugin
+) -> None:
+    if found and not strategy.checkpoints_blocks:
+        advice = "Set activation_checkpointing=True in fsdp_plugin" if strategy.shards_parameters else "Leave it out"
+        raise ConfigurationError(
+            f"ActivationCheckpointingKwargs (--activation_checkpointing) is for one process and for DDP, and this run "
+            f"uses {type(strategy).__name__}. {advice}."
+        )
+    if found and found[0].offload and dynamo.compiles:
+        raise ConfigurationError(
+            "ActivationCheckpointingKwargs(offload=True) has not been compared with one process in compiled models. "
+            "Leave out offload, or dynamo_backend."
+        )
 
 
 def _precision_of(settings: Any, mixed_precision: Any) -> Any:
@@ -149,11 +175,14 @@ def _drop_stale_state() -> None:
 def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
     """The shared state, which belongs to the Accelerator that made it."""
     created = not AcceleratorState._shared_state
+    options = handlers.get(InitProcessGroupKwargs).to_kwargs()
+    if PartialState._shared_state:
+        PartialState().reconnect(**options)  # the Accelerator before has destroyed the group at its end
     state = AcceleratorState(
         mixed_precision=None if mixed_precision is None else str(mixed_precision),
         cpu=cpu,
         _from_accelerator=True,
-        **handlers.get(InitProcessGroupKwargs).to_kwargs(),
+        **options,
     )
     if created:
         state.__dict__["_owner"] = weakref.ref(owner)
@@ -229,4 +258,6 @@ def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType | st
     """The generators that loaders synchronise at each epoch; by default the sampler's own."""
     if isinstance(rng_types, str):
         raise ConfigurationError(f"rng_types={str(rng_types)!r} must be a list: rng_types=[{str(rng_types)!r}].")
+    if rng_types is not None and not isinstance(rng_types, (list, tuple, set, frozenset)):
+        raise ConfigurationError(f"rng_types={rng_types!r} must be a list, such as ['torch', 'generator'].")
     return [rng_kind(kind) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR]

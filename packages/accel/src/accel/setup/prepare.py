@@ -20,8 +20,13 @@ from accel_state.errors import ConfigurationError, check_type
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
-from ..core.quantized_layers import keep_packing
+from ..core.nf4_weights import check_nf4, store_as_bytes
+from ..core.quantized_layers import keep_packing, load_scales
 from ..core.unwrap import extract_model_from_parallel
+from ..fsdp.activation_checkpointing import checkpoint_units
+from ..fsdp.wrap_policy import find_units, transformer_policy
+from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
+from ..training.muon import check_hidden, is_muon, spread
 from .config_resolution import Setup
 
 T = TypeVar("T")
@@ -52,17 +57,24 @@ class Preparation:
         self.dataloaders: list[Any] = []
         self.shard_listener: ShardListener | None = None  # of the elastic loaders
         self.seeded_samplers: dict[int, SeedableRandomSampler] = {}  # by the index of their loader
+        self._bytes_of_nf4: Any = None  # what became of 4-bit parameters, for optimizers that have them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for loader in self.dataloaders:
             if isinstance(loader, ElasticLoader):
                 loader.listener = self.shard_listener
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AcceleratedOptimizer):
+                optimizer.treat_groups(self._treat_groups)
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
         joined = list(objects)
         fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
+        for index in fresh:
+            if is_muon(objects[index]):
+                _ = self.setup.strategy.matrix_collectives  # raises where Muon is refused
         replaced = self.setup.precision.join_optimizer([objects[index] for index in fresh])
         for index, obj in zip(fresh, replaced, strict=True):
             joined[index] = obj
@@ -94,6 +106,9 @@ class Preparation:
         if dynamo.compiles:
             self._check_compilation(model)
         strategy.check_model(model)
+        if not evaluation_mode:
+            check_nf4(model, strategy)
+            self._note_bytes(store_as_bytes(model))
         dispatched = is_dispatched(model)
         if dispatched and not evaluation_mode and process.num_processes > 1:
             raise ConfigurationError(
@@ -106,9 +121,14 @@ class Preparation:
             model = strategy.place(model)
         if not evaluation_mode:
             keep_packing(model, process.device)
+            load_scales(model)
+            for settings in self.setup.handlers.all(ActivationCheckpointingKwargs):
+                blocks = transformer_policy(model, settings.block_names, settings.names_setting)
+                checkpoint_units(model, find_units(model, blocks), settings)
             model = strategy.wrap(model)
             for optimizer in self.optimizers:
-                strategy.remap_optimizer(optimizer.optimizer)
+                self._remap(optimizer.optimizer)
+            check_hidden(self.optimizers, [model])
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         return _add(self.models, _mark(model))
@@ -132,12 +152,35 @@ class Preparation:
         if isinstance(optimizer, AcceleratedOptimizer) or is_prepared(optimizer):
             return _add(self.optimizers, optimizer)
         place = self.device_placement if device_placement is None else device_placement
-        self.setup.strategy.remap_optimizer(optimizer)
+        if is_muon(optimizer):
+            spread(optimizer, self.setup.strategy, self.models)
+        self._treat_groups(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
+        prepared.treat_groups(self._treat_groups)
         if self.setup.strategy.replicas is not None:
             prepared.step_gate = self.setup.strategy.replicas.applies_step
         self.setup.precision.watch(optimizer)
         return _add(self.optimizers, _mark(prepared))
+
+    def _treat_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer's parameters those of the prepared models, and refuse those that cannot be updated."""
+        self._remap(optimizer)
+        check_hidden([optimizer], self.models)
+
+    def _note_bytes(self, replaced: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        if not replaced:
+            return
+        from ..fsdp.param_remap import Replacements  # which imports what shards models
+
+        self._bytes_of_nf4 = self._bytes_of_nf4 or Replacements()
+        for old, new in replaced:
+            self._bytes_of_nf4.add(old, new, torch.Tensor.flatten)  # which are frozen, and have no state
+
+    def _remap(self, optimizer: torch.optim.Optimizer) -> None:
+        """Point an optimizer at the parameters that have taken the place of those that it was built with."""
+        if self._bytes_of_nf4 is not None:
+            self._bytes_of_nf4.apply(optimizer)
+        self.setup.strategy.remap_optimizer(optimizer)
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler, with the prepared optimizer that it drives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from accel_state import AcceleratorState, ConfigurationError, PartialState, get_logger
 from accel_state.errors import ArgumentTypeError
@@ -15,7 +15,7 @@ from ..contract.strategy import Strategy
 from ..kwargs.base import Handlers
 from .registry import PLUGINS, STRATEGIES
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,18 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from accel_state import PartialState
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import check_reducer
 from ..contract.strategy import Strategy
+from ..core.quantized_layers import start_with_scales_of_rank_0
+from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..reduction.shard_reduction import ShardReduction
 from .first_calls import FirstCalls
+from .frozen import FrozenParameters
 
 
 class DistributedDataParallel(TorchDDP):
@@ -26,6 +32,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._reduced = [name for name, item in self.module.named_parameters() if item.requires_grad]
         self._free_the_process_group_last()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -49,11 +56,28 @@ class DistributedDataParallel(TorchDDP):
             and not calls.next((*args, *kwargs.values()))
         ):
             self.first_calls = None
-        try:
+        with self._explained():
             return super().__call__(*args, **kwargs)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the last backward pass did not reach all parameters, so that none was reduced."""
+        with self._explained():
+            check_reducer(self)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
+            frozen = next((name for name in self._reduced if not self.module.get_parameter(name).requires_grad), None)
+            if frozen is not None:
+                raise ConfigurationError(
+                    f"{frozen} was trained when its {type(self).__name__} was prepared and is frozen now, and DDP "
+                    "waits for its gradient. Freeze it before prepare(), use FSDP 2, or Accelerator(kwargs_handlers=["
+                    "DistributedDataParallelKwargs(find_unused_parameters=True)])."
+                ) from error
             raise RuntimeError(
                 "some parameters did not take part in the loss of the last step, and DDP waits for their gradients. If "
                 "that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
@@ -84,7 +108,13 @@ class DDPStrategy(Strategy):
     wrapper_class: Callable[..., nn.Module] = DistributedDataParallel
     skips_gradient_sync = True
     supports_elastic = True
+    trains_nf4 = True
+    checkpoints_blocks = True
     _in_order = False
+
+    def attach(self, state: PartialState, handlers: Handlers) -> None:
+        super().attach(state, handlers)
+        self._frozen = FrozenParameters()
 
     def reduce_in_order(self) -> ShardReduction:
         hook = self.handlers.get(DistributedDataParallelKwargs).comm_hook
@@ -95,6 +125,10 @@ class DDPStrategy(Strategy):
             )
         self._in_order = True
         return ShardReduction(self.averaging_collectives)
+
+    @property
+    def matrix_collectives(self) -> Collectives:
+        return self.state.collectives
 
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_replicate" else 0
@@ -110,12 +144,16 @@ class DDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         # DDP raises for models without trainable parameters.
-        if self.is_wrapped(model) or not any(parameter.requires_grad for parameter in model.parameters()):
+        if self.is_wrapped(model):
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            self._frozen.remember(model, model)
             return model
         settings = self.handlers.get(DistributedDataParallelKwargs)
         device = self.state.device
         ids = None if device.index is None else [device.index]
         arguments = settings.ddp_arguments()
+        start_with_scales_of_rank_0(model, self.state.collectives)
         wrapped: Any = self.wrapper_class(model, device_ids=ids, output_device=device.index, **arguments)
         settings.register_comm_hook(wrapped)
         if self._in_order:
@@ -123,10 +161,20 @@ class DDPStrategy(Strategy):
             wrapped.require_backward_grad_sync = False
             return wrapped
         wrapped.first_calls = FirstCalls(self.state.process_index)
+        self._frozen.remember(wrapped, model)
         return wrapped
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, TorchDDP)
+
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        self._frozen.check("DDP")
+        super().backward(loss, in_window, **kwargs)
+
+    def check_reduced(self, model: nn.Module) -> None:
+        wrapper = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+        if wrapper is not None:
+            wrapper.check_reduced()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, TorchDDP) else nullcontext()

@@ -17,6 +17,7 @@ from accel_state.errors import ConfigurationError
 
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..contract.strategy import Strategy
+from ..core.nf4_weights import check_nf4
 from ..core.types import Gathered
 from ..deepspeed import gradients, runtime
 from ..deepspeed.engine import (
@@ -34,9 +35,9 @@ from ..kwargs.base import Handlers
 class DeepSpeedStrategy(Strategy):
     """Each model becomes an engine together with its optimizer."""
 
-    distributed_type = DistributedType.DEEPSPEED
+    distributed_type: DistributedType | None = DistributedType.DEEPSPEED
     uses_engine = True
-    gradients = AccumulatedGradients(can_be_saved=False)
+    gradients: AccumulatedGradients = AccumulatedGradients(can_be_saved=False)
     skips_gradient_sync = True
 
     def default_settings(self) -> DeepSpeedPlugin:
@@ -89,7 +90,10 @@ class DeepSpeedStrategy(Strategy):
         return plugin if steps is None else replace(plugin, num_steps=steps)
 
     def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
-        has_model = any(isinstance(obj, nn.Module) for obj in objects)
+        models = [obj for obj in objects if isinstance(obj, nn.Module)]
+        has_model = bool(models)
+        for model in models:
+            check_nf4(model, self)
         if has_model and self.engines_scale_losses and not self._library.get_accelerator().is_fp16_supported():
             raise ConfigurationError(
                 f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on "
@@ -267,9 +271,11 @@ class DeepSpeedStrategy(Strategy):
         loader = EngineLoader(reader.folder, reader.names, saved_by, reader.load_kwargs, options.get("strict", True))
         wanted = set(map(id, models))
         optimizers = [item for item in self._optimizers if id(item.engine_wrapper.engine) in wanted]  # type: ignore[union-attr]
+        conversions, loads = loader.plan(self._models, models)
+        reader.collective += conversions
         return [
             *(wrapper.discard_gradients for wrapper in self._wrappers if id(wrapper.engine) in wanted),
-            *loader.plan(self._models, models),
+            *loads,
             *(optimizer.share_groups for optimizer in optimizers),
         ]
 

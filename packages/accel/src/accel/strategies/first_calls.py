@@ -19,7 +19,7 @@ class FirstCalls:
     LIMIT = 4
 
     def __init__(self, rank: int) -> None:
-        self.count = 0
+        self.count: int = 0
         self._rank = rank
         self._key = ""
         self._digest = ""

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,16 +23,18 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import drop_flat_gradients, flat_gradients, flat_parameters, hybrid_shard_zero2, set_sync_gradients
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
+from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
 from ..fsdp.wrap_policy import find_units
 from ..kwargs.base import Handlers
+from .frozen import FrozenParameters
 from .sharded import ShardedStrategy
 
 # Optimizers that use the shapes of parameters, not only single elements.
-_NEED_SHAPES = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
-logger = get_logger(__name__)
+_NEED_SHAPES = ("Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
+logger: Final = get_logger(__name__)
 
 
 class FlatGradients(AccumulatedGradients):
@@ -49,7 +51,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     fsdp_version = 1
     supports_elastic = True
-    gradients = FlatGradients(can_be_saved=False)
+    gradients: AccumulatedGradients = FlatGradients(can_be_saved=False)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
@@ -58,11 +60,14 @@ class FSDP1Strategy(ShardedStrategy):
         self._merged_into: Any = WeakIdKeyDictionary()
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
+        self._frozen = FrozenParameters()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
         self.check_quantized(model)
+        if self.settings.sync_module_states:
+            start_with_scales_of_rank_0(model, self.state.collectives)
         self.upcast(model)
         settings = self.settings
         ignored = settings.ignored_in(model)
@@ -92,6 +97,7 @@ class FSDP1Strategy(ShardedStrategy):
         if settings.activation_checkpointing:
             checkpoint_units(wrapped, units, settings)
         self._remember(originals, wrapped)
+        self._frozen.remember(wrapped, wrapped)
         self.ties[wrapped] = ties
         return wrapped
 
@@ -182,6 +188,10 @@ class FSDP1Strategy(ShardedStrategy):
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FullyShardedDataParallel)
+
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        self._frozen.check("FSDP 1")
+        super().backward(loss, in_window, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""

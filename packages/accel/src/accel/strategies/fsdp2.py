@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,27 +16,31 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_state import PartialState
+from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered_parameter, unreduced_gradients
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
-from ..core.unwrap import tied_names
+from ..core.quantized_layers import start_with_scales_of_rank_0
+from ..core.unwrap import clean_name, is_compiled_module, tied_names
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
+from .frozen import follow_requires_grad
 from .sharded import ShardedStrategy
+from .unit_calls import UnitCalls
 
 
 class FSDP2Strategy(ShardedStrategy):
     """Each unit's parameters are gathered before it computes, and freed after it."""
 
     fsdp_version = 2
+    trains_nf4 = True
     supports_elastic = True
     _reduction: ShardReduction | None = None
 
@@ -59,6 +64,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
+        self._calls = UnitCalls(state)
 
     @property
     def gradients(self) -> ShardedGradients:  # type: ignore[override]
@@ -77,10 +83,16 @@ class FSDP2Strategy(ShardedStrategy):
         """Collectives over the ranks that hold parts or copies of the same model."""
         return self.state.collectives
 
+    @property
+    def matrix_collectives(self) -> Collectives:
+        return self.model_collectives
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
         self.check_quantized(model)
+        if self.settings.sync_module_states:
+            start_with_scales_of_rank_0(model, self.model_collectives)
         self._check_batch_norms(model)
         self.upcast(model)
         settings = self.settings
@@ -93,17 +105,23 @@ class FSDP2Strategy(ShardedStrategy):
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
         # A checkpoint is inside its unit, so that the unit is gathered once for recomputation and the backward pass.
         if settings.activation_checkpointing:
-            checkpoint_units(model, blocks, settings)
+            checkpoint_units(model, blocks, settings, sharded=units)
         checkpoints = checkpoints_in(model)
         outer = [checkpoints.get(id(unit), unit) for unit in units]
         untouched = {parameter for module in ignored for parameter in module.parameters()}
         for unit, modules in zip([*outer, model], owned, strict=True):
             materialiser.run(modules)
             self._shard(unit, modules, untouched, materialiser)
+        for old, new in materialiser.whole(model):  # that tp replicates or that are ignored; an optimizer has the old
+            self.replacements.add(old, new, partial(torch.Tensor.to, device=self.state.device))
         if blocks and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
             # Parameters in no unit (embeddings, the head) are needed first in the backward pass.
             model.set_reshard_after_forward(False, recurse=False)
         self._sync_unsharded(model, untouched)
+        if not self.stages and not self._compiles(model):  # stages have units of their own
+            names = {module: clean_name(name) for name, module in model.named_modules()}
+            self._calls.follow(model, [(names[unit], unit) for unit in outer])
+        follow_requires_grad(model)
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
         if self._reduction is not None:
@@ -116,6 +134,10 @@ class FSDP2Strategy(ShardedStrategy):
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""
         return blocks
+
+    def _compiles(self, model: nn.Module) -> bool:
+        dynamo = AcceleratorState().dynamo_plugin
+        return (dynamo is not None and dynamo.compiles) or any(is_compiled_module(module) for module in model.modules())
 
     def _check_batch_norms(self, model: nn.Module) -> None:
         dtype = getattr(self.precision, "param_dtype", None)
@@ -181,6 +203,10 @@ class FSDP2Strategy(ShardedStrategy):
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule)
+
+    def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        with self._calls.backward():
+            super().backward(loss, in_window, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""

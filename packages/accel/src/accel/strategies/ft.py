@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from accel_data.replica_loader import ReplicaLoader, share_among_replicas
 from accel_state import GradientAccumulationPlugin, PartialState, env, get_logger
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
 from accel_track.tracking import TrackerRun
@@ -29,7 +30,7 @@ from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class FaultTolerantStrategy(Strategy, Replicas):
@@ -42,15 +43,16 @@ class FaultTolerantStrategy(Strategy, Replicas):
     """
 
     supports_elastic = False
+    trains_nf4 = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         self._check_processes(state)
         check_environment()
         super().attach(state, handlers)
-        self.options = FaultToleranceOptions.from_environment()
+        self.options: FaultToleranceOptions = FaultToleranceOptions.from_environment()
         # Each process of a replica gets samples of its own.
-        self.num_shards = self.options.num_replicas * state.num_processes
-        self.seed = torch.initial_seed() % 2**63
+        self.num_shards: int = self.options.num_replicas * state.num_processes
+        self.seed: int = torch.initial_seed() % 2**63
         self._replica_reduction = ShardReduction(ReplicaCollectives.alone(), averaging=state.collectives)
         self._group: ReplicaGroup | None = None
         self._run: Callable[[], Any] = lambda: None
@@ -58,8 +60,8 @@ class FaultTolerantStrategy(Strategy, Replicas):
         self._optimizer: Optimizer | None = None
         self._loader: ReplicaLoader | None = None  # that of the step in progress
         self._tracking: ReplicaTracking | None = None
-        self.is_open = False
-        self.committed = True
+        self.is_open: bool = False
+        self.committed: bool = True
         """Whether the latest step was applied."""
         self._set_leader(env.read_str(REPLICA, "0") == "0" and env.read_str(RESTARTS, "0") == "0")
 
@@ -131,6 +133,13 @@ class FaultTolerantStrategy(Strategy, Replicas):
             )
         self._optimizer = optimizer
         super().remap_optimizer(optimizer)
+
+    @property
+    def matrix_collectives(self) -> Collectives:
+        raise ConfigurationError(
+            "Muon cannot be used with --ft: its ranks exchange matrices within a step, and a replica may end in the "
+            "middle of it. Use an element-wise optimizer, such as torch.optim.AdamW."
+        )
 
     def share_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
         return share_among_replicas(loader, self, split_batches, even_batches)

@@ -33,25 +33,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import AcceleratorState, DistributedType, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
+from accel_state.numa import get_cpu_distributed_information
 
 from .._torch_compat import shard_replicated
 from ..core.fused_dtensor import full_tensor
-from ..core.unwrap import is_compiled_module
+from ..core.grad_norm import Groups
+from ..core.nf4_weights import has_nf4
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..kwargs.base import Handlers
+from ..parallel.async_products import OverlappedProducts, check_devices
 from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
+from ..parallel.expert_balance import reduce_auxiliary_loss
 from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
 from ..parallel.rng_sync import share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.split_sequences import SplitSequences
-from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style
+from ..parallel.tp_adapters import BASE, input_name
+from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style, is_in_blocks
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from ..parallel.tp_sequence import SequenceRegion, region_inputs
 from ..parallel.ulysses import SequenceParallel
@@ -76,7 +81,7 @@ class MeshStrategy(FSDP2Strategy):
                 f"fsdp_version={fsdp.fsdp_version} does not support a mesh. Set fsdp_version=2 (--fsdp_version 2); "
                 "`accel to-fsdp2` converts a configuration file."
             )
-        self.parallelism = ParallelismConfig() if settings is None else settings
+        self.parallelism: ParallelismConfig = ParallelismConfig() if settings is None else settings
         super().__init__(state, handlers, fsdp)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -85,14 +90,15 @@ class MeshStrategy(FSDP2Strategy):
         self._styles: dict[nn.Module, Any] = {}
         settings = self.parallelism = self.parallelism.for_world(state.num_processes)
         mesh = settings.build_device_mesh(state.device.type)
-        self._mesh = self.data_mesh = mesh
+        self._mesh = mesh
+        self.data_mesh: Any = mesh
         self._sharding = None if mesh is None else fsdp_mesh(mesh)
         self._data, self._averaging = (
             Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp")
         )
         self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
         if mesh is not None and settings.pp_enabled:
-            self.stages = (mesh.get_group("pp"),)
+            self.stages: Groups = (mesh.get_group("pp"),)
         self.context: ContextParallel | None = None
         self.ulysses: SequenceParallel | None = None
         if mesh is not None and settings.cp_handler is not None and settings.cp_enabled:
@@ -103,7 +109,7 @@ class MeshStrategy(FSDP2Strategy):
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
         if self.context is not None or self.ulysses is not None:
-            self.sequences = SplitSequences(self.context, self.ulysses)
+            self.sequences: SplitSequences = SplitSequences(self.context, self.ulysses)
         self.experts: ExpertParallel | None = None
         if mesh is not None and settings.ep_enabled:
             self._check_experts()
@@ -123,12 +129,6 @@ class MeshStrategy(FSDP2Strategy):
             raise ConfigurationError(
                 f"ep_size={self.parallelism.ep_size} does not support cpu_offload. Turn it off (--fsdp_offload_params "
                 "false), or use a larger dp_shard_size."
-            )
-        if self.settings.activation_checkpointing_mode == "selective":
-            # FSDP gathers the experts inside of the block, not as often in the recomputation, which torch refuses.
-            raise ConfigurationError(
-                f"ep_size={self.parallelism.ep_size} does not support activation_checkpointing_mode='selective'. Use "
-                "'full', with activation_checkpointing_every=2 or more to recompute less."
             )
 
     def reduce_in_order(self) -> ShardReduction:
@@ -164,6 +164,15 @@ class MeshStrategy(FSDP2Strategy):
     def averaging_collectives(self) -> Collectives:
         return self._averaging
 
+    @property
+    def matrix_collectives(self) -> Collectives:
+        if self.stages:
+            raise ConfigurationError(
+                f"Muon has not been compared with one process under pp_size={self.parallelism.pp_size}. Use "
+                "torch.optim.AdamW, or pp_size=1."
+            )
+        return self.model_collectives
+
     def share_generators(self) -> None:
         if self._mesh is not None:
             share_generators(self._mesh, self.state)
@@ -182,8 +191,20 @@ class MeshStrategy(FSDP2Strategy):
                 f"the parameters of {type(model).__name__} are already sharded (they are DTensors). Load the model "
                 "without tp_plan, and without fully_shard."
             )
-        if self.experts is not None and not self.is_wrapped(model):
-            self.experts.check(model)
+        if self.experts is None or self.is_wrapped(model):
+            return
+        if self.settings.activation_checkpointing_mode == "selective" and self._compiles(model):
+            raise ConfigurationError(
+                f"ep_size={self.parallelism.ep_size} does not support activation_checkpointing_mode='selective' in a "
+                "compiled model. Use 'full', with activation_checkpointing_every=2 or more to recompute less."
+            )
+        if has_nf4(model):
+            raise ConfigurationError(
+                f"{type(model).__name__} has weights in 4 bits of torchao (NF4Tensor), which have not been compared "
+                f"with one process under ep_size={self.parallelism.ep_size}. Load the model in bfloat16, or leave "
+                "ep_size out."
+            )
+        self.experts.check(model)
 
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         if self.experts is None:
@@ -204,9 +225,7 @@ class MeshStrategy(FSDP2Strategy):
         logits = self._shard_logits(model, plan)
         if derived:
             count_parts(model, plan, self.parallelism.tp_size or 1)
-        for axis in (self.context, self.ulysses):
-            if axis is not None:
-                axis.prepare_model(model)
+        self._correct_calls(model)
         if self.experts is not None:
             self.experts.prepare(model)
         wrapped = super().wrap(model)
@@ -217,11 +236,21 @@ class MeshStrategy(FSDP2Strategy):
         self.share_generators()
         return wrapped
 
+    def _correct_calls(self, model: nn.Module) -> None:
+        """Let calls of the model have positions, labels and masks of split sequences."""
+        axis = self.context or self.ulysses
+        if axis is None:
+            return
+        axis.prepare_model(model)
+        if self.experts is None:  # which have it done
+            reduce_auxiliary_loss(model, self._averaging)
+
     def _share_inputs(self, modules: dict[str, nn.Module]) -> None:
         """Find the layers that a module calls with one input: queries, keys and values; gate and up projections."""
         callers: dict[str, list[nn.Module]] = {}
-        for name, layer in modules.items():
-            if isinstance(self._styles.get(layer), Columns):
+        for own, layer in modules.items():
+            name = input_name(own)
+            if name is not None and isinstance(self._styles.get(layer), Columns):
                 # Lists of modules are never called themselves.
                 while name and type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
                     pass
@@ -232,24 +261,36 @@ class MeshStrategy(FSDP2Strategy):
 
     def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Shard hidden states between the layers that tp shards along the sequence, where the model allows it."""
-        asked = self.parallelism.tp_sequence_parallel
-        if self._sharder is None or self._tp is None or asked is False:
+        handler = self.parallelism.tp_handler
+        overlaps = handler is not None and handler.enable_async_tp
+        asked = self.parallelism.tp_sequence_parallel or overlaps
+        if self._sharder is None or self._tp is None or self.parallelism.tp_sequence_parallel is False:
             return
         try:
             if self._compiles(model):
                 raise UnsupportedModelError("it is compiled")
+            if any(name.endswith(BASE) for name in plan):
+                raise UnsupportedModelError("its layers have low-rank adapters, whose first factor is whole")
+            if overlaps and any(is_in_blocks(module) for module in self._styles):
+                raise UnsupportedModelError("its layers have weights in 4 bits")
             blocks = find_structure(model, plan)
         except UnsupportedModelError as reason:
             if asked:
+                option = "enable_async_tp" if overlaps else "tp_sequence_parallel"
                 raise ConfigurationError(
-                    f"tp_sequence_parallel=True does not support {type(model).__name__}: {reason}. Leave it "
-                    "out, or set tp_sequence_parallel=False."
+                    f"{option}=True does not support {type(model).__name__}: {reason}. Leave it out"
+                    f"{'' if overlaps else ', or set tp_sequence_parallel=False'}."
                 ) from None
             return
-        region = SequenceRegion(self._tp, blocks, required=bool(asked))
+        overlapped = None
+        if overlaps:
+            check_devices(PartialState().device, self._tp.size(), get_cpu_distributed_information().local_world_size)
+            overlapped = OverlappedProducts(self._tp)
+        region = SequenceRegion(self._tp, blocks, bool(asked), overlapped)
         region.attach(model, blocks)
         for item in blocks:
-            self._sharder.shard_sequences(region, item.rows, partial(region_inputs, region, item))
+            layers = [*item.rows, *(layer for layers in item.columns.values() for layer in layers)]
+            self._sharder.shard_sequences(region, layers, partial(region_inputs, region, item))
 
     def _shard_logits(self, model: nn.Module, plan: TensorParallelPlan) -> ShardedLogits | None:
         """Let the loss of a model of Transformers be computed from sharded logits."""
@@ -268,10 +309,6 @@ class MeshStrategy(FSDP2Strategy):
         self._sharder.outputs[head] = logits.outputs
         return logits
 
-    def _compiles(self, model: nn.Module) -> bool:
-        dynamo = AcceleratorState().dynamo_plugin
-        return (dynamo is not None and dynamo.compiles) or any(is_compiled_module(module) for module in model.modules())
-
     def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
         """The plan, and whether it was derived from the shape of the blocks."""
         if self._tp is None:
@@ -279,9 +316,21 @@ class MeshStrategy(FSDP2Strategy):
         given = self.parallelism.tp_handler.plan if self.parallelism.tp_handler is not None else None
         distributed = () if self.experts is None else parameters_of_experts(model)
         plan, derived = plan_of(model, given, self._tp.size(), distributed)
+        self._check_fine_tuned(model, plan)
         ignored = {inner for module in self.settings.ignored_in(model) for inner in module.modules()}
         names = {name for name, module in model.named_modules() if module in ignored}
         return {name: style for name, style in plan.items() if name not in names}, derived
+
+    def _check_fine_tuned(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        """Refuse what has not been compared with one process."""
+        modules = dict(model.named_modules())
+        name = next((key for key in plan if key.endswith(BASE) or is_in_blocks(modules[key])), None)
+        axis = "ep_size" if self.experts is not None else "pp_size" if self.stages else None
+        if name is not None and axis is not None:
+            raise ConfigurationError(
+                f"{name} has low-rank adapters or weights in 4 bits, which have not been compared with one process "
+                f"under tp_size together with {axis}={getattr(self.parallelism, axis)}. Leave one of the two out."
+            )
 
     def _shard(
         self, unit: nn.Module, own: list[nn.Module], untouched: set[nn.Parameter], materialiser: Materialiser
@@ -335,6 +384,8 @@ class MeshStrategy(FSDP2Strategy):
             for parameter in {
                 item for module in own for item in module.parameters(recurse=False) if isinstance(item, DTensor)
             }:
+                if not parameter.is_floating_point():
+                    continue  # packed weights
                 # Frozen ones too, which may be trained later; torch registers hooks on trainable ones only.
                 trainable = parameter.requires_grad
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(_as_parameter)

@@ -41,5 +41,5 @@ class MeshDDPStrategy(DDPStrategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
-        self.settings = self.settings.for_world(state.num_processes)
+        self.settings: Any = self.settings.for_world(state.num_processes)
         self.mesh: DeviceMesh | None = self.settings.build_device_mesh(state.device.type)

@@ -32,7 +32,7 @@ from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
 from ..kwargs.base import Handlers
 from ..parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
-from ..parallel.pipeline import TrainingPipeline
+from ..parallel.pipeline import TrainingPipeline, check_auxiliary_loss, is_transformers_model
 from ..parallel.tp_plan import TensorParallelPlan
 from ..precision.scaler import SharedGradScaler
 from .mesh import MeshStrategy
@@ -47,15 +47,9 @@ class PipelineStrategy(MeshStrategy):
 
     pipeline_class: Callable[..., TrainingPipeline] = TrainingPipeline
     supports_compilation = False
+    trains_nf4 = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
-        for axis in ("cp", "sp"):
-            if self.parallelism.size(axis) > 1:
-                raise ConfigurationError(
-                    f"pp_size={self.parallelism.pp_size} with {axis}_size={self.parallelism.size(axis)}: stages of a "
-                    "pipeline pass whole sequences on. Set one of them to 1, and use tp_size or dp_shard_size "
-                    "instead."
-                )
         if AcceleratorState().mixed_precision == "fp8":
             raise ConfigurationError(
                 f"pp_size={self.parallelism.pp_size} does not support mixed_precision='fp8': the recorded stages do "
@@ -100,12 +94,7 @@ class PipelineStrategy(MeshStrategy):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
-        if self.experts is not None and getattr(getattr(model, "config", None), "output_router_logits", False):
-            raise ConfigurationError(
-                f"pp_size={self.parallelism.pp_size} and ep_size={self.parallelism.ep_size} with output_router_logits="
-                "True: the auxiliary loss needs the routers of all stages. Set it to False in the model's config, or "
-                "pp_size=1."
-            )
+        check_auxiliary_loss(getattr(getattr(model, "config", None), "output_router_logits", None))
         if self.experts is not None and any(map(_is_reentrant, model.modules())):
             raise ConfigurationError(
                 f"pp_size={self.parallelism.pp_size} and ep_size={self.parallelism.ep_size} with activation "
@@ -118,6 +107,22 @@ class PipelineStrategy(MeshStrategy):
                 f"{compiled[0] or type(model).__name__} was compiled before prepare(), and a pipeline records the "
                 f"calls of a model to split it into pp_size={self.parallelism.pp_size} stages. Pass the model itself."
             )
+
+    def _check_split_sequences(self, model: nn.Module) -> None:
+        """Refuse models whose positions and labels the first and the last stage cannot be given."""
+        handler = self.parallelism.pp_handler
+        own_loss = handler is not None and handler.loss_fn is not None
+        axis = "cp" if self.context is not None else "sp"
+        if self.parallelism.size(axis) == 1 or (is_transformers_model(model) and not own_loss):
+            return
+        what = "a loss_fn, which is a mean over this rank's tokens" if own_loss else f"{type(model).__name__}"
+        raise ConfigurationError(
+            f"pp_size={self.parallelism.pp_size} with {axis}_size={self.parallelism.size(axis)} does not support "
+            f"{what}: it trains causal language models of Transformers with their own loss. Set one of the sizes to 1."
+        )
+
+    def _correct_calls(self, model: nn.Module) -> None:
+        """Not those of a stage: `wrap` has the calls of the assembled model corrected, which knows whole tensors."""
 
     def _check_split_backward(self, model: nn.Module) -> None:
         """Refuse what has not been compared with one process where gradients of weights are computed separately."""
@@ -133,10 +138,22 @@ class PipelineStrategy(MeshStrategy):
                 "the schedule 'interleaved1f1b'."
             )
 
+    def _check_ties(self, pipeline: TrainingPipeline) -> None:
+        """Refuse to shard a parameter twice, where its first and its last stage are on one rank."""
+        sharded = self._sharding is not None or self.parallelism.tp_enabled
+        if sharded and pipeline.ties and pipeline.places[0] == pipeline.places[-1]:
+            first, last = next(iter(pipeline.ties.items()))
+            raise ConfigurationError(
+                f"schedule={pipeline.settings.schedule!r}: {last} is tied to {first}, and has to be sharded with the "
+                "first and with the last stage, which are on one rank. Use the schedule 'interleaved_zero_bubble', or "
+                "pp_size alone."
+            )
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
         self._check_split_backward(model)
+        self._check_split_sequences(model)
         names = {name: parameter for name, parameter in model.named_parameters()}
         modules = dict(model.named_modules())
         plan, derived = super()._plan(model)
@@ -150,6 +167,7 @@ class PipelineStrategy(MeshStrategy):
             self.state.device,
             compute_dtype=self.precision.param_dtype if casts else None,
         )
+        self._check_ties(pipeline)
         if self._scaler is not None:
             pipeline.loss_scale = self._scaler.get_scale
         local_ids = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
@@ -162,6 +180,9 @@ class PipelineStrategy(MeshStrategy):
             super().wrap(part)
         self._model_plan = {}, False
         prepared = pipeline.assemble()
+        axis = self.context or self.ulysses
+        if axis is not None:
+            pipeline.calls = axis.prepare_model(prepared)
         for name, parameter in prepared.named_parameters():
             self._names[parameter] = pipeline.name_in_model(clean_name(name))
         if self.experts is not None:
@@ -200,6 +221,16 @@ class PipelineStrategy(MeshStrategy):
             group["params"] = [item for item in group["params"] if item not in self._elsewhere]
         for parameter in [item for item in optimizer.state if item in self._elsewhere]:
             del optimizer.state[parameter]
+
+    def check_item_reduction(self, reduction: str) -> None:
+        """Refuse means: the schedule has averaged gradients over the ranks before each loss is weighed by its items."""
+        ranks = self.averaging_collectives.world_size
+        if reduction == "mean" and ranks > 1 and self._pipelines:
+            raise ConfigurationError(
+                f"backward(loss, num_items=...) with reduction='mean' does not support pp_size="
+                f"{self.parallelism.pp_size} and batches of {ranks} ranks, whose losses would have different factors. "
+                "Compute sums: model(..., num_items_in_batch=1), and reduction='sum'."
+            )
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         tied = {id(parameter) for pipeline in self._pipelines.values() for parameter in pipeline.duplicates()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -16,18 +16,18 @@ from accel_state.errors import ConfigurationError
 from ..contract.strategy import Strategy
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
-from ..core.quantized_layers import check_sharded
+from ..core.quantized_layers import add_scales, check_sharded
 from ..core.types import Gathered, Layout
 from ..core.unwrap import names_in_order
 from ..fsdp.checkpoint.files import gather
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
 from ..fsdp.param_remap import Replacements, step_kinds_apart
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
-from ..fsdp.quantized_states import warn_of_local_decisions
+from ..fsdp.quantized_states import decide_by_whole
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 
 class ShardedStrategy(Strategy):
@@ -50,7 +50,7 @@ class ShardedStrategy(Strategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
-        self.replacements = Replacements()
+        self.replacements: Replacements = Replacements()
         self.ties: Any = WeakIdKeyDictionary()
         self._stepped_apart: Any = WeakIdKeyDictionary()
         if not state.use_distributed:
@@ -78,7 +78,7 @@ class ShardedStrategy(Strategy):
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         self.replacements.apply(optimizer)
-        warn_of_local_decisions(optimizer)
+        decide_by_whole(optimizer, self.state.collectives)
         if optimizer not in self._stepped_apart:
             self._stepped_apart[optimizer] = True
             optimizer.register_load_state_dict_post_hook(step_kinds_apart)  # a state contains the groups' settings
@@ -129,11 +129,14 @@ class ShardedStrategy(Strategy):
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         # The parameters, not the gradients, decide which groups communicate: a rank may have no gradient at all.
         by_groups: dict[Groups, list[torch.Tensor]] = {}
+        dtype = torch.float32
         for parameter in parameters:
+            dtype = torch.promote_types(dtype, parameter.dtype)
             parts = by_groups.setdefault(self.groups_of(parameter), [])
             if parameter.grad is not None:
                 parts.append(local(parameter.grad))
-        totals = [power_sum(parts, groups, norm_type, self.state.device) for groups, parts in by_groups.items()]
+        device = self.state.device
+        totals = [power_sum(parts, groups, norm_type, device, dtype) for groups, parts in by_groups.items()]
         if not totals and not self.stages:
             return torch.zeros((), device=self.state.device)
         norm = norm_of(totals, norm_type, self.stages, self.state.device)
@@ -152,8 +155,11 @@ class ShardedStrategy(Strategy):
             gradient.mul_(factor)
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
-        full = self.settings.state_dict_type.name == "FULL_STATE_DICT"
-        return self.state_dict(model) if full else model_state(model)
+        if self.settings.state_dict_type.name != "FULL_STATE_DICT":
+            return model_state(model)
+        state = self.state_dict(model)
+        add_scales(model, state)
+        return state
 
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]

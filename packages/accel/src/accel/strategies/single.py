@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from accel_state.collectives.single import Collectives
+
 from ..contract.strategy import Strategy
 from ..reduction.shard_reduction import ShardReduction
 
@@ -10,6 +12,12 @@ class SingleStrategy(Strategy):
     """A model on one device; the base class implements it."""
 
     supports_elastic = True
+    trains_nf4 = True
+    checkpoints_blocks = True
+
+    @property
+    def matrix_collectives(self) -> Collectives:
+        return self.state.collectives
 
     def reduce_in_order(self) -> ShardReduction:
         return ShardReduction(self.averaging_collectives)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from ..core.placing import move_in_place
 if TYPE_CHECKING:
     from ..kwargs.base import Handlers
 
-logger = get_logger(__name__)
+logger: Final = get_logger(__name__)
 
 # The first step compiles, and the second one too: the optimizer has its state then. Others compile for new shapes.
 _FIRST_STEPS = 3
@@ -50,7 +50,7 @@ class XlaStrategy(Strategy):
     Each step of an optimizer ends a graph. The loaders end one for a batch without such a step.
     """
 
-    distributed_type = DistributedType.XLA
+    distributed_type: DistributedType | None = DistributedType.XLA
     skips_gradient_sync = True
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -58,7 +58,7 @@ class XlaStrategy(Strategy):
         self._device = cast("Any", state.device_backend)
         self._count = self._use_devices()
         self._device.start()
-        self.averages = state.use_distributed
+        self.averages: bool = state.use_distributed
         self._unsynchronised: set[int] = set()  # models under no_sync, by id
         self._handles: list[Any] = []
         self._averaged: Any = WeakIdKeyDictionary()
@@ -142,7 +142,7 @@ class XlaStrategy(Strategy):
             steps.compiled_late += 1
             if steps.compiled_late == _MANY:
                 logger.warning(
-                    "%d of %d training steps were compiled anew, which takes many times longer than running one: "
+                    "%d of %d training steps were recompiled, which takes many times longer than running one: "
                     "batches have different shapes, or the code of the step changes. Pad all batches to one length.",
                     steps.compiled_late,
                     steps.count,

@@ -55,7 +55,8 @@ class XlaSpmdStrategy(XlaStrategy):
         settings: ParallelismConfig | TorchTensorParallelPlugin | FullyShardedDataParallelPlugin | None = None,
         fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
-        self.fsdp = settings if isinstance(settings, FullyShardedDataParallelPlugin) else fsdp
+        own = settings if isinstance(settings, FullyShardedDataParallelPlugin) else fsdp
+        self.fsdp: FullyShardedDataParallelPlugin | None = own
         super().__init__(state, handlers, settings)
 
     def default_settings(self) -> ParallelismConfig:
@@ -77,7 +78,7 @@ class XlaSpmdStrategy(XlaStrategy):
                 "Start one (python script.py), or leave the settings of the mesh and of FSDP out."
             )
         count = self._device.device_count()
-        self.parallelism = self._sizes(count)
+        self.parallelism: ParallelismConfig = self._sizes(count)
         self._check(count)
         return int(self._device.combine())
 
@@ -101,10 +102,11 @@ class XlaSpmdStrategy(XlaStrategy):
                 f"{' and '.join(others)}: XLA devices support {', '.join(f'{axis}_size' for axis in _AXES)}. Leave the "
                 "others out."
             )
-        if sizes.tp_sequence_parallel:
+        overlaps = sizes.tp_handler is not None and sizes.tp_handler.enable_async_tp
+        if sizes.tp_sequence_parallel or overlaps:
             raise ConfigurationError(
-                "tp_sequence_parallel=True is not available on XLA devices, whose compiler places hidden states. Leave "
-                "it out."
+                f"{'enable_async_tp' if overlaps else 'tp_sequence_parallel'}=True is not available on XLA devices, "
+                "whose compiler places hidden states. Leave it out."
             )
         if sizes.total_size != count:
             factors = " x ".join(f"{axis}_size={sizes.size(axis)}" for axis in _AXES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.operations import gather, gather_object, recursively_apply
-from accel_state.operations.input_checks import exchange_lengths
 from accel_state.operations.nested import is_container, leaves, replace_leaves
+from accel_state.operations.ragged import gather_ragged
 
 
 def gather_for_metrics(
@@ -20,10 +19,24 @@ def gather_for_metrics(
     gradient_state: GradientState,
     use_gather_object: bool = False,
     collectives: Collectives | None = None,
+    shares: Collectives | None = None,
 ) -> Any:
-    """Gather from all ranks without the padding of the last batch; see the Accelerator's method."""
+    """Gather from all ranks without the padding of the last batch; see the Accelerator's method.
+
+    Args:
+        data: of this rank.
+        state: of the process.
+        gradient_state: with the loader that is read.
+        use_gather_object: as for the Accelerator's method.
+        collectives: over the ranks that get different samples; None for all ranks.
+        shares: given for scripts that were written for Accelerate, which divide by the sizes of a mesh's axes
+            themselves: the ranks that get different samples or parts of samples, and contribute rows. All ranks
+            contribute tensors without dimensions, which are sums of what a rank has.
+    """
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
+    if shares is not None and not as_objects and collectives.world_size != state.num_processes:
+        return _gather_shares(data, state, gradient_state, collectives, shares)
     loader = gradient_state.active_dataloader
     # A step of an elastic loader is divided in one process, too, with padding in several of its micro batches.
     divided = state.use_distributed or getattr(loader, "logical_shard", None) is not None
@@ -41,6 +54,31 @@ def gather_for_metrics(
     return replace_leaves(gathered, iter(kept))
 
 
+def _gather_shares(
+    data: Any, state: PartialState, gradient_state: GradientState, samples: Collectives, shares: Collectives
+) -> Any:
+    own = leaves(data)
+    values = iter(gather([leaf for leaf in own if not leaf.ndim], collectives=state.collectives))
+    rows = [leaf for leaf in own if leaf.ndim]
+    loader = gradient_state.active_dataloader
+    if loader is not None and getattr(loader, "ragged", False):
+        gathered = _gather_ragged(rows, loader.real_samples, shares, False)
+    else:
+        gathered = gather(rows, collectives=shares)
+        if loader is not None and loader.end_of_dataloader and loader.remainder > 0:
+            # The ranks that share a sample have the same place among those with different ones.
+            places = shares.all_gather_object(samples.rank)
+            gathered = [_without_padding(rows, places, loader.remainder) for rows in gathered]
+    found = iter(gathered)
+    return replace_leaves(data, (next(found if leaf.ndim else values) for leaf in own))
+
+
+def _without_padding(rows: torch.Tensor, places: list[int], remainder: int) -> torch.Tensor:
+    each = rows.shape[0] // len(places)
+    parts = zip(rows.split(each), places, strict=True)
+    return torch.cat([part[: max(0, remainder - place * each)] for part, place in parts])
+
+
 def _only_tensors(data: Any) -> bool:
     others: list[Any] = []
     recursively_apply(
@@ -56,23 +94,5 @@ def _gather_ragged(data: Any, real_samples: int | None, collectives: Collectives
         return gather_object(data if whole else list(data)[:real_samples], collectives=collectives)
     tensors = [leaf.detach() for leaf in leaves(data)]
     kept = [leaf if leaf.ndim == 0 or real_samples is None else leaf[:real_samples] for leaf in tensors]
-    lengths = [leaf.shape[0] if leaf.ndim else 0 for leaf in kept]
-    table = exchange_lengths("Accelerator.gather_for_metrics", data, lengths, collectives, ignored_dim=0)
-    sizes = list(zip(*table, strict=True))
-    gathered = collectives.all_gather_many([_padded(leaf, max(size)) for leaf, size in zip(kept, sizes, strict=True)])
-    joined = (_join(rows, size, leaf.ndim) for rows, size, leaf in zip(gathered, sizes, kept, strict=True))
-    return replace_leaves(data, joined)
-
-
-def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    if tensor.ndim == 0 or tensor.shape[0] == size:
-        return tensor
-    padded = tensor.new_zeros((size, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    return padded
-
-
-def _join(gathered: torch.Tensor, lengths: Sequence[int], ndim: int) -> torch.Tensor:
-    if ndim == 0:
-        return gathered
-    return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
+    gathered = gather_ragged("Accelerator.gather_for_metrics", data, kept, collectives)
+    return replace_leaves(data, iter(gathered))

@@ -20,6 +20,7 @@ from torch import nn
 
 from accel_data import DataLoaderConfiguration
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
+from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
 
@@ -84,8 +85,8 @@ class Accumulation:
     ) -> None:
         self.state = state
         self.gradient_state = gradient_state
-        self.plugin = plugin
-        self.num_steps = plugin.num_steps or 1
+        self.plugin: GradientAccumulationPlugin = plugin
+        self.num_steps: int = plugin.num_steps or 1
         """Micro batches in a full window."""
         self.strategy = strategy
         self._skips_sync = strategy if strategy.skips_gradient_sync else None
@@ -97,9 +98,9 @@ class Accumulation:
         self._without_loader: dict[Models, Window] = {}
         self._checked: set[Models] = set()
         self.current: Window | None = None
-        self.count = 0
+        self.count: int = 0
         """Micro batches since the start, or since the one that ended a loader, which is counted as 0."""
-        self.has_accumulated = False
+        self.has_accumulated: bool = False
         """Whether there may be open windows."""
         self.elastic: ElasticSteps | None = None
         """Follows elastic loaders and those of replicas, whose micro batches make a step without windows, or None."""
@@ -262,6 +263,11 @@ class Accumulation:
             raise ConfigurationError(
                 f"reduction={reduction!r} is not one of 'mean', 'sum'. It is how the loss was computed from its items."
             )
+        self.strategy.check_item_reduction(reduction)
+        if not isinstance(num_items, torch.Tensor):
+            num_items = int(check_number("num_items", num_items, at_least=0, whole=True))
+        elif num_items.numel() != 1:
+            raise ConfigurationError(f"num_items of shape {tuple(num_items.shape)} must be one number of items.")
         sum_of_items = loss * num_items if reduction == "mean" else loss
         window = self.current or Window(models=(), divisor=1, position=1)
         window.expect(by_items=True)

@@ -241,6 +241,8 @@ from ..functions.fsdp_model_io import load_fsdp_model as load_fsdp_model
 from ..functions.fsdp_model_io import load_fsdp_optimizer as load_fsdp_optimizer
 from ..functions.fsdp_model_io import save_fsdp_model as save_fsdp_model
 from ..functions.fsdp_model_io import save_fsdp_optimizer as save_fsdp_optimizer
+from ..functions.merge_adapter import merge_adapter_weights as merge_adapter_weights
+from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs as ActivationCheckpointingKwargs
 from ..kwargs.base import KwargsHandler as KwargsHandler
 from ..kwargs.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from ..kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -257,6 +259,7 @@ from ..kwargs.handlers import TrackingKwargs as TrackingKwargs
 from ..parallel.axis_settings import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from ..parallel.axis_settings import TorchContextParallelConfig as TorchContextParallelConfig
 from ..parallel.axis_settings import TorchTensorParallelConfig as TorchTensorParallelConfig
+from ..parallel.chunked_loss import chunked_causal_lm_loss as chunked_causal_lm_loss
 from ..parallel.config import ParallelismConfig as ParallelismConfig
 from ..parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from ..parallel.expert_balance import ExpertLoad as ExpertLoad

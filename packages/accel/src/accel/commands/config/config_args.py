@@ -8,7 +8,7 @@ from accel_state.options import default_folder, default_path, find_default
 
 ClusterConfig = BaseConfig
 SageMakerConfig = BaseConfig
-cache_dir = str(default_folder())
-default_yaml_config_file = str(default_path())
-default_config_file = str(find_default() or default_path())
-default_json_config_file = str(default_path().with_suffix(".json"))
+cache_dir: str = str(default_folder())
+default_yaml_config_file: str = str(default_path())
+default_config_file: str = str(find_default() or default_path())
+default_json_config_file: str = str(default_path().with_suffix(".json"))

@@ -24,6 +24,7 @@ from accel_state.errors import ConfigurationError
 
 from ..._torch_compat import shard_replicated
 from ...core.fused_dtensor import full_tensor, pack, pack_state, packed_shapes, unpack
+from ...core.quantized_layers import add_scales
 from ...core.types import Layout
 from ...core.unwrap import clean_name, names_in_order
 from .pipeline_state import keep_empty_groups, local_optimizer_state
@@ -50,6 +51,7 @@ def model_state(model: nn.Module) -> State:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = {clean_name(name): value for name, value in get_model_state_dict(model).items()}
+    add_scales(model, state)
     return pack_state(state, packed_shapes(model))
 
 

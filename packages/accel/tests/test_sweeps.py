@@ -1,0 +1,98 @@
+"""Several trainings in one process, as in a search of parameters: nothing of one is left in the next."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, FullyShardedDataParallelPlugin
+from accel.contract.strategy import Strategy
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+
+def _trained(accelerator: Accelerator) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    data = TensorDataset(torch.arange(32.0).reshape(8, 4) / 32)
+    loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for (inputs,) in loader:
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(accelerator.reduce(loss.detach(), "mean"))
+
+
+def _plugins(kind: str) -> dict[str, Any]:
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if kind == "fsdp2" else {}
+
+
+def _ended_trainings(kind: str, folder: str) -> list[tuple[int, float]]:
+    found = []
+    for trial in range(3):
+        accelerator = Accelerator(cpu=True, **_plugins(kind))
+        found.append((accelerator.num_processes, _trained(accelerator)))
+        accelerator.save_state(Path(folder, str(trial)), blocking=False)
+        accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_accelerator_after_the_end_of_training_connects_the_ranks_again(kind: str, tmp_path) -> None:
+    (alone,) = run_world(_ended_trainings, 1, "ddp", str(tmp_path / "alone"))
+    for found in run_world(_ended_trainings, 2, kind, str(tmp_path / "two"), timeout=100):
+        assert [ranks for ranks, _ in found] == [2, 2, 2]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-6)
+
+
+class Engine(Strategy):
+    """Keeps groups of its own, as DeepSpeed does."""
+
+    uses_engine = True
+
+
+def _engine_after_the_end() -> str:
+    Accelerator(cpu=True).end_training()
+    with pytest.raises(ConfigurationError) as caught:
+        Accelerator(cpu=True, strategy=Engine())
+    return str(caught.value)
+
+
+def test_an_engine_that_keeps_process_groups_is_refused_then() -> None:
+    for message in run_world(_engine_after_the_end, 2):
+        assert "Engine keeps process groups" in message and "new processes" in message
+
+
+def _freed_trainings(folder: str) -> list[tuple[int, int]]:
+    """Descriptors and threads after each trial."""
+    found, process = [], psutil.Process()
+    for trial in range(6):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=Path(folder, str(trial)))
+        accelerator.init_trackers("sweep")
+        accelerator.log({"loss": _trained(accelerator)}, step=0)
+        accelerator.save_state(Path(folder, "state"), blocking=False)
+        accelerator.free_memory()
+        gc.collect()
+        found.append((process.num_fds(), process.num_threads()))
+    deadline = time.monotonic() + 5  # the system's part of a thread ends a little later than Python's
+    while process.num_threads() > found[1][1] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [*found[:-1], (process.num_fds(), process.num_threads())]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainings_whose_memory_was_freed_leave_nothing(ranks: int, tmp_path) -> None:
+    """Each new Accelerator had a group and a thread of a tracker of its own, which were never given back."""
+    for found in run_world(_freed_trainings, ranks, str(tmp_path), timeout=100):
+        # The first has what all use; a tracker is ended when the next one starts.
+        assert found[-1][0] <= found[1][0] and found[-1][1] <= found[1][1], found
