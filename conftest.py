@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -82,12 +83,33 @@ def pytest_configure(config: pytest.Config) -> None:
         from accel_state import testing
 
         collect = testing._collect
-        # Shorter limits are those of tests in which a rank hangs.
-        testing._collect = lambda ranks, timeout: collect(ranks, timeout * (_PATIENCE if timeout >= 30 else 1))
+        testing._collect = lambda ranks, timeout: collect(ranks, _longer(timeout))
+        _make_patient("communicate", 2)
+        _make_patient("wait", 1)
     if config.getoption("--hypothesis-seed", None) is not None:
         settings.load_profile("search")
     # Tests run in an empty directory (below); the failures that hypothesis remembers must outlive it.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(config.rootpath / ".hypothesis"))
+
+
+def _longer(seconds: float) -> float:
+    """Multiply a limit of time; shorter ones are those of tests in which a process hangs."""
+    return seconds * (_PATIENCE if seconds >= 30 else 1)
+
+
+def _make_patient(name: str, place: int) -> None:
+    """Multiply the limits that tests give to the programs that they start."""
+    method = getattr(subprocess.Popen, name)
+
+    @functools.wraps(method)
+    def patient(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > place and args[place] is not None:
+            args = (*args[:place], _longer(args[place]), *args[place + 1 :])
+        elif kwargs.get("timeout") is not None:
+            kwargs["timeout"] = _longer(kwargs["timeout"])
+        return method(*args, **kwargs)
+
+    setattr(subprocess.Popen, name, patient)
 
 
 def heed_signals() -> None:

@@ -140,6 +140,14 @@ def test_limits_of_time_are_multiplied_and_no_test_begins_after_the_end(run, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["run(words, timeout=40)", "Popen(words).wait(40)", "Popen(words).wait(20)"])
+def test_limits_of_programs_are_multiplied_too(run: Run, tmp_path: Path, call: str) -> None:
+    _write(tmp_path, f"import subprocess\nwords = ['sleep', '2.5']\ndef test_program():\n    subprocess.{call}\n")
+    done = run(ACCEL_TEST_PATIENCE="0.05")
+    assert ("timed out after 2.0 seconds" in done.stdout) is ("40" in call), done.stdout
+
+
+@pytest.mark.slow
 def test_the_second_run_ignores_the_end_of_the_first(run: Run, tmp_path: Path) -> None:
     _write(tmp_path, "import os\ndef test_wrong():\n    assert 'ACCEL_TEST_UNTIL' not in os.environ\n")
     done = run(ACCEL_TEST_UNTIL=str(time.time() + 3600))
