@@ -144,7 +144,7 @@ def test_limits_of_time_are_multiplied_and_no_test_begins_after_the_end(run, tmp
 def test_limits_of_programs_are_multiplied_too(run: Run, tmp_path: Path, call: str) -> None:
     _write(tmp_path, f"import subprocess\nwords = ['sleep', '2.5']\ndef test_program():\n    subprocess.{call}\n")
     done = run(ACCEL_TEST_PATIENCE="0.05")
-    assert ("timed out after 2.0 seconds" in done.stdout) is ("40" in call), done.stdout
+    assert ("TimeoutExpired" in done.stdout) is ("40" in call), done.stdout
 
 
 @pytest.mark.slow
