@@ -87,8 +87,8 @@ class Processes:
             out, err = program.communicate(timeout)
         finally:
             program.kill()
-            code = program.wait()
-        return subprocess.CompletedProcess(program.args, code, out, err)
+            status = program.wait()
+        return subprocess.CompletedProcess(program.args, status, out, err)
 
 
 class Program:
@@ -103,7 +103,8 @@ class Program:
         self.stdout, self.stderr = open(out, encoding="utf-8"), open(err, encoding="utf-8")  # noqa: SIM115
         with theirs:
             socket.send_fds(server, [b"."], [theirs.fileno(), out_there, err_there])
-        os.close(out_there), os.close(err_there)
+        for written in (out_there, err_there):
+            os.close(written)
         self._status.send(job)
         self.pid: int = self._status.recv()
 
@@ -164,7 +165,8 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
             job: dict[str, Any] = client.recv()
             program = os.fork()
             if program:
-                list(map(os.close, outputs))
+                for output in outputs:
+                    os.close(output)
                 with contextlib.suppress(BrokenPipeError):  # the client has ended
                     client.send(program)
                     client.send(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]))
@@ -175,7 +177,8 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
                 os.dup2(opened, number)
                 os.close(opened)
             return job
-        list(map(os.close, received))
+        for descriptor in received:
+            os.close(descriptor)
     return None
 
 
