@@ -1,11 +1,13 @@
-"""Applies to every test of the workspace: tiers, a random order with a recorded seed, and checks for leaks."""
+"""Applies to every test of the workspace: tiers, an order with a seed, and checks for leaks."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import json
 import logging
+import math
 import os
 import random
 import re
@@ -52,6 +54,11 @@ _FAST_EXAMPLES = 25
 _PATIENCE = float(os.environ.get("ACCEL_TEST_PATIENCE", "1"))
 # Seconds since 1970 after which no test begins; scripts/test --minutes sets it.
 _UNTIL = float(os.environ.get("ACCEL_TEST_UNTIL", "inf"))
+_NOT_RUN = "not run: the time for tests was over (scripts/test --minutes)"
+# The file into which scripts/pytest_retry.py wants the outcomes written.
+_RESULTS = os.environ.get("ACCEL_TEST_RESULTS")
+# The order of the fast tier. A fixed one, so that two runs of a commit are the same check.
+_FAST_TIER_SEED = 0
 # What a worker computes once for the tests of a file.
 _SHARED = re.compile(r"""scope=["'](module|class|session)|^@(functools\.)?(lru_)?cache\b""", re.MULTILINE)
 
@@ -62,15 +69,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--order-seed",
         type=int,
         default=None,
-        help="seed of the order in which the tests run (default: a new one each time)",
+        help=f"seed of the order of the tests (default: {_FAST_TIER_SEED}, and a new one each time with --all)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.order_seed is None:
-        config.option.order_seed = getattr(config, "workerinput", {}).get(
-            "order_seed", random.SystemRandom().randrange(10**6)
-        )
+        chosen = random.SystemRandom().randrange(10**6) if config.option.all else _FAST_TIER_SEED
+        config.option.order_seed = getattr(config, "workerinput", {}).get("order_seed", chosen)
     heed_signals()
     if _PATIENCE != 1:
         from accel_state import testing
@@ -131,21 +137,23 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tier and shuffle: files, then the tests of each file. Slow tests come first, those of files that one
-    worker runs as a whole at the head, so that no worker ends alone.
+    worker runs as a whole at the head, so that no worker ends alone. With a limit of time, which only some of the tests
+    fit into, each is as likely to be among them as any other.
     """
-    if not _runs_all(config):
-        _keep_fast_tier(config, items)
+    _keep_tier(config, items)
     dice = random.Random(config.option.order_seed)
     position = {item.nodeid: dice.random() for item in sorted(items, key=lambda item: item.nodeid)}
     files = {path: dice.random() for path in sorted({item.path for item in items})}
     slow = {item.nodeid for item in items if item.get_closest_marker("slow") is not None}
     weights = Counter(item.path for item in items if item.nodeid in slow and not _is_divisible(item.path))
-    items.sort(
-        key=lambda item: (
-            *(item.nodeid not in slow, -weights[item.path] if item.nodeid in slow else 0),
-            *(files[item.path], position[item.nodeid]),
-        )
-    )
+
+    def place(item: pytest.Item) -> tuple[float, ...]:
+        if math.inf > _UNTIL:
+            return (position[item.nodeid] if _is_divisible(item.path) else files[item.path], position[item.nodeid])
+        is_slow = item.nodeid in slow
+        return (not is_slow, -weights[item.path] if is_slow else 0, files[item.path], position[item.nodeid])
+
+    items.sort(key=place)
     if _PATIENCE != 1:
         for item in items:
             item.add_marker(pytest.mark.timeout(_limit_of(item) * _PATIENCE), append=False)
@@ -160,7 +168,7 @@ def _limit_of(item: pytest.Item) -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     if time.time() > _UNTIL:
-        pytest.skip("not run: the time for tests was over (scripts/test --minutes)")
+        pytest.skip(_NOT_RUN)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -189,13 +197,28 @@ def _freeze() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List the examples and documented commands that ran, with their times."""
+    """List the examples and documented commands that ran, with their times, and count the tests that did not run."""
+    if _RESULTS:
+        _write_results(terminalreporter, Path(_RESULTS))
+    skipped = [report.nodeid for report in terminalreporter.getreports("skipped") if _NOT_RUN in str(report.longrepr)]
+    if skipped:
+        ran = sum(len(terminalreporter.getreports(outcome)) for outcome in ("passed", "failed", "error"))
+        terminalreporter.section(f"the time for tests was over: {ran} ran, {len(skipped)} did not")
     reports = terminalreporter.getreports("passed")
     runs = [text for report in reports for name, text in report.user_properties if name == "documented run"]
     if runs:
         terminalreporter.section("examples and documented commands")
         for line in sorted([*runs, *_commands_run_by(reports)], reverse=True):
             terminalreporter.write_line(line)
+
+
+def _write_results(terminalreporter: Any, file: Path) -> None:
+    failed: dict[str, str] = {}
+    for report in [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]:
+        sections = [f"{title}\n{content}" for title, content in report.sections]
+        failed[report.nodeid] = "\n".join([*filter(None, [failed.get(report.nodeid)]), report.longreprtext, *sections])
+    passed = {report.nodeid: "" for report in terminalreporter.getreports("passed") if report.nodeid not in failed}
+    file.write_text(json.dumps({"failed": failed, "passed": passed}), encoding="utf-8")
 
 
 def _commands_run_by(reports: list[Any]) -> Iterator[str]:
@@ -217,11 +240,15 @@ def _runs_all(config: pytest.Config) -> bool:
     return config.option.all or bool(config.option.markexpr) or any("::" in argument for argument in config.args)
 
 
-def _keep_fast_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item.get_closest_marker("slow") is None]
-    for item in items:
+def _keep_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out of the fast tier, and those that measure time out of every tier: they run alone."""
+    if any("::" in argument for argument in config.args) or "timing" in config.option.markexpr:
+        return
+    left_out = ("timing",) if _runs_all(config) else ("timing", "slow")
+    others = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    for item in () if _runs_all(config) else items:
         function = getattr(item, "function", None)
         if is_hypothesis_test(function) and (chosen := _settings_of(function)).max_examples > _FAST_EXAMPLES:
             function._hypothesis_internal_use_settings = settings(chosen, max_examples=_FAST_EXAMPLES)

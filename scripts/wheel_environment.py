@@ -21,6 +21,7 @@ pythonpath = tests/support "{ROOT / "tests"}"
 addopts = --import-mode=importlib -p no:cacheprovider
 markers =
     slow
+    timing
     gpu
 timeout = 600
 """
@@ -101,5 +102,5 @@ def public_surface(python: Path, project: Path, folder: Path, tools: Path) -> tu
     folder.joinpath("pytest.ini").write_text(SETTINGS)
     folder.joinpath("conftest.py").write_text(PROFILE)
     files = [f"tests/{name}" for name in PUBLIC_SURFACE[project.name]]
-    command = [str(python), "-m", "pytest", "-q", "-m", "not slow", *files]
+    command = [str(python), "-m", "pytest", "-q", "-m", "not slow and not timing", *files]
     return command, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tools)}

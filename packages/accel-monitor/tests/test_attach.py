@@ -89,7 +89,7 @@ def test_time_goes_to_the_parts_that_took_it_and_training_is_unchanged(tmp_path:
     monitor.finish()
     seconds = snapshot.seconds
     assert sum(seconds) == pytest.approx(snapshot.elapsed)
-    assert snapshot.elapsed == pytest.approx(took, rel=0.1, abs=0.05)
+    assert 0.63 <= snapshot.elapsed <= took  # the sleeps below, and nothing from before or after
     # 64 training samples of 5 ms in 8 steps; 4 evaluation batches of 10 ms and 32 samples of 5 ms. At least: a busy
     # machine sleeps longer.
     assert seconds[Part.DATA] >= 0.32 and seconds[Part.FORWARD] >= 0.08 and seconds[Part.BACKWARD] >= 0.08

@@ -265,13 +265,13 @@ def train(folder: str) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.timing  # on a busy machine other ranks are slow too, at other steps
 def test_a_rank_with_slow_data_is_named_in_a_real_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accel")
     run_world(train, 2, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "rank-00000.jsonl").read_text().splitlines()]
-    # A busy machine makes a rank slow as well, and is then named: before the 20th sample, or for a few milliseconds.
-    (found,) = [line for line in lines if line["kind"] == "straggler" and line["part"] == "data"]
-    assert found["rank"] == 1 and found["seconds"] > 0.015 and found["last"] < 100
+    found = [line for line in lines if line["kind"] == "straggler" and (line["rank"], line["part"]) == (1, "data")]
+    assert found and found[0]["seconds"] > 0.015 and found[0]["last"] < 100
     assert "rank 1" in capfd.readouterr().err
     (run,) = read_runs(tmp_path)
     ledger = make_ledger(run)

@@ -24,7 +24,6 @@ from accel import (
     LocalSGD,
 )
 from accel.optimizer import AcceleratedOptimizer
-from accel.scheduler import AcceleratedScheduler
 from accel.strategies.ddp import DistributedDataParallel
 from accel_state import AcceleratorState, ConfigurationError
 from accel_state.env import patch_environment
@@ -329,29 +328,6 @@ def test_schedules_advance_as_documented() -> None:
     assert run_world(schedule, 2, True, True)[0] == pytest.approx([1.0, 0.875, 0.875, 0.75])
     assert run_world(schedule, 2, False, False)[0] == pytest.approx([0.875, 0.75, 0.625, 0.5])
     assert schedule(False, True) == pytest.approx([1.0, 0.875, 0.875, 0.75])
-
-
-def fixed_length_and_metric() -> tuple[int, float]:
-    accelerator = Accelerator(cpu=True)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        torch.optim.SGD(build().parameters(), lr=1.0), factor=0.5, patience=1
-    )
-    model, optimizer, cycle, plateau = accelerator.prepare(model, optimizer, cycle, plateau)
-    assert isinstance(plateau, AcceleratedScheduler)
-    for _ in range(6):  # further than the schedule is long, several steps at once
-        optimizer.step()
-        cycle.step()
-    for _ in range(3):
-        plateau.step(1.0)
-    return cycle.last_epoch, plateau.scheduler.optimizer.param_groups[0]["lr"]
-
-
-def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -> None:
-    assert fixed_length_and_metric() == (4, 0.5)
-    assert run_world(fixed_length_and_metric, 2) == [(4, 0.5)] * 2
 
 
 # -- objects

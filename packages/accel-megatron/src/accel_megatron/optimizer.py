@@ -375,6 +375,7 @@ class MegatronOptimizerWrapper(AcceleratedOptimizer):
             raise ConfigurationError(
                 "optimizer.step(closure) is not supported in Megatron-core. Leave the closure out."
             )
+        self.note_step()
         if not self.gradient_state.sync_gradients:
             return
         stepped = self.engine.step()
@@ -383,7 +384,7 @@ class MegatronOptimizerWrapper(AcceleratedOptimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn otherwise
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self.gradient_state.sync_gradients:
+        if not self.must_keep_gradients():
             self.engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

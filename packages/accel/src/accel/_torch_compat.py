@@ -151,6 +151,14 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
 
 
+def has_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether the scaler found gradients that are not finite since its last update.
+
+    torch tells fused optimizers so through the step's arguments, and nobody else.
+    """
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+
+
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 

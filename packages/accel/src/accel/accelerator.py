@@ -508,6 +508,9 @@ class Accelerator(AcceleratorProperties):
         scale = None if scaler is None else scaler.scale
         if elastic is not None and elastic.backward(loss, num_items, reduction, scale, **kwargs):
             return
+        micro_batch = self.gradient_state.micro_batch
+        if micro_batch is not None:
+            self._accumulation.count_backward(micro_batch)
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
         divided = not kwargs.pop("scale_wrt_gas", True)
         if num_items is not None:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..accumulation import GradientAccumulationPlugin
 from .shared import SharedState
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """One micro batch of an accumulation window.
+
+    Attributes:
+        position: its number in the window, from 1.
+        closes: whether it is the window's last.
+        backwards: backward passes in it so far.
+    """
+
+    position: int
+    closes: bool
+    backwards: int = 0
 
 
 class GradientState(SharedState):
@@ -17,6 +33,7 @@ class GradientState(SharedState):
         plugin_kwargs: the settings of gradient accumulation.
         keeps_gradients: whether ``zero_grad`` keeps the gradients, which an optimizer step is being computed from; None
             keeps them unless ``sync_gradients`` is set.
+        micro_batch: the micro batch of the current ``accumulate`` block; None outside of blocks and for windows of one.
         is_xla_gradients_synced: on XLA, whether gradients were reduced since the last optimizer step.
     """
 
@@ -26,6 +43,7 @@ class GradientState(SharedState):
     plugin_kwargs: dict[str, Any]
     is_xla_gradients_synced: bool = False
     keeps_gradients: bool | None = None
+    micro_batch: MicroBatch | None = None
     _loaders: list[weakref.ref[Any]]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:

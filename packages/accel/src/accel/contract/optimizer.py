@@ -13,14 +13,17 @@ from torch.optim import Optimizer
 from accel_state import AcceleratorState, GradientState, PartialState
 from accel_state.logging import warn_once
 from accel_state.operations import send_to_device
+from accel_state.state.gradient import MicroBatch
 
+from .._torch_compat import has_overflow
 from ..precision.scaler import SharedGradScaler
 
 
 class AcceleratedOptimizer(Optimizer):
     """A prepared optimizer.
 
-    ``step`` and ``zero_grad`` do nothing while gradients accumulate, so the loop calls them for every micro batch.
+    The loop calls ``step`` and ``zero_grad`` for every micro batch, in either order: ``step`` does nothing before the
+    window ends, and ``zero_grad`` keeps gradients that no step has used.
 
     Args:
         optimizer: the optimizer to wrap; it is at ``.optimizer``.
@@ -44,6 +47,7 @@ class AcceleratedOptimizer(Optimizer):
         """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
         self._treat: weakref.WeakMethod[Callable[[Optimizer], None]] | None = None
         self._treated_groups = 0
+        self._forget_micro_batches()
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
@@ -118,18 +122,54 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, unless they are still being accumulated.
+        """Clear the gradients, unless they are still being accumulated: they are cleared once each window.
+
+        The call may stand before the backward pass or after the step.
 
         Args:
             set_to_none: as in torch; None takes the wrapped optimizer's default.
         """
-        keeps = self.gradient_state.keeps_gradients
-        if (not self.gradient_state.sync_gradients) if keeps is None else keeps:
+        if self.must_keep_gradients():
             return
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def must_keep_gradients(self) -> bool:
+        """Return whether ``zero_grad`` must keep the gradients: a step will still use them."""
+        state = self.gradient_state
+        if state.keeps_gradients is not None:
+            return state.keeps_gradients
+        keeps = not state.sync_gradients if state.micro_batch is None else self._keeps_in(state.micro_batch)
+        self._has_used &= keeps
+        return keeps
+
+    def _keeps_in(self, batch: MicroBatch) -> bool:
+        is_repeated = batch is self._cleared_in
+        self._cleared_in = batch
+        if batch is self._stepped_in:
+            self._clears_first = False
+            return not batch.closes
+        if batch.position == 1:
+            # There may be gradients of the last window, and of this one unless the loop clears before it steps.
+            return not (batch.closes or self._has_used or (self._clears_first and not is_repeated))
+        # A loop that clears last drops gradients without a step on purpose, if they are not finite for example.
+        return not batch.closes or batch.backwards == 0 or self._clears_first
+
+    def note_step(self) -> None:
+        """Remember a call of ``step``, whether it does something or not."""
+        batch = self.gradient_state.micro_batch
+        if batch is not None and batch is self._cleared_in and batch is not self._stepped_in:
+            self._clears_first = True
+        self._stepped_in = batch
+        self._has_used |= self.gradient_state.sync_gradients
+
+    def _forget_micro_batches(self) -> None:
+        self._cleared_in: MicroBatch | None = None  # the last in which zero_grad was called
+        self._stepped_in: MicroBatch | None = None  # the last in which step was called
+        self._clears_first = False  # whether the loop calls zero_grad before step
+        self._has_used = False  # whether a step has used gradients that were not cleared since
 
     def train(self) -> None:
         """Switch an optimizer that distinguishes training from evaluation (schedule-free ones) to training."""
@@ -153,8 +193,11 @@ class AcceleratedOptimizer(Optimizer):
         Returns:
             The result of the wrapped optimizer's step; None if it was not called.
         """
+        if self.gradient_state.micro_batch is not None:
+            self.note_step()
         if not self.gradient_state.sync_gradients:
             return None
+        self._has_used = True
         self._treat_new_groups()
         if self.steps_taken == 0 and closure is None:
             warn_without_gradients(self.optimizer)
@@ -182,6 +225,9 @@ class AcceleratedOptimizer(Optimizer):
                 del self.optimizer.step
             else:  # schedulers put a counting method there
                 self.optimizer.step = former  # type: ignore[method-assign]
+        if self._step_called and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            # A fused step is called in any case, and leaves the parameters alone if gradients overflowed.
+            self._step_called = not has_overflow(scaler, self.optimizer)
         scaler.update()
         self._is_overflow = not self._step_called
         self.steps_taken += self._step_called
@@ -199,12 +245,14 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("gradient_state", "_treat")}
+        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in")
+        return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.gradient_state = GradientState()
         self._treat = None
+        self._forget_micro_batches()
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

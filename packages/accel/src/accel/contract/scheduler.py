@@ -63,13 +63,16 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         for _ in range(self._steps_per_call):
-            if not self._has_ended():
-                self.scheduler.step(*args, **kwargs)
+            # The last call of n processes may cross the end of a schedule of fixed length. In one process a call too
+            # many raises torch's error.
+            if self._steps_per_call > 1 and self._has_ended():
+                return
+            self.scheduler.step(*args, **kwargs)
 
     def _has_ended(self) -> bool:
-        """Whether a schedule of fixed length (OneCycleLR) is at its last step, beyond which it raises an error."""
+        """Return whether a schedule of fixed length (OneCycleLR) has taken all its steps."""
         total = getattr(self.scheduler, "total_steps", None)
-        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total - 1
+        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total
 
     def get_last_lr(self) -> list[float]:
         """The learning rates of the last step."""

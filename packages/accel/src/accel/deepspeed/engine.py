@@ -208,6 +208,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             raise ConfigurationError(
                 "DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step()."
             )
+        self.note_step()
         applied = self.engine_wrapper.step() if self.engine_wrapper is not None else None
         if applied is not None:
             self._is_overflow = not applied
@@ -216,7 +217,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Discard the gradients of a window that was not stepped with; after a step the engine has cleared them."""
-        if self.gradient_state.sync_gradients and self.engine_wrapper is not None:
+        if self.engine_wrapper is not None and not self.must_keep_gradients():
             self.engine_wrapper.discard_gradients()
 
 

@@ -23,6 +23,7 @@ from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
+from accel_state.state.gradient import MicroBatch
 
 from ..contract.strategy import Strategy
 from ..reduction.elastic_steps import ElasticSteps
@@ -47,6 +48,7 @@ class Window:
     # the number of items that the gradients so far are divided by; None before the window ends
     normaliser: torch.Tensor | None = None
     counted_at: int = 0  # the last micro batch whose items were counted
+    with_gradient: nn.Parameter | None = None  # that had one when the current micro batch began
 
     def count(self, items: int | torch.Tensor) -> None:
         """Add the items of a loss, which are the same items again if each of several models has a loss."""
@@ -213,6 +215,8 @@ class Accumulation:
         if window is None:
             window = windows[models] = Window(models, self.num_steps)
         window.position += 1
+        if window.position > 1:
+            window.with_gradient = next((one for one in window.parameters if one.grad is not None), None)
         self.current = window
         at_end = loader is not None and loader.end_of_dataloader and self.plugin.sync_with_dataloader
         if at_end:
@@ -223,11 +227,14 @@ class Accumulation:
             if window.position < window.divisor:
                 self._close_short(window)
         self.gradient_state.sync_gradients = sync
+        self.gradient_state.micro_batch = MicroBatch(window.position, bool(sync))
         return bool(sync)
 
     def end_step(self, models: Models, window: Window | None) -> None:
         """Leave the context of a micro batch. A window that began before its loader belongs to the loader now."""
-        self.current = None
+        self.current = self.gradient_state.micro_batch = None
+        if window is not None:
+            window.with_gradient = None
         loader = self.gradient_state.active_dataloader if self._without_loader else None
         if loader is not None and window is not None and self._without_loader.get(models) is window:
             del self._without_loader[models]
@@ -247,6 +254,18 @@ class Accumulation:
         if not window.by_items and window.position > 1:
             self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
         window.divisor = window.position
+
+    def count_backward(self, batch: MicroBatch) -> None:
+        """Count a backward pass of the current micro batch; see ``AcceleratedOptimizer.zero_grad``."""
+        kept = None if batch.backwards or self.current is None else self.current.with_gradient
+        if kept is not None and kept.grad is None:
+            warn_once(
+                __name__,
+                "gradients that were accumulated are gone: model.zero_grad(), or zero_grad() of an optimizer that "
+                "prepare() did not return, was called in accumulate(). Call zero_grad() of the prepared optimizer "
+                "instead, which keeps them until a step has used them.",
+            )
+        batch.backwards += 1
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         window = self.current

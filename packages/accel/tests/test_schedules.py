@@ -1,0 +1,81 @@
+"""Learning rate schedules: in one process those of torch, and on several ranks one step per batch of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from accel import Accelerator
+from accel.scheduler import AcceleratedScheduler
+from accel_state.testing import run_world
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5),
+    "OneCycleLR, three phases": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=5, three_phase=True
+    ),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, total_iters=3),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=3),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=4),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, 2),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 3)], [2]
+    ),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.1, anneal_epochs=3),
+}
+
+
+def rates(make: Callable[[torch.optim.Optimizer], Any], accelerator: Accelerator | None) -> list[Any]:
+    """The learning rates of six steps, and torch's error if there is one."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5, momentum=0.9)
+    scheduler = make(optimizer)
+    stepping, scheduler = (optimizer, scheduler) if accelerator is None else accelerator.prepare(optimizer, scheduler)
+    found: list[Any] = []
+    for _ in range(6):
+        stepping.step()
+        try:
+            scheduler.step()
+        except ValueError as error:
+            found.append(str(error))
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_schedule_of_torch_is_that_of_torch_in_one_process(name: str) -> None:
+    assert rates(SCHEDULERS[name], Accelerator(cpu=True)) == rates(SCHEDULERS[name], None)
+
+
+def fixed_length_and_metric() -> tuple[list[Any], float]:
+    accelerator = Accelerator(cpu=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0), factor=0.5, patience=1
+    )
+    plateau = accelerator.prepare(plateau)
+    assert isinstance(plateau, AcceleratedScheduler)
+    for _ in range(3):
+        plateau.step(1.0)
+    return rates(SCHEDULERS["OneCycleLR"], accelerator), plateau.scheduler.optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -> None:
+    alone = rates(SCHEDULERS["OneCycleLR"], None)
+    assert "5" in alone[-2]  # torch's error names the number of steps
+    for found, rate in run_world(fixed_length_and_metric, 2):
+        # Two steps per call. The third call stops at the end, and later ones change nothing.
+        assert (found, rate) == ([alone[1], alone[3], *[alone[4]] * 4], 0.5)
