@@ -333,14 +333,15 @@ def leaves_no_process_behind() -> Iterator[None]:
 
 def _processes() -> list[psutil.Process]:
     """Descendants of this process, except helpers that are kept for its lifetime: of multiprocessing, of torch's
-    compiler, and the one that writes checkpoints in the background.
+    compiler, of forks.py, and the one that writes checkpoints in the background.
     """
     here = psutil.Process()
     found = []
     for process in here.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            is_helper = process.ppid() == here.pid and any("from multiprocessing." in word for word in words)
+            servers = (word for word in words if "from multiprocessing." in word or word.endswith("/tests/forks.py"))
+            is_helper = process.ppid() == here.pid and any(servers)
             is_helper |= any(word.endswith("_inductor/compile_worker/__main__.py") for word in words)
             is_helper |= process.ppid() == here.pid and "accel_checkpoint.save_worker" in words
             if not is_helper and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""What the examples import: a server imports it once, and their ranks are forked from it (see launched.py)."""
+"""What the examples import: a server imports it once, and their ranks are forked from it (see forks.py)."""
 
 from __future__ import annotations
 

@@ -1,25 +1,20 @@
-"""Runs the snippets of pages that arrive as JSON on stdin: one forked process a page, one namespace a page.
+"""Runs the snippets of a page, all in one namespace.
 
-Names that pages use without defining them (``model``, ``loader``, ...) exist before the first snippet. Prints a report
-as JSON.
+Names that pages use without defining them (``model``, ``loader``, ...) exist before the first snippet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-import json
 import os
 import re
-import sys
-import time
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
-from forked import forked, preload
-
-IMPORTS = """
+PRELUDE = """
 import os
 import torch
 import torch.optim.lr_scheduler
@@ -27,8 +22,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from accel import *
-"""
-PRELUDE = f"""{IMPORTS}
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
 device = accelerator.device
@@ -45,8 +38,9 @@ step, epoch, epochs = 0, 0, 1
 """
 
 
-def run_page(items: list[dict[str, Any]]) -> list[str]:
-    """The failures of a page's snippets."""
+def run_page(items: list[dict[str, Any]], folder: Path) -> list[str]:
+    """Run a page's snippets in a new directory in a folder, and return their failures."""
+    os.chdir(tempfile.mkdtemp(dir=folder))
     failures: list[str] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(PRELUDE, names)
@@ -80,20 +74,3 @@ def run_block(item: dict[str, Any], names: dict[str, Any]) -> str:
     if item["expected"] is not None and printed.getvalue().strip() != item["expected"].strip():
         return f"prints\n{printed.getvalue()}\nand the page says\n{item['expected']}"
     return ""
-
-
-def main() -> None:
-    work = json.load(sys.stdin)
-    preload(IMPORTS)
-
-    report = {}
-    for page, items in work.items():
-        if items:
-            start = time.perf_counter()
-            failures = forked(functools.partial(run_page, items), page)
-            report[page] = {"seconds": time.perf_counter() - start, "blocks": len(items), "failures": failures}
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import run_launched
+from forks import run_launched
 from safetensors.torch import load_file
 
 from accel_state.env import patch_environment

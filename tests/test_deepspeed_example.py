@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import run_launched
+from forks import run_launched
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from workspace import ROOT

@@ -1,6 +1,6 @@
 """Every command of READMEs and documentation runs, and prints what the page shows.
 
-``accel launch`` runs as in ``launched.py``; ``documented_commands.py`` names the tests that run the other commands.
+``accel launch`` runs as in ``forks.py``; ``documented_commands.py`` names the tests that run the other commands.
 `scripts/test --all` prints the list with its times.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from documented_commands import DRY_RUN, ELSEWHERE, NOT_RUN, entry
 from documents import Command, all_commands, blocks, shows
-from launched import run_launched
+from forks import run_launched
 from workspace import ROOT, metadata, projects
 
 from accel_launch.parser import parse

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
+import time
 from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from documents import Block, anchors, blocks, commands, links, pages
-from forked import report_of
-from launched import run_alone
+from forks import call_alone, run_alone
+from run_snippets import run_page
 from snippet_setup import NOT_RUN, RAISES, RUN_ELSEWHERE, SETUP
 from workspace import ROOT, metadata, projects
 
@@ -22,6 +22,7 @@ import accel_launch.cli
 from accel_launch.command import Command
 from accel_launch.parser import parse
 from accel_state.registry import Registry
+from accel_state.testing import WorldError
 
 SPEC = ROOT.parent / "shared" / "spec"
 
@@ -173,15 +174,19 @@ def snippets(pattern: str = "") -> dict[str, list[dict[str, object]]]:
     return by_page
 
 
-@pytest.mark.slow  # runs every snippet of the documentation, in one process that forks for each page
+@pytest.mark.slow  # runs every snippet of the documentation, in a process for each page
 @pytest.mark.timeout(600)
 def test_snippets_run(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    by_page = snippets()
-    report = report_of(Path(__file__).with_name("run_snippets.py"), tmp_path, 580, json.dumps(by_page))
-    assert set(report) == {page for page, items in by_page.items() if items}
-    for page, entry in report.items():
-        record_property("documented run", f"{entry['seconds']:6.1f} s  {page}: {entry['blocks']} snippets")
-    failures = [failure for entry in report.values() for failure in entry["failures"]]
+    failures = []
+    for page, items in snippets().items():
+        if items:
+            start = time.perf_counter()
+            try:
+                failures += call_alone(run_page, items, tmp_path, seconds=120)
+            except WorldError as error:
+                failures.append(f"{page}: {error}")
+            seconds = time.perf_counter() - start
+            record_property("documented run", f"{seconds:6.1f} s  {page}: {len(items)} snippets")
     assert not failures, "\n\n".join(failures)
 
 

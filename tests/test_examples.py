@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from launched import run_launched
+from forks import run_launched
 from safetensors.torch import load_file
 from workspace import ROOT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import run_launched
+from forks import run_launched
 from torch import nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"

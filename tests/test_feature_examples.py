@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launched import run_launched
+from forks import run_launched
 from workspace import ROOT
 
 from accel_launch.cli import main as accel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from documents import all_commands, shows
-from launched import run_launched
+from forks import run_launched
 from safetensors.torch import load_file
 from torch.nn import functional
 from workspace import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from components.digits import LAUNCH, environment
-from launched import run_alone, run_launched
+from forks import run_alone, run_launched
 from workspace import ROOT
 
 pytest.importorskip("megatron", reason="scripts/test-megatron makes an environment with Megatron-core")

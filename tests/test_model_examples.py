@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launched import run_launched
+from forks import run_launched
 from workspace import ROOT
 
 PIPELINE = ROOT / "examples" / "pipelined_inference.py"

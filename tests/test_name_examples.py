@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import report_of
+from forks import call_alone
+from run_name_examples import failures_of
 from workspace import ROOT
+
+from accel_state.testing import WorldError
 
 sys.path.insert(0, str(ROOT / "docs"))
 try:
     from exports import _exports
-    from name_examples import docstring, examples, resolve
+    from name_examples import FOLDER, docstring, examples, resolve
 finally:
     sys.path.pop(0)
 
@@ -95,8 +98,13 @@ def test_docstrings_of_the_most_used_names_have_all_sections() -> None:
     assert all(example.runs and ">>> " in example.text for example in shown)
 
 
-@pytest.mark.slow  # 300 examples, in one process that forks for each package
+@pytest.mark.slow  # 300 examples, in a process for each package
 @pytest.mark.timeout(400)
 def test_examples_print_what_they_show(tmp_path: Path) -> None:
-    failures = report_of(Path(__file__).with_name("run_name_examples.py"), tmp_path, 380)
+    failures = []
+    for file in sorted(FOLDER.glob("*.txt")):
+        try:
+            failures += call_alone(failures_of, file, tmp_path, seconds=120)
+        except WorldError as error:
+            failures.append(f"{file.name}: {error}")
     assert not failures, "\n".join(failures)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from launched import run_launched
+from forks import run_launched
 from safetensors.torch import load_file
 from workspace import ROOT
 

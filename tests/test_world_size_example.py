@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launched import run_launched
+from forks import run_launched
 from workspace import ROOT
 
 from accel_state.testing import WorldError

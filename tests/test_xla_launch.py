@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xla_runs
-from launched import call_alone, run_alone
+from forks import call_alone, run_alone
 
 from accel_state.testing import WorldError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import xla_runs
-from launched import call_alone
+from forks import call_alone
 
 pytest.importorskip("torch_xla", reason="scripts/test-xla makes an environment with torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles the graphs of all runs, for 15 s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import run_launched
+from forks import run_launched
 from workspace import ROOT
 
 SCRIPT = ROOT / "examples" / "digits.py"

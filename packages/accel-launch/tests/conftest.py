@@ -20,16 +20,12 @@ from unittest import mock
 
 import psutil
 import pytest
-from forked_launcher import ForkedLauncher
+from forks import ACCEL, Processes, Program
 
 import accel_launch
 import accel_state
 from accel_launch.cli import main
 from accel_state.ports import listen, reserved_port
-from accel_state.testing import preload
-
-# What a launch of several processes imports: a server imports it once, and launchers are forked from it.
-preload("accel_launch.commands.launch", "accel_launch.launchers.elastic", "accel_launch.elastic.run", "psutil")
 
 # A generous limit: a busy machine can be ten times slower.
 TIMEOUT_SECONDS = 110
@@ -48,6 +44,7 @@ class Shell:
 
     folder: Path
     env: dict[str, str]
+    processes: Processes
 
     def write(self, name: str, text: str) -> Path:
         """Write a file, dedented."""
@@ -67,9 +64,9 @@ class Shell:
             stderr=subprocess.PIPE,
         )
 
-    def fork(self, *words: str | Path, **env: str) -> ForkedLauncher:
+    def fork(self, *words: str | Path, **env: str) -> Program:
         """Start ``accel WORDS`` where torch is imported already: for launchers of several processes."""
-        return ForkedLauncher(list(map(str, words)), self.folder, {**self.env, **env})
+        return self.processes.start(ACCEL, *map(str, words), cwd=self.folder, env={**self.env, **env})
 
     def accel(
         self, *words: str | Path, timeout: float = TIMEOUT_SECONDS, **env: str
@@ -87,7 +84,8 @@ class Shell:
 
     def launch(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run ``accel launch --cpu WORDS`` as :meth:`fork` starts it."""
-        return _finish(self.fork("launch", "--cpu", *words, **env))
+        words = ("launch", "--cpu", *map(str, words))
+        return self.processes.run(ACCEL, *words, cwd=self.folder, env={**self.env, **env}, timeout=TIMEOUT_SECONDS)
 
     def call(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run ``accel WORDS`` in this process, for commands that start no other: half a second faster."""
@@ -121,19 +119,19 @@ class Shell:
 
     def forked_python(self, code: str) -> subprocess.CompletedProcess[str]:
         """Run Python code where torch is imported already."""
-        return _finish(ForkedLauncher([], self.folder, self.env, textwrap.dedent(code)))
+        return self.processes.run(textwrap.dedent(code), cwd=self.folder, env=self.env, timeout=TIMEOUT_SECONDS)
 
 
-def _finish(launcher: ForkedLauncher) -> subprocess.CompletedProcess[str]:
-    try:
-        out, err = launcher.communicate(TIMEOUT_SECONDS)
-    finally:
-        launcher.kill()
-    return subprocess.CompletedProcess(launcher.args, launcher.wait(TIMEOUT_SECONDS), out, err)
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Launchers of several processes, forked from a server that imports once what such a launch imports."""
+    modules = ("accel_launch.commands.launch", "accel_launch.launchers.elastic", "accel_launch.elastic.run", "psutil")
+    with Processes("torch", *modules) as server:
+        yield server
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
+def shell(tmp_path: Path, processes: Processes) -> Shell:
     """A shell in a fresh directory."""
     hidden = (
         "ACCELERATE_",
@@ -153,7 +151,8 @@ def shell(tmp_path: Path) -> Shell:
     temporary.mkdir()
     work = tmp_path / "work"
     work.mkdir()
-    return Shell(work, {**env, "PYTHONPATH": path, "HF_HOME": str(tmp_path / "hf"), "TMPDIR": str(temporary)})
+    env |= {"PYTHONPATH": path, "HF_HOME": str(tmp_path / "hf"), "TMPDIR": str(temporary)}
+    return Shell(work, env, processes)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fresh_process import Processes
+from forks import Processes
 
 from accel_state import context
 
@@ -18,7 +18,7 @@ def fresh_states() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """Runs scripts that log to a library, each in a process of its own that has torch and accel_track already."""
     modules = ("torch", "numpy", "accel_track.tracking", "accel_track.sdk_tracker", "accel_track.jsonl_reader")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fresh_process import Processes
+from forks import Processes
 
 from accel_track import Run, find_runs
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh_process import Processes
+from forks import Processes
 
 from accel_track import get_available_trackers
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fresh_process import Processes
+from forks import Processes
 
 from accel_track import get_available_trackers
 from accel_track.sdk_tracker import responds

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forks import run_launched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launched import run_launched
 from torch import nn
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, TensorDataset
