@@ -230,7 +230,14 @@ def test_replicas_of_both_machines_reach_one_lighthouse_and_end(shell, launched)
     assert [one.returncode for one in launched] == [0, 0], outputs
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, 1)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        # Waits for two time limits; a machine that is cut off has a fast test.
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_end_of_the_lighthouses_machine_ends_the_others_with_its_name(launched, number: int, code: int) -> None:
     first, second = launched
     first.send_signal(number)

@@ -534,7 +534,7 @@ class TestValues:
             "20000 values",
         ),
         ("# " + "x" * 2**20, "1048576 bytes"),
-        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 2000, "nested too deeply"),
         ("num_processes: " + "9" * 9000, "line 1"),
     ],
 )
