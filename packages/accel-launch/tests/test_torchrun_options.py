@@ -146,10 +146,10 @@ def logs(shell) -> dict[str, str]:
 def test_redirected_streams_are_in_files_only_and_others_have_the_prefix(shell) -> None:
     shell.write("s.py", PRINT)
     words = ["--nproc-per-node", "2", "-r", "0:1,1:3", "--tee", "1:2", "--log-dir", "logs"]
-    words += ["--log-line-prefix-template", "${role_name}/${rank}>"]
+    words += ["--role", "trainer", "--log-line-prefix-template", "${role_name}/${rank}>"]
     result = shell.launch(*words, "s.py")
     assert (result.returncode, result.stdout) == (0, "")
-    assert sorted(result.stderr.splitlines()[-2:]) == ["default/1>err 1", "err 0"]
+    assert sorted(result.stderr.splitlines()[-2:]) == ["err 0", "trainer/1>err 1"]
     assert logs(shell) == {"0/stdout": "out 0\n", "1/stdout": "out 1\n", "1/stderr": "err 1\n"}
 
 

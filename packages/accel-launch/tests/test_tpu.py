@@ -73,7 +73,7 @@ def cores(shell) -> list:
     return [json.loads(file.read_text()) for file in shell.folder.glob("core*.json")]
 
 
-@pytest.mark.parametrize(("words", "count"), [((), 4), (("--num_processes=8",), 4), (("--num_processes=1",), 1)])
+@pytest.mark.parametrize(("words", "count"), [(("--num_processes=8",), 4), (("--num_processes=1",), 1)])
 def test_every_chip_calls_the_function(tpu, words, count) -> None:
     result = launch(tpu, "--mixed_precision=bf16", *words, "job/s.py", "--lr", "0.1")
     assert result.returncode == 0, result.stderr
