@@ -154,18 +154,18 @@ def test_keys_are_those_of_the_format() -> None:
     assert {key: opt.name for opt in OPTIONS for key in opt.keys} == expected
 
 
-@by_id(OPTIONS)
-def test_declaration_is_whole(opt: Option) -> None:
-    assert opt.help.endswith(".") and len(opt.help) > 20
-    assert opt.default in (None, "", ()) or opt.parse(opt.format(opt.default), "") == opt.default
-    assert opt.suggested is None or opt.parse(opt.format(opt.suggested), "") == opt.suggested
-    assert opt.question is None or opt.question.endswith(("?", ".")), "asked of people"
-    assert not opt.other_keys or opt.key
-    assert not opt.secret or opt.key is None, "a secret is never stored in a file"
-    assert not opt.exported or opt.env, "an option that is handed to processes needs a variable"
-    assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:]
-    if "_" in opt.flags[0]:
-        assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags
+def test_declarations_are_whole() -> None:
+    for opt in OPTIONS:
+        assert opt.help.endswith(".") and len(opt.help) > 20, opt.name
+        assert opt.default in (None, "", ()) or opt.parse(opt.format(opt.default), "") == opt.default, opt.name
+        assert opt.suggested is None or opt.parse(opt.format(opt.suggested), "") == opt.suggested, opt.name
+        assert opt.question is None or opt.question.endswith(("?", ".")), f"{opt.name}: asked of people"
+        assert not opt.other_keys or opt.key, opt.name
+        assert not opt.secret or opt.key is None, f"{opt.name}: a secret is never stored in a file"
+        assert not opt.exported or opt.env, f"{opt.name}: an option that is handed to processes needs a variable"
+        assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:], opt.name
+        if "_" in opt.flags[0]:
+            assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags, opt.name
 
 
 @by_id(OPTIONS)
@@ -192,15 +192,13 @@ def test_flag_environment_and_file_give_the_same_value(opt: Option, tmp_path: Pa
             assert "line" in resolved.where(opt.name)
 
 
-@by_id(OPTIONS)
-def test_default_is_the_same_everywhere(opt: Option) -> None:
-    group = group_of(opt)
-    assert getattr(group(), opt.field) == opt.default
-    assert getattr(group.from_environment({}), opt.field) == opt.default
-    assert getattr(group.from_mapping({}), opt.field) == opt.default
+def test_defaults_are_the_same_everywhere() -> None:
     resolved = resolve(GROUPS, environ={})
-    assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name)
-    assert getattr(resolved.group(group), opt.field) == opt.default
+    for group in GROUPS:
+        views = (group(), group.from_environment({}), group.from_mapping({}), resolved.group(group))
+        for opt in group.options():
+            assert [getattr(view, opt.field) for view in views] == [opt.default] * 4, opt.name
+            assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name), opt.name
 
 
 @by_id(OPTIONS)
