@@ -36,20 +36,8 @@ def read_ranks(shell, world_size: int) -> list[dict]:
 
 def test_two_ranks_reduce_and_get_their_settings_and_cores(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
-    words = [
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "bf16",
-        "--enable_cpu_affinity",
-        "s.py",
-        "--flag",
-        "${local_rank} $$",
-        "--",
-        "--num_processes",
-    ]
-    result = shell.accel("launch", *words)
+    words = "--num_processes 2 --mixed_precision bf16 --enable_cpu_affinity s.py --flag".split()
+    result = shell.launch(*words, "${local_rank} $$", "--", "--num_processes")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     reports = read_ranks(shell, 2)
     for rank, report in enumerate(reports):
