@@ -17,11 +17,12 @@ is in LATER, with the reason: run this again after taking a name out of it.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import compact_json
 
 TABLE = Path(__file__).with_name("reference_api.json")
 
@@ -109,7 +110,7 @@ def main(listing: Path) -> None:
             table["names"][f"{module}.{name}"] = fact
     if later:
         sys.exit(f"LATER has names that the list has not: {', '.join(later)}")
-    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    TABLE.write_text(compact_json.dumps(table) + "\n", encoding="utf-8")
     print(f"{TABLE}: {len(table['names'])} names, {len(table['not in this version'])} not in this version")
 
 

@@ -12,11 +12,12 @@ LIST is a text with a line for each flag, and one for each variable:
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import compact_json
 
 TABLE = Path(__file__).with_name("reference_launch.json")
 
@@ -39,9 +40,8 @@ def main(listing: Path) -> None:
             variables.append(found["name"])
         elif line.startswith("- `-"):
             sys.exit(f"cannot read: {line}")
-    TABLE.write_text(
-        json.dumps({"flags": flags, "variables": sorted(variables)}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    text = compact_json.dumps({"flags": flags, "variables": sorted(variables)})
+    TABLE.write_text(text + "\n", encoding="utf-8")
     print(f"{TABLE}: {len(flags)} flags, {len(variables)} variables")
 
 

@@ -5,13 +5,13 @@ environment in which Accelerate is installed, `python tests/facts/make_reference
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 import types
 import warnings
 from pathlib import Path
 
 import accelerate
+import compact_json
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         except ImportError:
             continue  # needs a library that is not installed
         names[found.name] = [name for name, value in vars(module).items() if _is_own(module.__name__, name, value)]
-    text = json.dumps({module: sorted(own) for module, own in names.items()}, indent=0)
+    text = compact_json.dumps({module: sorted(own) for module, own in names.items()})
     Path(__file__).with_name("reference_modules.json").write_text(text + "\n")
 
 

@@ -50,7 +50,7 @@ def test_printed_commands_are_those_that_are_started(shell, dry, free_port, proc
         "a b",
     ]
     (start,) = dry(*words)
-    assert shell.accel("launch", "-q", *words).returncode == 0
+    assert shell.launch("-q", *words).returncode == 0
     ranks = start["ranks"]
     for rank, variables in enumerate(ranks):
         argv, environment = json.loads((shell.folder / f"rank{rank}.json").read_text())
@@ -85,25 +85,6 @@ def test_every_machine_is_shown(dry) -> None:
     assert "MASTER_ADDR" not in other["ranks"][0] and "machine_rank" not in other["notes"][1]
 
 
-@pytest.mark.parametrize(
-    ("variables", "address"),
-    [
-        # A pod of a TrainJob.
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29500",
-          "PET_MASTER_ADDR": "train-node-0-0.train", "JOB_COMPLETION_INDEX": "1"}, "train-node-0-0.train"),
-        # A node of a SkyPilot task.
-        ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "ACCELERATE_NUM_PROCESSES": "4"},
-         "10.0.0.1"),
-    ],
-)  # fmt: skip
-def test_what_a_cluster_tells_a_node(dry, variables, address) -> None:
-    """tests/test_kubernetes_pods.py has the pods of a Job, whose names are told by DNS."""
-    first, second = dry("--cpu", "s.py", **variables)
-    assert [start["machine"] for start in (first, second)] == ["machine 0 of 2", "machine 1 of 2, this one"]
-    assert [rank["RANK"] for start in (first, second) for rank in start["ranks"]] == ["0", "1", "2", "3"]
-    assert {rank["MASTER_ADDR"] for start in (first, second) for rank in start["ranks"]} == {address}
-
-
 def test_a_range_of_machines(dry, tmp_path) -> None:
     starts = dry("--cpu", "--num_processes=4", "--num_machines=1:2", "--main_process_ip=h", "s.py")
     assert [start["machine"] for start in starts] == ["machine 0 of up to 2, this one", "machine 1 of up to 2"]
@@ -120,7 +101,7 @@ def test_a_range_of_machines(dry, tmp_path) -> None:
 
 def test_as_text(shell) -> None:
     shell.write("s.py", SHOW)
-    out = shell.accel("launch", "--dry_run", "-q", "--cpu", "--num_processes", "2", "s.py", "a b").stdout
+    out = shell.call("launch", "--dry_run", "-q", "--cpu", "--num_processes", "2", "s.py", "a b").stdout
     lines = out.splitlines()
     assert (
         lines[0] == "this machine: 2 processes"
@@ -130,27 +111,6 @@ def test_as_text(shell) -> None:
     assert "  ACCELERATE_USE_CPU=true" in lines and any(
         line.startswith("  RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 ") for line in lines
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "variables"),
-    [
-        (["--use_fsdp", "--fsdp_version=2"], {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
-        (["--use_megatron_lm", "--megatron_lm_tp_degree=2"], {"ACCELERATE_USE_MEGATRON_LM": "true"}),
-        (
-            ["--use_deepspeed", "--zero_stage=3"],
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-        ),
-        (["--mixed_precision=fp8"], {"ACCELERATE_MIXED_PRECISION": "fp8"}),
-        (["--dynamo_backend=inductor"], {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
-        (["--enable_cpu_affinity"], {"ACCELERATE_CPU_AFFINITY": "true"}),
-        (["--num_cpu_threads_per_process=3"], {"OMP_NUM_THREADS": "3"}),
-    ],
-    ids=lambda value: value[0].lstrip("-") if isinstance(value, list) else "",
-)
-def test_variables_of_engines(dry, words, variables) -> None:
-    (start,) = dry("--num_processes=2", *words, "s.py")
-    assert {name: start["environment"].get(name) for name in variables} == variables
 
 
 class TestMpirun:
@@ -208,13 +168,13 @@ class TestMpirun:
         (start,) = dry(*words, PATH="")
         assert start["command"][:7] == ["mpirun", "-f", "none", "-n", "4", "-ppn", "2"]
         assert any("none does not exist yet" in note for note in start["notes"])
-        result = shell.accel("launch", *words)
+        result = shell.call("launch", *words)
         assert result.returncode == 2 and "--mpirun_hostfile none" in result.stderr
 
     def test_the_hostfile_lists_too_few(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "node0\nnode1\n")
-        result = shell.accel(
+        result = shell.call(
             "launch", "--cpu", "--num_processes=6", "--num_machines=3", "--mpirun_hostfile=hosts", "--dry-run", "s.py"
         )
         assert (result.returncode, result.stdout) == (2, "")
@@ -223,7 +183,7 @@ class TestMpirun:
     def test_options_of_the_agent_are_noted(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
-        result = shell.accel(
+        result = shell.call(
             "launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "--log_dir=logs", "--dry-run", "s.py"
         )
         assert result.returncode == 0
@@ -232,7 +192,7 @@ class TestMpirun:
     def test_without_mpirun(self, shell) -> None:
         shell.write("s.py", "")
         shell.write("hosts", "localhost\n")
-        result = shell.accel("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "s.py", PATH="")
+        result = shell.call("launch", "--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "s.py", PATH="")
         assert result.returncode == 2 and "needs mpirun, but no mpirun of Open MPI" in result.stderr
 
     @pytest.mark.parametrize(

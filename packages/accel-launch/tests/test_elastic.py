@@ -36,20 +36,8 @@ def read_ranks(shell, world_size: int) -> list[dict]:
 
 def test_two_ranks_reduce_and_get_their_settings_and_cores(shell) -> None:
     shell.write("s.py", ALL_REDUCE)
-    words = [
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "bf16",
-        "--enable_cpu_affinity",
-        "s.py",
-        "--flag",
-        "${local_rank} $$",
-        "--",
-        "--num_processes",
-    ]
-    result = shell.accel("launch", *words)
+    words = "--num_processes 2 --mixed_precision bf16 --enable_cpu_affinity s.py --flag".split()
+    result = shell.launch(*words, "${local_rank} $$", "--", "--num_processes")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     reports = read_ranks(shell, 2)
     for rank, report in enumerate(reports):
@@ -145,8 +133,8 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
 )
 def test_exit_codes_pass_through(shell, ending, code, message) -> None:
     shell.write("s.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(50)\n")
-    result = shell.launch("--num_processes", "2", "s.py")
-    assert result.returncode == code
+    result = shell.launch("--num_processes", "2", "--debug", "s.py")
+    assert result.returncode == code and "failed (exitcode: " in result.stderr, "the agent's log, with --debug"
     assert re.fullmatch(f"accel launch: {message}", result.stderr.splitlines()[-1]), result.stderr
 
 
@@ -210,23 +198,6 @@ def test_restarts(shell) -> None:
     assert {"start0.0", "start1.0"} <= starts <= {f"start{attempt}.{rank}" for attempt in range(2) for rank in range(2)}
 
 
-def test_tee_and_log_dir(shell) -> None:
-    shell.write("s.py", "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
-    words = ["--num_processes", "2", "--tee", "0:3,1:1", "--log_dir", "logs", "--role", "trainer", "s.py"]
-    result = shell.launch(*words)
-    assert sorted(result.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
-    assert sorted(result.stderr.splitlines()) == ["[trainer0]:err", "err"]
-    files = {
-        str(path.relative_to(shell.folder / "logs")).split("/", 1)[1]: path.read_text()
-        for path in (shell.folder / "logs").rglob("*.log")
-    }
-    assert {name: text for name, text in files.items() if text} == {
-        "attempt_0/0/stdout.log": "out 0\n",
-        "attempt_0/0/stderr.log": "err\n",
-        "attempt_0/1/stdout.log": "out 1\n",
-    }
-
-
 def test_the_last_line_of_output_is_not_lost(tmp_path) -> None:
     """The rank prints and ends between the copying thread's last read and its check of the rank."""
     screen = io.StringIO(), io.StringIO()
@@ -247,13 +218,12 @@ def test_the_output_of_a_single_process_is_kept_too(shell) -> None:
 
 
 def test_a_requested_port_is_used(shell, free_port) -> None:
+    """By the other rendezvous; the printed commands of test_dry_run.py are compared with ranks of the static one."""
     port = free_port()
     shell.write("s.py", "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
-    for backend in ("static", "c10d"):
-        words = ["--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", backend, "s.py"]
-        result = shell.launch(*words)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
+    result = shell.launch("--num_processes", "2", "--main_process_port", str(port), "--rdzv_backend", "c10d", "s.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"127.0.0.1 {port}"] * 2
 
 
 @pytest.mark.slow  # two starts of ranks that import torch; the first failing rank's traceback has a fast test
@@ -295,38 +265,21 @@ def test_a_death_after_the_end_of_the_script_is_not_put_down_to_its_loop(shell) 
     assert "the script of rank 1 had already ended" in last and "loop" not in last
 
 
-def test_debug_shows_the_agents_log(shell) -> None:
-    shell.write("s.py", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
-    result = shell.launch("--num_processes", "2", "--debug", "s.py")
-    assert (
-        result.returncode == 3
-        and "failed (exitcode: 3)" in result.stderr
-        and result.stderr.splitlines()[-1].startswith("accel launch: rank 1")
-    )
-
-
-def test_no_name_is_resolved(shell) -> None:
-    """A name server that does not answer would delay the launcher for minutes."""
-    shell.write("s.py", "print('started', flush=True)")
+def test_no_name_is_resolved_and_exit_handlers_run(shell) -> None:
+    """A name server that does not answer would delay the launcher for minutes. The launcher skips the finalization of
+    torch, but runs registered exit handlers.
+    """
+    shell.write("s.py", "import sys; print('started', flush=True); sys.exit(4)")
     result = shell.forked_python("""
-        import socket, sys
+        import atexit, socket, sys
         def refuse(*args):
             raise AssertionError("the name service was asked")
         socket.getfqdn = socket.gethostbyaddr = refuse
-        from accel_launch.cli import main
-        sys.exit(main(["launch", "--cpu", "--num_processes", "2", "s.py"]))
-    """)
-    assert (result.returncode, result.stdout.splitlines()) == (0, ["started"] * 2), result.stderr
-
-
-def test_exit_handlers_run(shell) -> None:
-    """The launcher skips the finalization of torch, but runs registered exit handlers."""
-    shell.write("s.py", "import sys; sys.exit(4)")
-    result = shell.forked_python("""
-        import atexit, sys
         from accel_launch.cli import main
         atexit.register(print, "at exit")
         sys.argv[1:] = ["launch", "--cpu", "--num_processes", "2", "s.py"]
         sys.exit(main())
     """)
-    assert (result.returncode, result.stdout) == (4, "at exit\n"), result.stderr
+    # One rank may be ended before it prints.
+    *started, last = result.stdout.splitlines()
+    assert result.returncode == 4 and {*started} == {"started"} and last == "at exit", result.stderr

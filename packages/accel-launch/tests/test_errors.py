@@ -29,19 +29,11 @@ def test_no_script(shell) -> None:
     assert "no script is given" in fails(shell, "--cpu")
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
-def test_bad_num_processes(shell, script, value) -> None:
-    message = (
-        fails(shell, "--num_processes", value, script) if value != "-1" else fails(shell, "--num_processes=-1", script)
-    )
-    assert "--num_processes: " in message and "an integer of at least 1" in message
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (["--num_processes"], ["--num_processes needs a value", "at least 1"]),
-        (["--mixed_precision", "fp61", "s.py"], ["--mixed_precision", "'fp61'", "no, fp16, bf16"]),
+        (["--num_processes", "1.5", "s.py"], ["--num_processes: '1.5'", "an integer of at least 1"]),
         (
             ["--mixed_precison", "fp16", "s.py"],
             ["--mixed_precison is not an option", "Did you mean --mixed_precision?"],
@@ -53,9 +45,7 @@ def test_bad_num_processes(shell, script, value) -> None:
         (["--virtual-local-rank", "s.py"], ["--virtual-local-rank is not an option. Each process sees all GPUs"]),
         (["--fsdp_offload_params"], ["--fsdp_offload_params needs a value: true or false"]),
         (["--fsdp_offload_params", "s.py"], ["no script is given"]),
-        (["--use_fsdp", "--use_deepspeed", "s.py"], ["--use_deepspeed and --use_fsdp contradict each other"]),
         (["-x", "s.py"], ["-x is not an option"]),
-        (["--cpu", "--multi_gpu", "s.py"], ["--cpu and --multi_gpu contradict"]),
         (["--cpu=maybe", "s.py"], ["--cpu", "'maybe'", "true"]),
         (["--no_python", "-m", "s"], ["-m and --no_python contradict"]),
         (["--tee", "5", "s.py"], ["--tee", "'5'"]),
@@ -70,10 +60,6 @@ def test_bad_num_processes(shell, script, value) -> None:
         (["--num_machines", "2", "--num_processes", "2", "s.py"], ["--num_machines 2 needs --main_process_ip"]),
         (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "s.py"], ["needs --machine_rank"]),
         (
-            ["--num_machines=2", "--num_processes=2", "--main_process_ip=h", "--machine_rank=2", "s.py"],
-            ["--machine_rank 2", "0 to 1"],
-        ),
-        (
             [
                 "--num_machines=2",
                 "--num_processes=2",
@@ -84,7 +70,6 @@ def test_bad_num_processes(shell, script, value) -> None:
             ],
             ["--main_process_port 0"],
         ),
-        (["--machine_rank", "1", "s.py"], ["--machine_rank 1", "--num_machines"]),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -162,16 +147,6 @@ class TestConfigFile:
         path = shell.write("c.yaml", "num_machines: 1\nnum_proceses: 2\n")
         message = fails(shell, "--config_file", str(path), script)
         assert f"{path}, line 2: num_proceses is not a known key. Did you mean num_processes?" in message
-
-    def test_bad_value_and_bad_section(self, shell, script) -> None:
-        path = shell.write("c.yaml", "dynamo_config:\n  dynamo_backend: indcutor\n")
-        assert f"dynamo_config.dynamo_backend in {path}, line 2: 'indcutor' is not one of NO, " in fails(
-            shell, "--config_file", str(path), script
-        )
-        path = shell.write("c.yaml", "dynamo_config: 3\n")
-        assert "dynamo_config must be a mapping" in fails(shell, "--config_file", str(path), script)
-        path = shell.write("c.yaml", "dynamo_config:\n  backend: eager\n")
-        assert "dynamo_config.backend is not a known key" in fails(shell, "--config_file", str(path), script)
 
     def test_missing_file(self, shell, script) -> None:
         assert "nope.yaml: No such file" in fails(shell, "--config_file", "nope.yaml", script)

@@ -99,7 +99,7 @@ raise KeyError("labels.csv")
 """
 
 
-@pytest.mark.parametrize("args", [[], ["no labels"]])
+@pytest.mark.parametrize("args", [[], pytest.param(["no labels"], marks=pytest.mark.slow)])  # one interpreter more
 def test_a_failure_with_an_open_process_group_cannot_abort(shell, args) -> None:
     """In Python's teardown a thread that has done an all-reduce, and not yet released its tensor, aborts the process.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from accel_launch.launch_commands import (
     test_launch,
 )
 from accel_launch.launchers.tpu import prepare_tpu
-from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
 
 
 def arguments(script: Path, **options: Any) -> argparse.Namespace:
@@ -78,39 +77,30 @@ def test_tpu_questions(script: Path) -> None:
     assert prepare_tpu(args, {}, pod=True)[1] == {"PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
 
 
-def note_place(queue: Any) -> None:
+def note_place(found: list[Any]) -> None:
     import torch
     import torch.distributed as dist
 
     total = torch.ones(1)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-    queue.put((os.environ.get("RANK"), os.environ.get("LOCAL_RANK"), total.item()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    found.append((os.environ.get("RANK"), os.environ.get("LOCAL_RANK"), total.item()))
+
+
+def started_by_another_launcher(kind: str, file: str) -> Any:
+    index, found = int(os.environ.pop("RANK")), list[Any]()
+    del os.environ["LOCAL_RANK"]
+    os.environ.update(LOCAL_WORLD_SIZE="2", NODE_RANK="1", WORLD_SIZE="2", ACCELERATE_DEBUG_RDV_FILE=file)
+    PrepareForLaunch(note_place, kind, debug=True)(index, found)
+    return found[0]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("MULTI_CPU", [("2", "0"), ("3", "1")]), ("NO", [(None, None)] * 2)])
 def test_a_process_of_another_launcher_gets_its_rank(kind: str, ranks: list[Any], tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with patch_environment(
-        LOCAL_WORLD_SIZE=2, NODE_RANK=1, WORLD_SIZE=2, ACCELERATE_DEBUG_RDV_FILE=str(tmp_path / "meet")
-    ):
-        processes = [
-            context.Process(target=PrepareForLaunch(note_place, kind, debug=True), args=(index, queue), daemon=True)
-            for index in range(2)
-        ]
-        for process in processes:
-            process.start()
-        found = sorted((queue.get(timeout=100) for _ in processes), key=str)
-        for process in processes:
-            process.join(60)
+    found = run_world(started_by_another_launcher, 2, kind, str(tmp_path / "meet"), state=False)
     assert [(rank, local) for rank, local, _ in found] == ranks and [total for *_, total in found] == [2.0, 2.0]
-    with pytest.raises(
-        ConfigurationError,
-        match="WORLD_SIZE.*ACCELERATE_DEBUG_RDV_FILE",
-    ):
-        PrepareForLaunch(note_place, debug=True)(0, queue)
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE.*ACCELERATE_DEBUG_RDV_FILE"):
+        PrepareForLaunch(note_place, debug=True)(0, [])
 
 
 @pytest.mark.slow  # two interpreters that import torch; the functions have fast tests in this process

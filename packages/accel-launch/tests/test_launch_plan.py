@@ -149,6 +149,7 @@ class TestCounts:
         made = plan(tmp_path)
         assert (made.num_processes, made.local_processes, dict(made.environment)) == (1, 1, ALONE)
         assert "starting 1 process (one per machine, no GPU is visible)" in made.notes[0]
+        assert not plan(tmp_path, num_processes="1").notes
 
     def test_one_process_for_each_visible_gpu(self, tmp_path, four_gpus) -> None:
         assert plan(tmp_path).num_processes == 4

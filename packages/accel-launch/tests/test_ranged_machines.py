@@ -46,6 +46,7 @@ def wait_for(shell, wait_until):
     return lambda name: wait_until(lambda: (shell.folder / name).exists(), f"{name} exists")
 
 
+@pytest.mark.slow  # five launchers; test_ranged_rendezvous.py counts restarts in this process
 def test_a_failure_is_a_restart_and_the_last_one_ends_all(launch, shell, wait_for) -> None:
     first = launch("2:2", "x", "never")  # a range of one number is that number: it needs ranks
     assert first.wait(60) == 2
@@ -76,6 +77,7 @@ def test_ctrl_c_at_the_main_machine_ends_all(launch, wait_for) -> None:
     assert "ended by SIGINT" in errors[1]
 
 
+@pytest.mark.slow  # waits for a time limit; test_ranged_rendezvous.py has it in this process
 def test_a_run_without_enough_machines_waits_and_ends(launch, wait_for) -> None:
     main, other = (launch("2:3", "x", "never", conf="last_call_timeout=1,timeout=6") for _ in range(2))
     wait_for("up0.1.2")

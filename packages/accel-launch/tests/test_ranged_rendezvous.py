@@ -268,6 +268,7 @@ def test_only_the_machine_that_disagrees_is_kept_out(ranges, wait_until, capsys)
     assert "other.py" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # 8 s of silence; a machine that is gone has a fast test here, and a cut one in test_board.py
 def test_a_machine_that_was_cut_off_is_forgotten_and_joins_again(ranges, wait_until, cable) -> None:
     machines = ranges(most=3)
     main, second = started(machines, 2)
@@ -303,6 +304,7 @@ def test_a_last_call_is_a_number_of_seconds(text) -> None:
         check_last_call(text)
 
 
+@pytest.mark.slow  # five starts, 14 s of waiting; short lives and lost machines have fast tests
 def test_a_machine_that_joins_and_dies_is_held_for_a_while(ranges, wait_until, capsys, monkeypatch) -> None:
     """Each of its lives costs all processes a restart. The others go on without it, and it is told why."""
     monkeypatch.setattr(short_lives, "SHORT_LIVES", 2)

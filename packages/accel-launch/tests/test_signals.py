@@ -102,19 +102,6 @@ def test_processes_that_cannot_be_started(shell) -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow  # one more start of two ranks; test_a_signal_ends_everything is fast
-def test_ranks_can_clean_up(shell, sleepers, ended) -> None:
-    cleanup = (
-        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved' + os.environ['RANK']).write_text(''), "
-        "sys.exit(0)))"
-    )
-    launcher, pids = sleepers(cleanup)
-    launcher.terminate()
-    assert launcher.wait(60) == 143
-    ended(pids)
-    assert (shell.folder / "saved0").exists() and (shell.folder / "saved1").exists()
-
-
 def test_a_second_signal_ends_ranks_that_ignore_the_first(shell, sleepers, ended, wait_until) -> None:
     launcher, pids = sleepers(IGNORE)
     launcher.send_signal(signal.SIGINT)

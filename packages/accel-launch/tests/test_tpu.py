@@ -5,6 +5,7 @@ real one, with a CPU.
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -57,13 +58,24 @@ def tpu(shell):
     return shell
 
 
+def launch(shell, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``accel launch --tpu WORDS`` where torch is imported already."""
+    return shell.forked_python(f"""
+        import os, sys
+        sys.path[:0] = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep)]
+        os.environ.update({variables!r})
+        from accel_launch.cli import main
+        sys.exit(main({["launch", "--tpu", *words]!r}))
+    """)
+
+
 def cores(shell) -> list:
     return [json.loads(file.read_text()) for file in shell.folder.glob("core*.json")]
 
 
-@pytest.mark.parametrize(("words", "count"), [((), 4), (("--num_processes=8",), 4), (("--num_processes=1",), 1)])
+@pytest.mark.parametrize(("words", "count"), [(("--num_processes=8",), 4), (("--num_processes=1",), 1)])
 def test_every_chip_calls_the_function(tpu, words, count) -> None:
-    result = tpu.accel("launch", "--tpu", "--mixed_precision=bf16", *words, "job/s.py", "--lr", "0.1")
+    result = launch(tpu, "--mixed_precision=bf16", *words, "job/s.py", "--lr", "0.1")
     assert result.returncode == 0, result.stderr
     assert ("one process for each chip" in result.stderr) is ("--num_processes=8" in words)
     variables = {"PJRT_DEVICE": "TPU", "XLA_USE_BF16": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -73,22 +85,21 @@ def test_every_chip_calls_the_function(tpu, words, count) -> None:
 def test_a_module(tpu) -> None:
     tpu.write("package/__init__.py", "")
     tpu.write("package/train.py", SCRIPT.replace("import helper\n", "").replace("helper.LIMIT", "5"))
-    result = tpu.accel("launch", "--tpu", "--num_processes=1", "-m", "package.train")
+    result = launch(tpu, "--num_processes=1", "-m", "package.train")
     assert result.returncode == 0, result.stderr
     assert [core[0] for core in cores(tpu)] == [5]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("train", "s.py has no function 'train'"), ("LIMIT", "s.py has no function 'LIMIT'")]
-)
-def test_the_function_is_missing(tpu, name, says) -> None:
-    result = tpu.accel("launch", "--tpu", f"--main_training_function={name}", "job/s.py")
+@pytest.mark.parametrize("name", ["train", "LIMIT"])
+def test_the_function_is_missing(tpu, name) -> None:
+    result = launch(tpu, f"--main_training_function={name}", "job/s.py")
+    says = f"s.py has no function '{name}'"
     assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
 def test_torch_xla_is_missing(shell) -> None:
     shell.write("s.py", "def main(): pass\n")
-    result = shell.accel("launch", "--tpu", "s.py")
+    result = launch(shell, "s.py")
     assert result.returncode == 2 and "torch_xla" in result.stderr and "pip install" in result.stderr
 
 
@@ -100,27 +111,28 @@ def test_torch_xla_is_missing(shell) -> None:
     ],
 )
 def test_the_device_is_missing(tpu, variables, says) -> None:
-    result = tpu.accel("launch", "--tpu", "job/s.py", **variables)
+    result = launch(tpu, "job/s.py", **variables)
     assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
 def test_a_mesh_is_one_process(tpu) -> None:
     words = ("--use_parallelism_config", "--parallelism_config_dp_shard_size=4")
-    result = tpu.accel("launch", "--tpu", "--mixed_precision=bf16", *words, "job/s.py")
+    result = launch(tpu, "--mixed_precision=bf16", *words, "job/s.py")
     assert result.returncode == 0, result.stderr
     assert len(cores(tpu)) == 1
 
 
 def test_a_file_that_is_not_a_module(tpu) -> None:
     tpu.write("script", SCRIPT)
-    result = tpu.accel("launch", "--tpu", "script")
+    result = launch(tpu, "script")
     assert result.returncode == 2 and "script cannot be imported as a module" in result.stderr, result.stderr
 
 
 def test_a_notebook(tpu) -> None:
     """A closure over a value that cannot be pickled: the processes are forked."""
-    result = tpu.python("""
-        import os, threading
+    result = tpu.forked_python("""
+        import os, sys, threading
+        sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
         from accel_launch import notebook_launcher
         lock = threading.Lock()
         def train(model, epochs):
@@ -158,7 +170,7 @@ class TestTpuConfig:
         assert (
             "'cd /usr/share; pwd' --worker all" in shell.call("tpu-config", "--debug", "--config_file", "c.yaml").stdout
         )
-        shown = shell.accel(
+        shown = shell.call(
             "tpu-config", "--debug", "--config_file", "c.yaml", "--command_file", "commands", "--use_alpha"
         ).stdout
         assert shown.startswith("Running gcloud alpha compute") and "'cd /usr/share; echo 1; echo 2'" in shown
@@ -185,5 +197,5 @@ class TestTpuConfig:
         ],
     )
     def test_missing_requirements(self, shell, words, says) -> None:
-        result = shell.accel("tpu-config", *words, PATH="")
+        result = shell.call("tpu-config", *words, PATH="")
         assert result.returncode == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr

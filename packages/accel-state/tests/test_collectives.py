@@ -184,7 +184,7 @@ def check_objects(rank: int, world: int) -> None:
     assert state.collectives.scatter_object([f"for {r}" for r in range(world)] if rank == 0 else None) == f"for {rank}"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # the same for more ranks
 def test_collectives(world: int) -> None:
     run_world(check_all, world)
 

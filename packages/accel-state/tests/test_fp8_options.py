@@ -24,38 +24,6 @@ def read(folder: Path, text: str) -> ConfigFile:
     return ConfigFile.read(file)
 
 
-def test_the_section_as_documented_with_its_older_spellings(tmp_path: Path) -> None:
-    config = read(
-        tmp_path,
-        "mixed_precision: fp8\nfp8_config:\n  amax_compute_algorithm: max\n  amax_history_length: 1024\n  backend: TE\n"
-        "  fp8_format: HYBRID\n  interval: 1\n  margin: 0\n  override_linear_precision: false\n  "
-        "use_autocast_during_eval: false\n",
-    )
-    settings = resolve(GROUPS, environ={}, config=config)
-    assert settings["mixed_precision"] == "fp8"
-    options = settings.group(FP8Options)
-    assert (options.backend, options.amax_compute_algo, options.amax_history_len) == ("te", "max", 1024)
-    assert options.override_linear_precision == (False, False, False)
-    variables = settings.environment()
-    assert variables["ACCELERATE_FP8_BACKEND"] == "te" and variables["ACCELERATE_FP8_AMAX_COMPUTE_ALGO"] == "max"
-    assert FP8Options.from_environment(variables) == options
-
-
-@pytest.mark.parametrize(
-    ("text", "level"), [("backend: MSAMP\n  opt_level: O1", "O1"), ("backend: MSAMP\n  optimization_level: O2", "O2")]
-)
-def test_the_section_of_msamp(tmp_path: Path, text: str, level: str) -> None:
-    options = resolve(GROUPS, environ={}, config=read(tmp_path, f"fp8_config:\n  {text}\n")).group(FP8Options)
-    assert (options.backend, options.opt_level) == ("msamp", level)
-
-
-def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
-    config = read(tmp_path, "fp8_config:\n  margin: 1\n  interval: 2\n  amax_history_len: 3\n")
-    environ = {"ACCELERATE_FP8_MARGIN": "4", "ACCELERATE_FP8_INTERVAL": "5"}
-    options = resolve(GROUPS, {"fp8_margin": "6"}, environ, config).group(FP8Options)
-    assert (options.margin, options.interval, options.amax_history_len) == (6, 5, 3)
-
-
 def test_two_spellings_that_disagree(tmp_path: Path) -> None:
     config = read(tmp_path, "fp8_config:\n  amax_history_len: 3\n  amax_history_length: 4\n")
     with pytest.raises(ConfigurationError, match=r"amax_history_length: 4 .*contradicts .*amax_history_len: 3"):

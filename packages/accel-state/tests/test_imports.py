@@ -44,10 +44,16 @@ def test_every_check_agrees_with_the_import_system(name):
     assert inspect.getdoc(CHECKS[name])
 
 
-def test_no_check_imports_what_it_looks_for():
+def test_importing_and_looking_import_and_change_nothing():
+    """One interpreter for all: what its first half must not import stays imported."""
     code = """
-        import sys
-        from accel_state import imports
+        import os, sys, threading
+        import psutil
+        variables, cores = dict(os.environ), psutil.Process().cpu_affinity()
+        import accel_state.env, accel_state.numa
+        from accel_state import environments, imports, options
+        options.load_groups(), environments.detect()
+        assert not {"torch", "yaml"} & set(sys.modules)
         for name in [name for name in vars(imports) if name.endswith("_available") and name != "is_package_available"]:
             # This one says in its docstring that it imports; it has no other way to know.
             if name != "is_bitsandbytes_multi_backend_available":
@@ -56,6 +62,19 @@ def test_no_check_imports_what_it_looks_for():
         loaded &= set(sys.modules)
         # The parent of a dotted name is imported, where it is installed.
         assert loaded <= ({"torch", "numpy"} if "torchdata" in sys.modules else set()), loaded
+        assert dict(os.environ) == variables and psutil.Process().cpu_affinity() == cores
+
+        import random
+        import numpy as np, torch
+        def seed_and_draw(between):
+            random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            between()
+            return random.random(), np.random.rand(), torch.rand(1).item()
+        assert seed_and_draw(lambda: __import__("accel_state.random")) == seed_and_draw(lambda: None)
+        from accel_state import devices
+        devices.detect(), devices.available()
+        assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
+        assert threading.active_count() == 1
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env=environment)

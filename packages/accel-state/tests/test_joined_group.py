@@ -72,23 +72,21 @@ def test_local_ranks_are_those_of_the_same_host(method: str, tmp_path: Path) -> 
     ]
 
 
-def test_lightning_gives_local_ranks_to_the_ranks_that_it_starts_alone() -> None:
-    found = run_world(on_hosts, 2, ["a", "a"], [None, "1"], state=False)
-    assert found == [[0, 2, 0, True, 2, 0, 1, 3, []], [1, 2, 1, False, 2, 0, 1, 3, []]]
-
-
-def test_local_ranks_that_cover_a_host_are_kept_in_any_order() -> None:
-    found = run_world(on_hosts, 2, ["a", "a"], ["1", "0"], state=False)
-    assert [row[2] for row in found] == [1, 0]
-    assert [row[-1] for row in found] == [[], []]
-
-
-def test_a_local_rank_that_the_hosts_contradict_is_reported() -> None:
-    found = run_world(on_hosts, 2, ["a", "b"], ["0", "1"], state=False)
-    assert [row[2] for row in found] == [0, 0]
-    assert found[0][-1] == []
-    (warning,) = found[1][-1]
-    assert "local rank 1" in warning and "number 0" in warning
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "expected"),
+    [
+        (["a", "a"], [None, "1"], [0, 1]),  # Lightning sets it in the ranks that it starts, and not in the first one
+        (["a", "a"], ["1", "0"], [1, 0]),  # those that cover a host are kept in any order
+        (["a", "b"], ["0", "1"], [0, 0]),
+    ],
+)
+def test_given_local_ranks_are_kept_unless_the_hosts_contradict_them(
+    hosts: list[str], local_ranks: list[str | None], expected: list[int]
+) -> None:
+    found = run_world(on_hosts, 2, hosts, local_ranks, state=False)
+    assert [row[2] for row in found] == expected and found[0][-1] == []
+    assert len(found[1][-1]) == (hosts == ["a", "b"])
+    assert all("local rank 1" in warning and "number 0" in warning for warning in found[1][-1])
 
 
 def with_wrong_variables(variables: dict[str, str]) -> list[Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import psutil
 import pytest
@@ -167,14 +164,3 @@ def test_place_of_this_process(monkeypatch):
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
     assert get_cpu_distributed_information() == CPUInformation(rank=3, world_size=4, local_rank=1, local_world_size=2)
-
-
-def test_importing_it_binds_nothing():
-    code = """
-        import psutil
-        before = psutil.Process().cpu_affinity()
-        import accel_state.numa
-        assert psutil.Process().cpu_affinity() == before
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=110, env=environment)

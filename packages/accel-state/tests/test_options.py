@@ -44,6 +44,60 @@ SPECIAL = {
     "fp8_override_linear_precision": ("true", "false,true,false"),
 }
 
+# Keys of the file format: where, and how the names of their options begin. Keys of older versions are among them.
+KEYS = {
+    ("fsdp_config.fsdp_", "fsdp_"): """
+        activation_checkpointing activation_checkpointing_every activation_checkpointing_mode
+        activation_checkpointing_offload auto_wrap_policy backward_prefetch cpu_ram_efficient_loading
+        forward_prefetch ignored_modules min_num_params offload_params reshard_after_forward
+        sharded_state_format sharding_strategy state_dict_type sync_module_states transformer_layer_cls_to_wrap
+        use_orig_params version""",
+    ("fsdp_config.", "fsdp_"): """
+        auto_wrap_policy min_num_params offload_params sharding_strategy transformer_layer_cls_to_wrap""",
+    ("megatron_lm_config.megatron_lm_", "megatron_lm_"): """
+        attention_backend attention_dropout attention_softmax_in_fp32 calculate_per_token_loss
+        context_parallel_size decoder_last_pipeline_num_layers eod_mask_loss expert_model_parallel_size
+        expert_tensor_parallel_size gradient_clipping hidden_dropout no_load_optim no_save_optim
+        num_micro_batches optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d pp_degree recompute_activations
+        recompute_granularity recompute_method recompute_num_layers sequence_parallelism tp_degree
+        use_custom_fsdp use_distributed_optimizer use_precision_aware_optimizer use_rotary_position_embeddings""",
+    ("parallelism_config.parallelism_config_", "parallelism_config_"): """
+        cp_backend cp_balance cp_comm_strategy cp_size dp_replicate_size dp_shard_size enable_async_tp ep_size
+        pp_size sp_attn_implementation sp_backend sp_seq_length sp_seq_length_is_variable sp_size
+        tp_sequence_parallel tp_size""",
+    ("fp8_config.", "fp8_"): """
+        amax_compute_algo amax_history_len ao_recipe backend enable_fsdp_float8_all_gather interval margin
+        opt_level override_linear_precision pad_inner_dim scaling use_autocast_during_eval
+        use_mxfp8_block_scaling""",
+    ("dynamo_config.dynamo_", "dynamo_"): "backend mode use_dynamic use_fullgraph use_regional_compilation",
+    ("deepspeed_config.", ""): """
+        deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
+        deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
+        offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path
+        zero3_init_flag zero3_save_16bit_model zero_stage""",
+    ("ft_config.", ""): "heartbeat_timeout min_replicas num_replicas num_spares processes_per_replica replica_timeout",
+    ("ipex_config.", ""): "ipex use_xpu",
+    ("mpirun_config.", ""): "mpirun_ccl mpirun_hostfile",
+    ("ray_config.", ""): "ray_resources ray_runtime_env ray_timeout",
+    ("", ""): """
+        activation_checkpointing activation_checkpointing_blocks activation_checkpointing_every
+        activation_checkpointing_mode activation_checkpointing_offload base_job_name command_file
+        compute_environment debug distributed_type downcast_bf16 dynamo_backend ec2_instance_type
+        enable_cpu_affinity ft gpu_ids gradient_accumulation_steps iam_role_name image_uri log_dir machine_rank
+        machine_timeout main_process_ip main_process_port main_training_function max_restarts mixed_precision
+        monitor monitor_interval monitor_port multi_gpu num_cpu_threads_per_process num_machines num_processes
+        oversubscribe py_version pytorch_version rdzv_backend rdzv_conf role sagemaker_inputs_file
+        sagemaker_metrics_file same_network tee tpu tpu_cluster tpu_name tpu_use_sudo tpu_zone
+        transformers_version use_deepspeed use_fsdp use_megatron_lm use_mps_device use_parallelism_config""",
+}
+# Those whose options are called otherwise: KEY=OPTION.
+OTHER_KEYS = """
+    use_cpu=cpu ray_config.ray_address=ray fsdp_config.fsdp_backward_prefetch_policy=fsdp_backward_prefetch
+    tp_config.tp_size=parallelism_config_tp_size fp8_config.fp8_format=fp8_format
+    fp8_config.amax_history_length=fp8_amax_history_len fp8_config.amax_compute_algorithm=fp8_amax_compute_algo
+    fp8_config.optimization_level=fp8_opt_level tpu_use_cluster=tpu_cluster tpu_vm=vm tpu_env=env commands=command
+    profile=aws_profile region=aws_region additional_args=sagemaker_additional_args
+"""
 
 TEXTS: dict[type, tuple[str, str]] = {
     bool: ("true", "false"),
@@ -93,18 +147,25 @@ def test_names_flags_variables_and_keys_are_unique() -> None:
         assert len(values) == len(set(values))
 
 
-@by_id(OPTIONS)
-def test_declaration_is_whole(opt: Option) -> None:
-    assert opt.help.endswith(".") and len(opt.help) > 20
-    assert opt.default in (None, "", ()) or opt.parse(opt.format(opt.default), "") == opt.default
-    assert opt.suggested is None or opt.parse(opt.format(opt.suggested), "") == opt.suggested
-    assert opt.question is None or opt.question.endswith(("?", ".")), "asked of people"
-    assert not opt.other_keys or opt.key
-    assert not opt.secret or opt.key is None, "a secret is never stored in a file"
-    assert not opt.exported or opt.env, "an option that is handed to processes needs a variable"
-    assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:]
-    if "_" in opt.flags[0]:
-        assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags
+def test_keys_are_those_of_the_format() -> None:
+    """A file of another program, or of an older version, has these; the other tests take what is declared."""
+    expected = {place + name: prefix + name for (place, prefix), names in KEYS.items() for name in names.split()}
+    expected |= dict(pair.split("=") for pair in OTHER_KEYS.split())
+    assert {key: opt.name for opt in OPTIONS for key in opt.keys} == expected
+
+
+def test_declarations_are_whole() -> None:
+    for opt in OPTIONS:
+        assert opt.help.endswith(".") and len(opt.help) > 20, opt.name
+        assert opt.default in (None, "", ()) or opt.parse(opt.format(opt.default), "") == opt.default, opt.name
+        assert opt.suggested is None or opt.parse(opt.format(opt.suggested), "") == opt.suggested, opt.name
+        assert opt.question is None or opt.question.endswith(("?", ".")), f"{opt.name}: asked of people"
+        assert not opt.other_keys or opt.key, opt.name
+        assert not opt.secret or opt.key is None, f"{opt.name}: a secret is never stored in a file"
+        assert not opt.exported or opt.env, f"{opt.name}: an option that is handed to processes needs a variable"
+        assert opt.flags[0].startswith("--") and "-" not in opt.flags[0][2:], opt.name
+        if "_" in opt.flags[0]:
+            assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags, opt.name
 
 
 @by_id(OPTIONS)
@@ -131,15 +192,13 @@ def test_flag_environment_and_file_give_the_same_value(opt: Option, tmp_path: Pa
             assert "line" in resolved.where(opt.name)
 
 
-@by_id(OPTIONS)
-def test_default_is_the_same_everywhere(opt: Option) -> None:
-    group = group_of(opt)
-    assert getattr(group(), opt.field) == opt.default
-    assert getattr(group.from_environment({}), opt.field) == opt.default
-    assert getattr(group.from_mapping({}), opt.field) == opt.default
+def test_defaults_are_the_same_everywhere() -> None:
     resolved = resolve(GROUPS, environ={})
-    assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name)
-    assert getattr(resolved.group(group), opt.field) == opt.default
+    for group in GROUPS:
+        views = (group(), group.from_environment({}), group.from_mapping({}), resolved.group(group))
+        for opt in group.options():
+            assert [getattr(view, opt.field) for view in views] == [opt.default] * 4, opt.name
+            assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name), opt.name
 
 
 @by_id(OPTIONS)

@@ -128,7 +128,7 @@ def random_calls(seed: int) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # the same for more ranks
 def test_random_data_of_unequal_ranks(world: int) -> None:
     per_rank = run_world(random_calls, world, world, timeout=120)
     assert all(refused == per_rank[0] for refused in per_rank)
