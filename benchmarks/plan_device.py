@@ -3,7 +3,7 @@
     python benchmarks/plan_device.py measure FILE               # on a machine with the GPU: what steps need and take
     python benchmarks/plan_device.py compare FILE PROFILE...    # anywhere: the plans, with these hardware profiles
 
-A profile is a name of accel plan, such as h100-sxm, or a file of accel doctor --measure. Nothing is fitted to the rows.
+A profile is a name of accel plan, such as h100-sxm, or a JSON file for its --hardware. Nothing is fitted to the rows.
 Memory is the largest sum of torch's allocator in one step (``max_memory_allocated``); time is the median of five steps.
 
 Exits with 1 if the error of the memory of a row is above 5%, or the median error of the times above 15%.

@@ -18,12 +18,12 @@ import json
 import sys
 import tempfile
 from bisect import bisect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _plan_runs import train
 
 from accel_state.testing import run_world
 
@@ -140,7 +140,7 @@ def measure(folder: str, case: Case, axes: dict[str, int]) -> int:
                 pass
             for _ in range(accelerator.gradient_accumulation_steps):
                 with accelerator.accumulate(model):
-                    train(accelerator, model, prepared, axes, (case.batch, LENGTH))
+                    _train(accelerator, model, prepared, axes, (case.batch, LENGTH))
     events = profiler.profiler.kineto_results.events()
     begins = sorted(event.start_ns() for event in events if event.name().startswith("step "))
     memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -151,6 +151,25 @@ def measure(folder: str, case: Case, axes: dict[str, int]) -> int:
         peaks[step] = max(peaks[step], total)
     accelerator.wait_for_everyone()
     return min(peaks[2:])
+
+
+def _train(accelerator: Any, model: Any, optimizer: Any, axes: dict[str, int], shape: tuple[int, int]) -> None:
+    """One micro batch of a batch size and a length."""
+    tokens = torch.randint(1000, shape, generator=torch.Generator().manual_seed(accelerator.process_index))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([inputs], model)))
+    split = axes.get("cp", 1) > 1
+    if split:
+        inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    buffers = {"buffers": list(inputs.values()), "buffer_seq_dims": [1, 1]}
+    with accelerator.maybe_context_parallel(**buffers) if split else nullcontext():
+        loss = model(**inputs).loss
+        accelerator.backward(loss)
+    del loss, inputs, tokens
+    if accelerator.sync_gradients:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def compare(folder: Path, name: str) -> tuple[int, list[int]]:

@@ -42,7 +42,6 @@ CHANGES = {
 # Part of a place and its line, or of what it becomes -> why no test on this device can notice it.
 EXCUSED = {
     "accel_launch/doctor/ranks.py: torch.accelerator.synchronize()": "measures time",
-    "accel_launch/doctor/measure.py: torch.accelerator.synchronize()": "measures time",
     "accel_megatron/": "Megatron-core is written for one vendor's GPUs",
     "accel_state/devices/tpu.py": "a TPU's",
     "accel_checkpoint/staging.py: without_storage": "only for tensors without memory of their own, as XLA's are",

@@ -151,7 +151,7 @@ class Pinnable:
 
 def test_a_batch_is_pinned_with_its_counts() -> None:
     """As the loader's thread does it, with a batch that pins itself: tensors need a GPU."""
-    assert CountedBatch(Pinnable(), 3, 7, "order").pin_memory() == CountedBatch("pinned", 3, 7, "order")
+    assert CountedBatch(Pinnable(), 3, 7).pin_memory() == CountedBatch("pinned", 3, 7)
 
 
 def test_data_that_is_split_already() -> None:

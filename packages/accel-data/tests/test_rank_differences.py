@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
-    ChainDataset,
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -112,111 +109,31 @@ def test_samplers_that_differ_between_ranks_are_refused() -> None:
 class Part(Dataset[int]):
     """Samples of this rank only."""
 
-    def __init__(self, length: int, fingerprint: str) -> None:
-        self.length, self._fingerprint = length, fingerprint
+    def __init__(self, length: int, rank: int = 0) -> None:
+        self.length, self.rank, self._fingerprint = length, rank, f"f{rank}"
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> int:
-        return index
+        return 2 * index + self.rank
 
 
-class Rows(Dataset[int]):
-    """Samples in an attribute, as most data sets of users have them."""
-
-    def __init__(self, rows: Any, rank: int = 0) -> None:
-        self.rows, self.rank, self.noise = rows, rank, [rank]
+class Unsized(Part):
+    """The length is not known."""
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
+        raise NotImplementedError
 
 
-class OwnRows(Rows):
-    """Samples of a part that ``__getitem__`` takes, whose beginning is no sequence that can be compared."""
+class RankStream(IterableDataset[int]):
+    """The samples of this rank, with their number."""
 
     def __len__(self) -> int:
-        return len(self.rows) // 2
-
-    def __getitem__(self, index: int) -> Any:
-        return self.row(index)
-
-    def row(self, index: int) -> Any:
-        return self.rows[index * 2 + self.rank]
-
-
-class RankRows(OwnRows):
-    """Samples of this rank, which ``__getitem__`` asks for."""
-
-    def row(self, index: int) -> Any:
-        return self.rows[index * dist.get_world_size() + dist.get_rank()]
-
-
-class RankBatchRows(Rows):
-    """Samples of this rank, read by the batch."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [self.rows[index * dist.get_world_size() + dist.get_rank()] for index in indices]
-
-
-class OwnBatchRows(Rows):
-    """Samples from an offset, read by the batch."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [self.rows[index * 2 + self.rank] for index in indices]
-
-
-class Augmented(Rows):
-    """All samples, with noise that differs between ranks."""
-
-    def __init__(self, rows: Any, rank: int) -> None:
-        super().__init__(rows, rank)
-        # The first is not read; on rank 0 it is the same object as the last.
-        self.level, self.seed, self.step = 5 + rank, 100 + rank, 5
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index] + torch.Generator().manual_seed(self.seed + self.step).initial_seed()
-
-
-class Stream(IterableDataset[int]):
-    """A stream of the samples in an attribute."""
-
-    def __init__(self, rows: Any, rank: int = 0) -> None:
-        self.rows, self.rank = rows, rank
+        return 12 - 2 * dist.get_rank()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.rows)
-
-
-class RankStream(Stream):
-    """A stream that reads the rank itself, in a method that __iter__ calls."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.own())
-
-    def own(self) -> Any:
-        return self.rows[dist.get_rank() :: dist.get_world_size()]
-
-
-class Inner(RankStream):
-    """Such a stream within another one."""
-
-
-class Environment(Stream):
-    """A stream that reads the launcher's variables."""
-
-    def __iter__(self) -> Iterator[int]:
-        return (row for row in self.rows if row % int(os.environ["WORLD_SIZE"]) == int(os.environ["RANK"]))
-
-
-class RankBatches:
-    """A loader of its own kind that reads the rank."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.arange(22)[PartialState().process_index :: 2].split(2)
+        return iter(range(dist.get_rank(), 22, dist.get_world_size()))
 
 
 class Records(logging.Handler):
@@ -228,77 +145,55 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def parts(rank: int) -> dict[str, Any]:
-    """Data sets by what is said of them; those of "" are the same on every rank."""
-    own = list(range(22))[rank::2]
+def loaders_that_differ(rank: int) -> dict[str, Any]:
+    """Loaders by what is said of them; nothing of those of ""."""
+
+    def seeded(seed: int) -> SeedableRandomSampler:
+        return SeedableRandomSampler(range(22), data_seed=seed)
+
     return {
-        "10 samples on rank 1 and 12 on rank 0": Part(12 - 2 * rank, ""),
-        "f1 on rank 1 and f0 on rank 0": Part(11, f"f{rank}"),
-        "Rows differs between ranks 1 and 0 (rows)": Rows(own),
-        "Subset differs between ranks 1 and 0 (indices)": Subset(range(22), own),
-        "TensorDataset differs between ranks 1 and 0 (tensors.0)": TensorDataset(torch.tensor(own)),
-        "list differs between ranks 1 and 0 (elements)": [str(row) for row in own],
-        "ConcatDataset differs between ranks 1 and 0 (datasets.0.rows)": ConcatDataset([Rows([{"x": n} for n in own])]),
-        "Stream differs between ranks 1 and 0 (rows)": Stream(own),
-        "Stream differs between ranks 1 and 0 (rank)": Stream(range(22), rank),
-        "RankStream.__iter__ reads get_rank": RankStream(range(22)),
-        "Environment.__iter__ reads RANK": Environment(range(22)),
-        "Inner.__iter__ reads get_rank": ChainDataset([Inner(range(22))]),
-        "RankRows.__getitem__ reads get_rank": Subset(RankRows(range(22)), range(11)),
-        "RankBatchRows.__getitems__ reads get_rank": RankBatchRows(range(22)),
-        "OwnBatchRows differs between ranks 1 and 0 (rank)": OwnBatchRows(range(22), rank),
-        "OwnRows differs between ranks 1 and 0 (rank)": OwnRows(range(22), rank),
-        "Subset differs between ranks 1 and 0 (dataset.rank)": Subset(OwnRows(range(22), rank), range(11)),
-        "RankBatches.__iter__ reads process_index": RankBatches(),
+        "10 samples on rank 1 and 12 on rank 0": DataLoader(Part(12 - 2 * rank)),
+        "11 samples on rank 1 and 12 on rank 0": DataLoader(Part(12 - rank), sampler=seeded(rank)),
+        "the seed 1 on rank 1 and 0 on rank 0": DataLoader(range(22), sampler=seeded(rank)),
+        # Only lengths and seeds are compared.
         "": (
-            Part(11, "f"),
-            Rows(list(range(11)), rank),
-            Augmented(range(11), rank),
-            Stream(range(22)),
-            torch.arange(22),
-            [torch.zeros(2)] * 3,
+            DataLoader(range(22), sampler=seeded(5)),
+            DataLoader(Part(11, rank)),
+            DataLoader(Subset(range(22), range(rank, 22, 2))),
+            DataLoader(TensorDataset(torch.arange(22)[rank::2])),
+            DataLoader(Unsized(12 - rank), sampler=range(11)),
+            DataLoader(RankStream()),
         ),
     }
 
 
-def warnings_about_parts() -> dict[str, list[str]]:
+def warnings_about_data() -> dict[str, list[str]]:
     state, found = PartialState(), {}
     logger = logging.getLogger(compare_between_ranks.__module__)
-    for said, data in parts(state.process_index).items():
+    for said, loaders in loaders_that_differ(state.process_index).items():
         records = Records()
         logger.addHandler(records)
         for turn in range(2):  # one rank after the other, without waiting
             if turn == state.process_index:
-                for each in data if isinstance(data, tuple) else (data,):
-                    prepare_data_loader(each if isinstance(each, RankBatches) else DataLoader(each, batch_size=2))
-                    if not isinstance(each, RankBatches):
-                        prepare_data_loader(DataLoader(each, batch_size=2), num_processes=1, process_index=0)
+                for loader in loaders if isinstance(loaders, tuple) else (loaders,):
+                    prepare_data_loader(loader)
+                    prepare_data_loader(loader, num_processes=1, process_index=0)
             state.wait_for_everyone()
-        prepare_data_loader(DataLoader(Part(12 - 2 * state.process_index, ""), batch_size=2), already_sharded=True)
+        prepare_data_loader(DataLoader(Part(12 - 2 * state.process_index)), already_sharded=True)
         logger.removeHandler(records)
         found[said] = records.messages
     return found
 
 
-def test_data_sets_that_differ_between_ranks_are_reported_by_the_later_rank() -> None:
-    first, second = run_world(warnings_about_parts, 2)
+def test_lengths_and_seeds_that_differ_between_ranks_are_reported_by_the_later_rank() -> None:
+    first, second = run_world(warnings_about_data, 2)
     for said, messages in second.items():
+        assert first[said] == []
         if not said:
-            assert messages == first[said] == []
+            assert messages == []
             continue
-        is_seen = "__" in said  # each rank sees that a method reads the rank
-        reporter = first[said] if is_seen else messages
-        (message,) = reporter
+        (message,) = messages
         assert said in message and "already_sharded=True" in message
-        assert messages == [] if is_seen else first[said] == []
-
-
-class AlmostShuffled(Shuffled):
-    """The order differs between ranks after the first steps only."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(12)
-        yield from (12 + torch.randperm(self.length - 12)).tolist()
 
 
 class RandomLike(RandomSampler):
@@ -333,18 +228,6 @@ def other_orders() -> list[list[str]]:
     records = Records()
     logger.addHandler(records)
     for seed in (0, rank):
-        torch.manual_seed(seed)
-        assert len(list(prepare_data_loader(DataLoader(range(22), sampler=AlmostShuffled(22), batch_size=2)))) == 6
-        PartialState().wait_for_everyone()
-        found.append(records.messages[:])
-    loader = DataLoader(range(22), sampler=SeedableRandomSampler(range(22), data_seed=rank))
-    for turn in range(2):
-        if turn == rank:
-            prepare_data_loader(loader)
-        PartialState().wait_for_everyone()
-    found.append(records.messages[len(found[-1]) :])
-    records.messages.clear()
-    for seed in (0, rank):
         shuffled = DataLoader(range(22), shuffle=True, generator=torch.Generator().manual_seed(seed))
         list(prepare_data_loader(shuffled, rng_types=[]))  # ranks do not wait for one another
         PartialState().wait_for_everyone()
@@ -352,15 +235,11 @@ def other_orders() -> list[list[str]]:
     return found
 
 
-def test_orders_that_differ_although_torch_has_the_sampler_or_the_first_steps_agree() -> None:
+def test_orders_that_differ_although_torch_has_the_sampler() -> None:
     first, second = run_world(other_orders, 2)
-    assert first[0] == second[0] == first[2] == []
-    # One rank is later, or each hears of the other: the same words after the name of the rank.
-    late, (seed,) = {message.partition("] ")[2] for message in (*first[1], *second[1])}, second[2]
-    assert len(late) == 1 and all("differed later" in message and "rng_types" in message for message in late)
-    assert "seed of the order" in seed
-    assert first[3] == second[3] == []
-    assert {"differs between ranks" in message for message in (*first[4], *second[4])} == {True}
+    assert first[0] == second[0] == []
+    # With rng_types=[], one rank is later, or each hears of the other.
+    assert {"differs between ranks" in message for message in (*first[1], *second[1])} == {True}
 
 
 class Pipeline(IterableDataset[int]):

@@ -129,18 +129,6 @@ def test_plain_batch_samplers() -> None:
     assert not is_plain_batch_sampler([[0, 1]])
 
 
-def test_the_checksum_of_a_stream_is_told_once() -> None:
-    def checksums(indices: list[int]) -> list[int]:
-        told: list[int] = []
-        stream = StreamSource(iter(indices), head_size=0, on_end=told.append)
-        for _ in range(4):
-            stream.read(3)
-        return told
-
-    assert len(checksums([0, 1, 2, 3, 4])) == 1
-    assert checksums([0, 1, 2, 3, 4]) == checksums([0, 1, 2, 3, 4]) != checksums([0, 1, 2, 4, 3])
-
-
 def test_a_stream_remembers_its_head() -> None:
     stream = StreamSource(iter(range(200_000)), head_size=3)
     stream.skip(150_000)

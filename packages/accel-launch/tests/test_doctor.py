@@ -5,34 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
-import os
 import re
 import resource
 import socket
-import statistics
 import sys
-import time
 
-import psutil
 import pytest
-import torch
 
 from accel_launch import remedies
 from accel_launch.commands import doctor
 from accel_launch.config.read import load_settings
 from accel_launch.doctor import group, machine, ranks
-from accel_launch.doctor.curves import computation_curves
 from accel_launch.doctor.group import check_group
-from accel_launch.doctor.measure import measure
 from accel_launch.doctor.result import CheckResult, run_check
 from accel_launch.elastic.report import RankFailure, with_hint
 from accel_launch.launch_plan import make_plan
 from accel_launch.network.agreement import FACTS_VARIABLE, facts_of_plan
 from accel_launch.remedies import remedy
-from accel_state import PartialState
 from accel_state.errors import ConfigurationError
-from accel_state.hardware import read_profile
-from accel_state.testing import run_world
 
 SCARCE = ("memory", "shared memory", "temporary")
 
@@ -91,101 +81,6 @@ def test_every_failure_has_advice_and_sets_the_exit_code(shell) -> None:
     assert "warn  variables      RANK=3 set: scripts would run as this rank" in result.stdout
     # How far ranks get in that time depends on the machine.
     assert re.search(r"not finished after 0\.1 s: (no process has started|rank \d: )", result.stdout)
-
-
-@pytest.mark.slow  # products of all types of numbers, on two ranks
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_what_was_measured_is_a_profile(shell, processes: int) -> None:
-    options = ("doctor", "--cpu", f"--num_processes={processes}", "--timeout=250", "--measure=here.json")
-    result = shell.accel(*options, timeout=280, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    found = read_profile(shell.folder / "here.json")
-    assert f"ok    profile        {shell.folder / 'here.json'}" in result.stdout, result.stdout + result.stderr
-    assert found.measured and not found.overlaps and found.devices_per_node == processes
-    assert found.memory_bytes == psutil.virtual_memory().total // processes
-    # Measured here in another way, and on a machine that has other work.
-    torch.set_num_threads(1)
-    one, other, large = torch.randn(512, 512), torch.randn(512, 512), torch.ones(8 * 2**20)
-    assert 0.05 < found.flops["fp32"] / (2 * 512**3 / seconds(lambda: one @ other)) < 20
-    assert 0.05 < found.memory_bandwidth / (8 * large.numel() / seconds(lambda: large.mul_(1.5))) < 20
-    assert 1e-7 < found.operation_seconds < 1e-3
-    if processes == 1:
-        assert found.link_bandwidth is None and "link_bandwidth is not in it: there is a single rank" in result.stdout
-    else:
-        assert 1e6 < found.link_bandwidth < found.memory_bandwidth
-        assert 1e-6 < found.link_latency < 0.1 and 0 < found.message_seconds < 0.1
-    assert found.network_bandwidth is None
-    kinds = {
-        "memory",
-        "in place",
-        "functions",
-        *(f"{name} {key}" for name in ("products", "attention") for key in found.flops),
-    }
-    kinds |= {"waiting", "all-reduce", "all-gather", "reduce-scatter", "all-to-all"} if processes > 1 else set()
-    assert set(found.curves) == kinds
-    assert all(1e-9 <= points[0][1] <= points[-1][1] < 100 for points in found.curves.values())
-
-    def predicted(curve: str, size: int) -> float:
-        return found.measured_seconds(curve, size) + found.operation_seconds
-
-    assert 0.05 < predicted("products fp32", 2 * 512**3) / seconds(lambda: one @ other) < 20
-    value, made = torch.ones(2**20), torch.empty(2**20)
-    # Into memory that is there: how often a new tensor's pages are new depends on what the process did before.
-    runs = {
-        "memory": lambda: torch.add(value, 1, out=made),
-        "in place": lambda: value.mul_(1.0),
-        "functions": lambda: torch.sigmoid(value, out=made),
-    }
-    for name, run in runs.items():
-        assert 0.05 < predicted(name, 8 * 2**20) / seconds(run) < 20
-    assert 1 <= found.alone_speedup < 10 and {"curves", "alone_speedup"} <= set(found.sources)
-    missing = {"network_bandwidth", "network_latency"}
-    missing |= {"link_bandwidth", "link_latency", "message_seconds"} if processes == 1 else set()
-    assert {name for name, source in found.sources.items() if source.startswith("not measured: ")} == missing
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_machines_that_were_not_asked_for_a_profile_measure_too(shell, started, free_port) -> None:
-    """Otherwise those that were would wait for them."""
-    words = ["--cpu", "--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--timeout=250"]
-    words += [f"--main_process_port={free_port()}"]
-    other = started(shell.start("doctor", *words, "--machine_rank=0", OMP_NUM_THREADS="1"))
-    options = ("doctor", *words, "--machine_rank=1", "--measure=here.json")
-    result = shell.accel(*options, timeout=280, OMP_NUM_THREADS="1")
-    output, _ = other.communicate(timeout=100)
-    line = f"ok    profile        {shell.folder / 'here.json'} on machine 1, for accel plan --hardware"
-    assert line in result.stdout and line in output, result.stdout + output
-    found = read_profile(shell.folder / "here.json")
-    assert found.devices_per_node == 1 and found.link_bandwidth is None
-    assert 1e6 < found.network_bandwidth < 1e12 and 1e-6 < found.network_latency < 0.1
-
-
-def measured_with_unequal_machines() -> list[CheckResult]:
-    state = PartialState()
-    os.environ["LOCAL_WORLD_SIZE"] = str(1 + state.process_index)
-    return list(measure(state, [None, None]))
-
-
-def test_machines_that_are_not_alike_have_no_profile() -> None:
-    for (result,) in run_world(measured_with_unequal_machines, 2):
-        assert result.state == "fail" and "machines have 1 and 2 ranks" in result.text
-
-
-def seconds(action) -> float:
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-@pytest.mark.parametrize("path", [".", "no such folder/here.json"])
-def test_a_profile_that_cannot_be_written_is_refused_before_measuring(shell, path: str) -> None:
-    result = shell.accel("doctor", "--measure", path)
-    assert result.returncode == 2 and f"--measure {path}" in result.stderr and "a new JSON file" in result.stderr
-    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
@@ -320,10 +215,3 @@ def test_the_doctor_compares_what_the_command_line_of_a_launch_would_start(shell
     monkeypatch.setenv(FACTS_VARIABLE, json.dumps(facts))
     assert facts_of_plan(make_plan(load_settings({"cpu": "true"}), "s.py", [])) == facts
     assert "must script" not in doctor.facts_of(load_settings(parsed.options), [])
-
-
-def test_curves_are_of_cpus(monkeypatch) -> None:
-    """On an H100 the host's clock made those of small operations nothing, and plans a quarter too fast."""
-    state = PartialState(cpu=True)
-    monkeypatch.setattr(state, "device", torch.device("meta"))
-    assert computation_curves(state, ["bf16", "fp32"], 1.0) == {}

@@ -34,13 +34,13 @@ def dry(shell):
     return run
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_printed_commands_are_those_that_are_started(shell, dry, free_port, processes) -> None:
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_printed_commands_are_those_that_are_started(shell, dry, free_port, count) -> None:
     port = str(free_port())
     words = [
         "--cpu",
         "--num_processes",
-        processes,
+        count,
         "--mixed_precision",
         "bf16",
         "--main_process_port",
@@ -57,7 +57,7 @@ def test_printed_commands_are_those_that_are_started(shell, dry, free_port, proc
         shown = {**start["environment"], **variables}
         assert {name: environment.get(name) for name in shown} == shown
         assert argv == start["command"][-3:] == ["s.py", "--lr", "a b"]
-    assert len(ranks) == int(processes)
+    assert len(ranks) == int(count)
 
 
 def test_every_machine_is_shown(dry) -> None:

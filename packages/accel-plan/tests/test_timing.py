@@ -14,7 +14,7 @@ from plan_models import write_llama
 from accel_launch.config.read import load_settings
 from accel_plan.command import COMMAND
 from accel_plan.memory import BACKWARD, FORWARD, RECOMPUTATION, STEP
-from accel_plan.operations import ATTENTION, OTHER, PRODUCT, Message, Operation, OperationRecorder, more_operations
+from accel_plan.operations import OTHER, PRODUCT, Message, Operation, OperationRecorder, more_operations
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
 from accel_plan.schedules import schedule_seconds
@@ -76,52 +76,6 @@ def test_an_operation_takes_the_longer_one_of_computing_and_moving() -> None:
     assert sheet.seconds(product(2_000_000_000)) == pytest.approx(2 / SHARES["products"])
     with pytest.raises(ConfigurationError, match="fp8 matrix products. There are: bf16"):
         Speeds(profile("a100-80gb"), fp8=True).seconds(product(1))
-
-
-CURVES = {
-    "products bf16": [[100.0, 1.0], [1000.0, 5.0]],
-    "attention bf16": [[100.0, 2.0], [1000.0, 7.0]],
-    "memory": [[100.0, 3.0], [1000.0, 11.0]],
-    "in place": [[100.0, 4.0], [1000.0, 13.0]],
-    "functions": [[100.0, 6.0], [1000.0, 17.0]],
-    "all-gather": [[75.0, 8.0], [750.0, 19.0]],
-    "all-gather of 2": [[75.0, 2.0], [750.0, 9.0]],
-}
-
-
-@pytest.mark.parametrize(
-    ("item", "seconds"),
-    [
-        (product(1000, bytes=1000), 5.0),
-        (product(2000, bytes=1000, calls=2), 10.0),
-        (replace(product(1000, bytes=1000), kind=ATTENTION), 7.0),
-        (other(1000, 100), 11.0),
-        (replace(other(1000, 100), name="mul_"), 13.0),
-        (replace(other(1000, 100), name="_foreach_mul_"), 13.0),
-        (replace(other(1000, 100), name="silu"), 17.0),
-        (replace(other(1000, 100), name="_log_softmax_backward_data"), 17.0),
-        (replace(other(1000, 100), name="_foreach_sqrt_"), 17.0),
-        (replace(other(3000, 100), calls=3), 33.0),
-        (other(0, 0), 0.0),
-        # Not in the curves: by the limits of the device.
-        (product(1_000_000_000, dtype="float32"), 10.0),
-    ],
-)
-def test_a_measured_device_takes_the_seconds_of_its_curves(item: Operation, seconds: float) -> None:
-    speeds = Speeds(replace(DEVICE, curves=CURVES))
-    assert speeds.seconds(item) == pytest.approx(seconds)
-    compiled = Speeds(replace(DEVICE, curves=CURVES), compiled=True)
-    assert compiled.seconds(other(1000, 100)) == pytest.approx(3)
-
-
-def test_collectives_in_a_node_take_the_seconds_of_the_curves() -> None:
-    """By the bytes that a rank sends: of a group of that size, or else of all ranks."""
-    speeds = Speeds(replace(DEVICE, curves=CURVES))
-    for ranks, payload, seconds in ((range(4), 1000, 19), (range(2), 1500, 9), (range(3), 1125, 19)):
-        assert speeds.message_seconds(Message("all-gather", "dp_shard", tuple(ranks), payload, "lane")) == seconds
-    for ranks, kind in ((range(8), "all-gather"), (range(4), "all-reduce")):
-        message = Message(kind, "dp_shard", tuple(ranks), 1000, "lane")
-        assert speeds.message_seconds(message) == Speeds(DEVICE).message_seconds(message)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +148,6 @@ def test_messages_of_asynchronous_tp_travel_beside_products() -> None:
     assert simulate(((1, tuple(step)),), blocking).clock == pytest.approx(4 + 8)
     data = [replace(item, message=replace(item.message, axis="dp_shard")) if item.message else item for item in step]
     assert simulate(((1, tuple(data)),), overlapping).clock == pytest.approx(4 + 8)
-
-
-def test_ranks_that_computed_apart_wait_for_each_other() -> None:
-    """By the seconds since their last message; without a curve of pairs, by that of all ranks."""
-    waiting = {"waiting": [[1.0, 0.25], [4.0, 1.0]]}
-    device = replace(FAST_LINKS, overlaps=False, curves=waiting)
-    step = [product(10**9), sent("all-gather", 2000), product(4 * 10**9), sent("all-gather", 2000)]
-    found = simulate(((1, tuple(step)),), Speeds(device))
-    assert found.clock == pytest.approx(5 + 2 * 1 + 0.25 + 1.0) and found.messages["dp_shard"] == pytest.approx(3.25)
-    pairs = replace(device, curves={**waiting, "waiting of 2": [[1.0, 3.0]]})
-    assert simulate(((1, tuple(step[:2])),), Speeds(pairs)).clock == pytest.approx(1 + 1 + 3)
 
 
 def test_ddp_reduces_gradients_in_buckets() -> None:
@@ -371,7 +314,8 @@ def test_hardware_that_is_not_known(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="'h100' is not a known device. There are: a100-80gb, b200"):
         COMMAND.run([*words, "h100"])
     broken = tmp_path / "broken.json"
-    for content in ({}, {"names": [], "flops": {}}, {**_fields(DEVICE), "memory_bandwidth": -1}):
+    unknown = {**_fields(DEVICE), "curves": {}}
+    for content in ({}, {"names": [], "flops": {}}, {**_fields(DEVICE), "memory_bandwidth": -1}, unknown):
         broken.write_text(json.dumps(content))
         with pytest.raises(ConfigurationError, match=r"broken\.json"):
             COMMAND.run([*words, str(broken)])

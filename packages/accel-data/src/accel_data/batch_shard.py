@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -18,7 +17,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from .epoch_rng import SamplerRng
-from .rank_comparison import compare_later_order
+from .rank_comparison import compare_first_indices
 from .samplers import SequentialSource, StreamSource, is_plain_batch_sampler, random_access_source
 from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
 
@@ -123,15 +122,7 @@ class ShardedSampler:
 
     def _stream(self, sampler: Any, head_size: int, start: EpochStart) -> StreamSource:
         """The items of a sampler that is read sequentially, from ``start`` on."""
-        compares = self._compares
-        stream = StreamSource(
-            sampler,
-            head_size,
-            on_first=self._compare_order if compares else None,
-            on_end=partial(compare_later_order, num_processes=self.num_processes)
-            if compares and self.rng.communicates
-            else None,
-        )
+        stream = StreamSource(sampler, head_size, on_first=self._compare_order if self._compares else None)
         stream.skip(start.position)
         return stream
 
@@ -141,7 +132,7 @@ class ShardedSampler:
         With ``rng_types=[]`` ranks do not wait for one another, so the first or the last of them warns.
         """
         if not self.rng.communicates:
-            compare_later_order(crc32(repr(first).encode()), self.num_processes, began_alike=False)
+            compare_first_indices(crc32(repr(first).encode()), self.num_processes)
             return
         collectives = PartialState().collectives
         if collectives.world_size != self.num_processes:

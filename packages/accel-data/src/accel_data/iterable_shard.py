@@ -9,24 +9,22 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import pin_memory
 from .shard_math import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
-from .stream_order import describe
 
 
 @dataclass(slots=True)
 class MarkedSample:
-    """A sample of the last step, after that was completed with padding; or of the first one, which ranks compare."""
+    """A sample of the last step, after that was completed with padding."""
 
     sample: Any
-    is_real: bool = True  # False for padding
-    tail: int = -1  # samples in the last step, over all ranks, that are not padding
-    order: str | None = None  # describes the samples of the first step, of all ranks
+    is_real: bool  # False for padding
+    tail: int  # samples in the last step, over all ranks, that are not padding
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -46,7 +44,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Attributes:
         even_batches: complete the last run; otherwise the last ranks get fewer samples.
-        marks: wrap the samples of a completed last run, and of the first one, in :class:`MarkedSample`.
+        marks: wrap the samples of a completed last run in :class:`MarkedSample`.
 
     Raises:
         ConfigurationError: with ``split_batches``, the batch size is not a multiple of ``num_processes``; or
@@ -122,26 +120,21 @@ class IterableDatasetShard(IterableDataset[Any]):
     def _own_samples(self, samples: Iterator[Any], head: list[Any] | None = None) -> Iterator[Any]:
         size, first = self.step_size, self.process_index * self.local_batch_size
         last = first + self.local_batch_size
-        worker = get_worker_info()
-        compares = self.marks and self.num_processes > 1 and (worker is None or worker.id == 0)
         while chunk := list(islice(samples, size)):
             head = chunk if head is None else head
-            order = describe(chunk) if compares else None
-            compares = False
             if len(chunk) == size or not (self.drop_last or self.even_batches):
-                own = chunk[first:last]
-                yield from own if order is None else (MarkedSample(sample, order=order) for sample in own)
+                yield from chunk[first:last]
             elif not self.drop_last:
-                yield from self._completed(chunk, head, first, last, order)
+                yield from self._completed(chunk, head, first, last)
 
-    def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int, order: str | None) -> Iterator[Any]:
+    def _completed(self, chunk: list[Any], head: list[Any], first: int, last: int) -> Iterator[Any]:
         """Positions [first, last) of an incomplete last run followed by endless repetitions of ``head``."""
         tail = len(chunk)
         padding = wrapped_ranges(max(0, first - tail), max(0, last - tail), len(head))
         for sample in chunk[first:last]:
-            yield MarkedSample(sample, True, tail, order) if self.marks else sample
+            yield MarkedSample(sample, True, tail) if self.marks else sample
         for sample in chain.from_iterable(head[run.start : run.stop] for run in padding):
-            yield MarkedSample(sample, False, tail, order) if self.marks else sample
+            yield MarkedSample(sample, False, tail) if self.marks else sample
 
 
 class StatefulIterableDatasetShard(IterableDatasetShard):
@@ -173,16 +166,15 @@ class StatefulIterableDatasetShard(IterableDatasetShard):
 
 @dataclass(slots=True)
 class CountedBatch:
-    """The batch of a last step that was completed with padding, or of the first step."""
+    """The batch of a last step that was completed with padding."""
 
     batch: Any  # result of the collate function
     real: int | None  # number of its samples that are not padding, which come first; None means all of them
     tail: int  # the same over all ranks; -1 if unknown
-    order: str | None = None  # describes the samples of the first step, of all ranks
 
     def pin_memory(self, device: str | None = None) -> CountedBatch:
         """Copy the batch to pinned memory."""
-        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail, self.order)
+        return CountedBatch(pin_memory(self.batch, device), self.real, self.tail)
 
 
 class CountingCollate:
@@ -199,9 +191,9 @@ class CountingCollate:
             return self.collate_fn(samples)
         if not self.batched:
             # The number of samples in an item is unknown here: all of them count, or none.
-            return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1, marked.order)
-        real = None if marked.tail < 0 else sum(sample.is_real for sample in samples)
-        return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail, marked.order)
+            return CountedBatch(self.collate_fn(marked.sample), None if marked.is_real else 0, -1)
+        real = sum(sample.is_real for sample in samples)
+        return CountedBatch(self.collate_fn([sample.sample for sample in samples]), real, marked.tail)
 
 
 def wants_epoch(dataset: Any) -> bool:

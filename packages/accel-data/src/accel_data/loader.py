@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -77,7 +77,6 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         self.synchronized_generator = synchronized_generator
         self.skip_batches: int = skip_batches
         self.layout: LoaderLayout = LoaderLayout()
-        self.on_stream_order: Callable[[str], None] | None = None
         self.gradient_state: GradientState = GradientState()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -575,7 +574,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             yield from self._synchronized(open_ended_steps(batches, tracker), iteration.dropped)
         else:
             full = self.batch_size if self.layout.num_processes == 1 else None
-            yield from lookahead_steps(batches, tracker, full, self.on_stream_order)
+            yield from lookahead_steps(batches, tracker, full)
 
     def _drop(self, batches: Iterator[Any], iteration: Iteration, count: int) -> None:
         """Read and drop batches: iterable data has no other way to skip them."""

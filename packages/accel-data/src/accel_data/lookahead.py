@@ -136,15 +136,11 @@ def _size_if_short(batch: Any, full: int | None) -> int | None:
 
 
 def lookahead_steps(
-    batches: Iterator[Any],
-    tracker: ReadAheadTracker | None,
-    full: int | None = None,
-    on_order: Callable[[str], None] | None = None,
+    batches: Iterator[Any], tracker: ReadAheadTracker | None, full: int | None = None
 ) -> Iterator[Step]:
     """Steps of iterable data, whose last batch is only known by reading one batch ahead.
 
-    ``full`` is the size of a full batch on a single process, whose last batch may be smaller; ``on_order`` is called
-    with the description of the first samples.
+    ``full`` is the size of a full batch on a single process, whose last batch may be smaller.
     """
     upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
     while upcoming is not _END:
@@ -152,8 +148,6 @@ def lookahead_steps(
         upcoming = next(batches, _END) if tracker is None else tracker.fetch(batches)
         last = upcoming is _END
         if type(batch) is CountedBatch:
-            if batch.order is not None and on_order is not None:
-                on_order(batch.order)
             yield batch.batch, last, batch.real, batch.tail
         else:
             yield batch, last, None, (_size_if_short(batch, full) or -1) if last else -1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -34,7 +33,7 @@ from .iterable_shard import (
 from .layout import LoaderLayout, check_node_sources, data_ranks, distributed_sampler_layout
 from .loader import PreparedLoader
 from .other_loaders import as_torch_loader, is_other_loader, node_sources
-from .rank_comparison import compare_between_ranks, compare_stream_order
+from .rank_comparison import compare_between_ranks
 from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
 from .shard_math import check_rank, per_process_batch_size
@@ -389,7 +388,6 @@ class _LoaderBuilder:
         collate = CountingCollate(dataloader.collate_fn, batched=batched)
         batch_size = shard.local_batch_size if batched else None
         loader = self._build_shard(shard, layout, batch_size=batch_size, collate_fn=collate)
-        loader.on_stream_order = partial(compare_stream_order, type(dataset).__name__, self.num_processes)
         if isinstance(getattr(dataset, "generator", None), torch.Generator):
             loader.synchronized_generator = dataset.generator
         return loader

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -228,7 +227,6 @@ class StreamSource:
         sampler: the sampler.
         head_size: how many of the first indices are kept, for completing last batches.
         on_first: called with the first indices that are read.
-        on_end: called at the end of the stream with a checksum of the first and last index of each read.
     """
 
     def __init__(
@@ -236,13 +234,10 @@ class StreamSource:
         sampler: Iterable[Any],
         head_size: int,
         on_first: Callable[[list[Any]], None] | None = None,
-        on_end: Callable[[int], None] | None = None,
     ) -> None:
         self._iterator = iter(sampler)
         self._head_size = head_size
         self._on_first = on_first
-        self._on_end = on_end
-        self._checksum = 0
         self.head: list[Any] = []
 
     def read(self, count: int) -> list[Any]:
@@ -251,11 +246,6 @@ class StreamSource:
         if self._on_first is not None:
             on_first, self._on_first = self._on_first, None
             on_first(items)
-        if self._on_end is not None:
-            self._checksum = crc32(repr((items[:1], items[-1:])).encode(), self._checksum)
-            if len(items) < count:
-                on_end, self._on_end = self._on_end, None
-                on_end(self._checksum)
         missing = self._head_size - len(self.head)
         if missing > 0:
             self.head.extend(items[:missing])

@@ -96,7 +96,7 @@ class Estimates:
         waits = hidden * gather + blocks * (max(0.0, gather - behind_forward) + max(0.0, gather - behind_backward))
         host = traced.host / axes["pp"] * (1.0 if item.checkpointing == NONE else 4 / 3) * item.micro_batches
         computed = forward + backward if overlaps else forward + backward + host
-        computed = (computed + blocks * self._model_messages(item, traced, computed / blocks)) * self._bubble(item)
+        computed = (computed + blocks * self._model_messages(item, traced)) * self._bubble(item)
         micro = max(computed, host) if overlaps else computed
         reduction = hidden * reduce + blocks * max(0.0, reduce - behind_backward)
         update = self._update_seconds(item.shards * axes["tp"]) / axes["pp"]
@@ -130,8 +130,8 @@ class Estimates:
             reduce += self._message("all-reduce", size / item.shards, copies, stride)
         return gather, reduce
 
-    def _model_messages(self, item: Candidate, traced: _Traced, computed: float) -> float:
-        """Seconds of the messages of a block that its computation, of so many seconds, waits for."""
+    def _model_messages(self, item: Candidate, traced: _Traced) -> float:
+        """Seconds of the messages of a block that its computation waits for."""
         axes, shape, number = item.axes, self._shape, item.micro_batches
         tokens = item.batch_size / number * self._length * traced.element
         again = 0 if item.checkpointing == NONE else 1
@@ -145,11 +145,9 @@ class Estimates:
         if axes["sp"] > 1:  # queries, keys, values and results
             size = tokens * 2 * (shape.heads + shape.key_heads) * shape.head / axes["tp"] / axes["sp"]
             kinds.append((2 + again, "all-to-all", size, axes["sp"], axes["tp"]))
-        seconds, total = 0.0, number * sum(times for times, *_ in kinds)
-        for times, kind, size, ranks, stride in kinds:
-            waiting = self._speeds.waiting_seconds(computed / total, ranks)
-            seconds += number * times * (self._message(kind, size, ranks, stride) + waiting)
-        return seconds
+        return number * sum(
+            times * self._message(kind, size, ranks, stride) for times, kind, size, ranks, stride in kinds
+        )
 
     def _message(self, kind: str, payload: float, ranks: int, stride: int) -> float:
         group = tuple(range(0, ranks * stride, stride))

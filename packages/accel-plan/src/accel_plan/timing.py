@@ -20,14 +20,10 @@ SHARES: Mapping[str, float] = {"products": 0.485, "fp8": 0.445, "attention": 0.3
 FITTED_ON = "h100-96gb"
 FP8 = "fp8"
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_FUNCTIONS = frozenset(
-    ("exp", "log", "_softmax", "_log_softmax", "silu", "gelu", "sigmoid", "tanh", "sqrt", "rsqrt", "sin", "cos")
-)
-"""Operations that compute longer than they move their bytes, where processors are slow."""
 _OF_UNITS = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat")
 """Operations with which FSDP 2 begins to gather the parameters of a unit, and to reduce its gradients."""
 OPTIMIZER, HOST, BUBBLE = "clipping and optimizer", "waiting for the host", "pipeline bubble"
-EXPOSED, WAITING = "exposed communication", "waiting"
+EXPOSED = "exposed communication"
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DDP all-reduces gradients once those that are ready have so many bytes: its defaults, the first time and later."""
 
@@ -53,7 +49,7 @@ class StepTime:
     parts: Mapping[str, float]  # seconds; they sum up to those of the step
     messages: Mapping[str, float]  # seconds that messages take by axis, exposed or not
     compiled: bool
-    compared: bool  # whether the speeds of the device are measured, or fitted to runs on it
+    compared: bool  # whether the speeds of the device are measured in use, or fitted to runs on it
     bottleneck: str = ""
     overlaps_products: bool = False  # as of :class:`Speeds`
 
@@ -95,27 +91,11 @@ class Speeds:
             # Both operands are read, once more for their maximum unless a fused kernel found it, and written in 8 bits.
             moved = item.bytes * (2.0 if self.compiled else 3.0)
             return item.flops / (self.rate(FP8) * self.share("fp8")) + moved / bandwidth / 2
-        measured = self._measured(item, moved)
-        if measured is not None:
-            return measured
         computed = 0.0
         if item.flops:
             share = self.share("attention" if item.kind == ATTENTION else "products")
             computed = item.flops / (self.rate(_RATES.get(item.dtype, "fp32")) * share)
         return max(computed, moved / bandwidth)
-
-    def _measured(self, item: Operation, moved: float) -> float | None:
-        """Seconds by the curves of a measured device; None without them."""
-        name = item.name.rstrip("_").removesuffix("_backward_data").removesuffix("_backward")
-        memory = "functions" if name.removeprefix("_foreach_") in _FUNCTIONS else "memory"
-        if memory == "memory" and item.name.endswith("_") and not item.fused:
-            memory = "in place"
-        calls = max(item.calls, 1)
-        seconds = self.hardware.measured_seconds(memory, moved / calls) if moved else 0.0
-        if seconds is not None and item.kind in (PRODUCT, ATTENTION) and item.flops:
-            curve = f"{'attention' if item.kind == ATTENTION else 'products'} {_RATES.get(item.dtype, 'fp32')}"
-            seconds = self.hardware.measured_seconds(curve, item.flops / calls)
-        return None if seconds is None else calls * seconds
 
     def rate(self, dtype: str) -> float:
         """FLOPs a second."""
@@ -131,8 +111,6 @@ class Speeds:
         hardware, ranks, kind = self.hardware, message.ranks, message.kind
         nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
         sent = sent_bytes(kind, message.payload, 2 if kind in POINT_TO_POINT else len(ranks))
-        if len(nodes) == 1 and (measured := self._curve_of_group(kind, len(ranks), sent)) is not None:
-            return measured
         link = network = float("inf")
         if max(nodes.values()) > 1:
             link = self._known(hardware.link_bandwidth, "link_bandwidth", len(ranks), len(nodes))
@@ -153,15 +131,6 @@ class Speeds:
             steps, between = 2 * steps, 2 * between
         latency = (steps - between) * hardware.link_latency + between * hardware.network_latency
         return hardware.message_seconds + latency + moving / self.share("links")
-
-    def waiting_seconds(self, computed: float, ranks: int) -> float:
-        """In which ranks that have computed so many seconds since their last message wait for the slowest of them."""
-        return self._curve_of_group(WAITING, ranks, computed) or 0.0
-
-    def _curve_of_group(self, name: str, ranks: int, size: float) -> float | None:
-        """Of a curve of so many ranks of a node, or that of all of them."""
-        seconds = self.hardware.measured_seconds(f"{name} of {ranks}", size)
-        return self.hardware.measured_seconds(name, size) if seconds is None else seconds
 
     def _known(self, value: float | None, name: str, ranks: int, nodes: int) -> float:
         if value is None:
@@ -194,7 +163,6 @@ class Simulation:
         self._host = 0.0
         self._copied_in = 0.0
         self._durations: dict[Message, float] = {}
-        self._met = 0.0  # when ranks last waited for each other
         self._product = 0.0  # seconds of the last product, if no message has travelled beside it
         self._arriving: tuple[Message, float] | None = None  # what travels beside the next product, and its seconds
         self._bucket: list[tuple[Operation, Message]] = []
@@ -279,7 +247,7 @@ class Simulation:
     def _send_now(self, item: Operation, message: Message) -> None:
         if message not in self._durations:
             self._durations[message] = self.speeds.message_seconds(message)
-        duration = self._durations[message] + self.speeds.waiting_seconds(self.clock - self._met, len(message.ranks))
+        duration = self._durations[message]
         self.messages[message.axis] += duration
         lane = self._lanes.setdefault(message.lane, _Lane())
         beside = self.speeds.overlaps_products and self.speeds.hardware.overlaps and message.axis == "tp"
@@ -299,7 +267,6 @@ class Simulation:
         self._span(message.lane, f"{message.kind} {item.module}", start, duration)
         if not self.speeds.hardware.overlaps:
             self._wait_until(lane.free, message.lane)
-            self._met = self.clock
 
     def _run_in_lane(self, item: Operation) -> None:
         duration, lane = self.speeds.seconds(item), self._lanes.get(item.lane)

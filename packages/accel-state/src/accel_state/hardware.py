@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ _POSITIVE = (
     *("network_latency", "message_seconds", "operation_seconds", "devices_per_node", "alone_speedup"),
 )
 _OPTIONAL = ("link_bandwidth", "network_bandwidth")
-Curve = Sequence[Sequence[float]]
-"""Points of a size and the seconds that it takes, with the smallest size first."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,6 @@ class HardwareProfile:
             operations and messages, where that does not overlap with computation.
         alone_speedup: how many times as fast a device computes while the others of its node wait: more than 1 where
             ranks share processors.
-        curves: of measured devices, which reach their limits at some sizes only: seconds besides operation_seconds of
-            matrix products ("products bf16", by FLOPs), attention ("attention bf16", by FLOPs), other operations with a
-            new result ("memory", by bytes that they read and write), in place ("in place"), and with a function such
-            as exp ("functions"); seconds of collectives of all devices of a node ("all-reduce", by the bytes that each
-            sends in a ring) and of groups of some of them ("all-reduce of 2"); and seconds that a collective takes
-            longer after devices have computed apart ("waiting", by the seconds of that).
     """
 
     key: str
@@ -73,23 +63,6 @@ class HardwareProfile:
     overlaps: bool = True
     unit_seconds: float = 0.0
     alone_speedup: float = 1.0
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-
-    def measured_seconds(self, curve: str, size: float) -> float | None:
-        """Seconds of one of :attr:`curves`, between and beyond its points; None if it was not measured.
-
-        Sizes below the smallest take as long as that; rates beyond the largest are those of the largest.
-        """
-        points = self.curves.get(curve)
-        if points is None:
-            return None
-        if size <= points[0][0]:
-            return points[0][1]
-        for (small, fast), (large, slow) in itertools.pairwise(points):
-            if size <= large:
-                share = math.log(size / small) / math.log(large / small)
-                return fast * (slow / fast) ** share
-        return points[-1][1] * size / points[-1][0]
 
 
 @functools.cache
@@ -149,35 +122,7 @@ def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
         numbers = list(value.values()) if isinstance(value, dict) else [value]
         if not numbers or not all(map(_is_positive, numbers)):
             raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive.")
-    if not isinstance(found.curves, dict):
-        raise ConfigurationError(f"{file}: curves is {found.curves!r}, and must be an object of curves by name.")
-    for name, points in found.curves.items():
-        if not _is_curve(points):
-            raise ConfigurationError(
-                f"{file}: the curve {name!r} is {points!r}, and must be a list of [size, seconds], positive and with "
-                "growing sizes."
-            )
     return found
-
-
-def _is_curve(points: object) -> bool:
-    if not isinstance(points, list) or not points:
-        return False
-    pairs = all(isinstance(point, list) and len(point) == 2 and all(map(_is_positive, point)) for point in points)
-    return pairs and all(small[0] < large[0] for small, large in itertools.pairwise(points))
-
-
-def write_profile(found: HardwareProfile, path: str | os.PathLike[str]) -> None:
-    """Write a profile for :func:`read_profile`; a file that exists is replaced whole.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = {name: value for name, value in asdict(found).items() if name != "key"}
-    file = Path(path)
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    partial.replace(file)
 
 
 def _is_positive(value: object) -> bool:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel_state.command import Command
@@ -18,7 +17,6 @@ from ..config.read import load_settings
 from ..parser import ConfigParser, find_script, unwrap_lists
 
 DEFAULT_SECONDS = 25.0
-MEASURE_SECONDS = 300.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
 # Those that decide what is started for the checks; all others are only compared between machines.
 _OPTIONS = ("ray", "cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
@@ -53,7 +51,6 @@ class CommandLine:
     options: dict[str, Any]  # of a launch, as text by name
     script: list[str]  # with its arguments; empty for none
     seconds: float  # time limit
-    profile: Path | None = None  # where the speeds of the devices are written
     kubernetes: str | None = None  # the context of a cluster, "" for the current one; None: it is not checked
 
 
@@ -63,27 +60,15 @@ def read_command_line(argv: list[str]) -> CommandLine:
     Raises:
         ConfigurationError: an option is unknown, or not allowed.
     """
-    end = find_script(argv, also=("--timeout", "--measure"), attached=("--kubernetes",))
+    end = find_script(argv, also=("--timeout",), attached=("--kubernetes",))
     options = unwrap_lists(vars(build_parser().parse_args([word for word in argv[:end] if word != "--"])))
-    seconds, measure, kubernetes = options.pop("timeout"), options.pop("measure"), options.pop("kubernetes")
-    profile = None if measure is None else _writable(Path(measure))
-    if seconds is None:
-        seconds = DEFAULT_SECONDS if profile is None else MEASURE_SECONDS
+    seconds, kubernetes = options.pop("timeout"), options.pop("kubernetes")
     if kubernetes is not None and argv[end:]:
         raise ConfigurationError(
             f"--kubernetes checks a cluster, and no script such as {argv[end]!r}. A context of kubectl is given as "
             f"--kubernetes={argv[end]}."
         )
-    return CommandLine(options, argv[end:], seconds, profile, kubernetes)
-
-
-def _writable(path: Path) -> Path:
-    """The path of a profile, before minutes of measuring."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        reason = "is a directory" if path.is_dir() else f"cannot be written: {folder} is not a writable directory"
-        raise ConfigurationError(f"--measure {path} {reason}. Give the path of a new JSON file.")
-    return path.absolute()
+    return CommandLine(options, argv[end:], seconds, kubernetes)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,16 +81,14 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = f"time limit for the multi-process checks (default: 25, with --measure {MEASURE_SECONDS:.0f})"
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=text)
-    text = "also measure matrix products, memory and links, and write a profile for `accel plan --hardware FILE`"
-    parser.add_argument("--measure", metavar="FILE", help=text)
+    text = f"time limit for the multi-process checks (default: {DEFAULT_SECONDS:.0f})"
+    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="SECONDS", help=text)
     text = "check whether `accel k8s submit` can be used with this context of kubectl (--kubernetes=NAME)"
     parser.add_argument("--kubernetes", nargs="?", const="", metavar="CONTEXT", help=text)
     for group in load_groups():
         group.add_to_parser(parser)
     for action in parser._actions:
-        if action.dest not in (*_OPTIONS, "ft", "timeout", "measure", "kubernetes", "help"):
+        if action.dest not in (*_OPTIONS, "ft", "timeout", "kubernetes", "help"):
             action.help = argparse.SUPPRESS
     for section in parser._action_groups:
         if all(action.help is argparse.SUPPRESS for action in section._group_actions):
@@ -145,10 +128,9 @@ def _results(command_line: CommandLine) -> Iterator[Any]:
         yield from run_check("ray", lambda: check_ray(settings["ray"]))
         return
     options = [f"--{name}={value}" for name, value in arguments.items() if name in _OPTIONS]
-    profile = command_line.profile
-    options += _default_options(settings, arguments, 1 if profile is None else 0)
+    options += _default_options(settings, arguments)
     facts = facts_of(settings, command_line.script)
-    yield from check_group(options, os.environ, command_line.seconds, facts, profile)
+    yield from check_group(options, os.environ, command_line.seconds, facts)
 
 
 def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
@@ -163,13 +145,13 @@ def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
     return {name: value for name, value in facts.items() if script or "script" not in name}
 
 
-def _default_options(settings: Any, arguments: dict[str, Any], too_few: int) -> list[str]:
-    """On one machine with too few devices, two processes on the CPU: collectives need at least two."""
+def _default_options(settings: Any, arguments: dict[str, Any]) -> list[str]:
+    """On one machine with less than two devices, two processes on the CPU: collectives need at least two."""
     from ..accelerators.registry import find_visible
     from ..launch_context import Role, detect_context
 
     alone = detect_context(settings, os.environ).role is Role.ALONE and settings["num_machines"] == 1
-    if not alone or settings["num_processes"] is not None or find_visible(os.environ).count > too_few:
+    if not alone or settings["num_processes"] is not None or find_visible(os.environ).count > 1:
         return []
     return ["--num_processes=2", *([] if "cpu" in arguments else ["--cpu"])]
 

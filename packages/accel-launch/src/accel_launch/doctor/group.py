@@ -7,31 +7,21 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from ..interpreter import python_command
 from ..network.agreement import FACTS_VARIABLE
 from ..remedies import remedy
-from .result import MEASURE_VARIABLE, RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok
+from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok
 
 _MODULE = "accel_launch.doctor.ranks"
 _SHOWN_LINES = 12
 
 
 def check_group(
-    options: Sequence[str],
-    environ: Mapping[str, str],
-    seconds: float,
-    facts: Mapping[str, str] | None = None,
-    profile: Path | None = None,
+    options: Sequence[str], environ: Mapping[str, str], seconds: float, facts: Mapping[str, str] | None = None
 ) -> Iterator[CheckResult]:
-    """The results of processes that ``accel launch OPTIONS`` starts, once the machines agree on the facts.
-
-    With a path, they also measure their devices, and rank 0 writes the profile there.
-    """
+    """The results of processes that ``accel launch OPTIONS`` starts, once the machines agree on the facts."""
     compared = {FACTS_VARIABLE: json.dumps(facts)} if facts else {}
-    if profile is not None:
-        compared[MEASURE_VARIABLE] = str(profile)
     process = subprocess.Popen(
         python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE),
         env={**environ, TIMEOUT_VARIABLE: str(max(int(seconds), 1)), **compared},

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from accel_state import PartialState
-from accel_state.env import read_int, read_str
+from accel_state.env import read_int
 
 from ..remedies import NETWORK
 from .machine import CHECKS, versions
-from .result import MEASURE_VARIABLE, RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
+from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok, run_check, warn
 
 MIB = 2**20
 _SIZES = (1, 1000, 300_001)
@@ -68,13 +68,6 @@ def _checks(state: PartialState) -> Iterator[tuple[str, Any]]:
     yield "point to point", lambda: _point_to_point(state)
     yield "machines", lambda: _pairs(state)
     yield "clocks", lambda: _clocks(state)
-    # Measuring takes all ranks, also those of machines whose doctor was not asked for it.
-    paths = _gather(state, read_str(MEASURE_VARIABLE) if state.is_local_main_process else None)
-    if any(paths):
-        from .measure import measure
-
-        _stage("measuring its device")
-        yield "profile", lambda: measure(state, paths)
 
 
 def _merge(by_rank: list[list[dict[str, str]]]) -> list[dict[str, str]]:

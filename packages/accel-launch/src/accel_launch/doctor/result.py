@@ -60,5 +60,3 @@ def fail(subject: str, text: str, advice: str) -> CheckResult:
 RESULTS_MARK = "\x1eaccel-doctor-results "
 STAGE_MARK = "\x1eaccel-doctor-stage "
 TIMEOUT_VARIABLE = "ACCEL_DOCTOR_SECONDS"
-MEASURE_VARIABLE = "ACCEL_DOCTOR_PROFILE"
-"""In it the doctor passes the path to which rank 0 writes what the devices can do; without it they are not measured."""
