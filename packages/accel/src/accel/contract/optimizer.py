@@ -31,6 +31,11 @@ class AcceleratedOptimizer(Optimizer):
         scaler: the loss scaler of fp16, or None.
     """
 
+    _cleared_in: MicroBatch | None = None  # the last in which zero_grad was called
+    _stepped_in: MicroBatch | None = None  # the last in which step was called
+    _clears_first: bool = False  # whether the loop calls zero_grad before step
+    _has_used: bool = False  # whether a step has used gradients that were not cleared since
+
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> None:
@@ -47,7 +52,6 @@ class AcceleratedOptimizer(Optimizer):
         """Steps of the wrapped optimizer, including those of earlier runs whose state was loaded."""
         self._treat: weakref.WeakMethod[Callable[[Optimizer], None]] | None = None
         self._treated_groups = 0
-        self._forget_micro_batches()
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
@@ -165,12 +169,6 @@ class AcceleratedOptimizer(Optimizer):
         self._stepped_in = batch
         self._has_used |= self.gradient_state.sync_gradients
 
-    def _forget_micro_batches(self) -> None:
-        self._cleared_in: MicroBatch | None = None  # the last in which zero_grad was called
-        self._stepped_in: MicroBatch | None = None  # the last in which step was called
-        self._clears_first = False  # whether the loop calls zero_grad before step
-        self._has_used = False  # whether a step has used gradients that were not cleared since
-
     def train(self) -> None:
         """Switch an optimizer that distinguishes training from evaluation (schedule-free ones) to training."""
         self._switch_mode("train")
@@ -252,7 +250,6 @@ class AcceleratedOptimizer(Optimizer):
         self.__dict__.update(state)
         self.gradient_state = GradientState()
         self._treat = None
-        self._forget_micro_batches()
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
