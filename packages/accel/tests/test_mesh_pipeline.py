@@ -11,10 +11,8 @@ import torch
 from language_models import (
     BATCH,
     LENGTH,
-    TOLERANCE,
     VOCABULARY,
     Own,
-    assert_same,
     build,
     dataset,
     loss_of,
@@ -27,6 +25,7 @@ from language_models import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator, GradScalerKwargs
 from accel.core.fused_dtensor import full_tensor
@@ -68,24 +67,14 @@ def train(case: Case, steps: int = 20) -> dict[str, Any]:
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(optimizer_of(model))
     loader = accelerator.prepare(DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size))
-    losses, norms, of_window = [], [], []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            output = model(batch["input_ids"], labels=batch["labels"])
-            accelerator.backward(output.loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(output.loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    held = sum(parameter.numel() for parameter in model.parameters())
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     stage = accelerator.pipeline_parallel_rank
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights, "held": held, "stage": stage}
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = model(batch["input_ids"], labels=batch["labels"])
+        accelerator.backward(output.loss)
+        return output.loss
+
+    return {**train_windows(accelerator, model, [optimizer], loader, step), "stage": stage}
 
 
 def train_all(cases: list[Case]) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ import pytest
 import torch
 from language_models import (
     BATCH,
-    TOLERANCE,
     VOCABULARY,
-    assert_same,
     build,
     dataset,
     optimizer_of,
@@ -23,6 +21,7 @@ from language_models import (
 from mesh_matrix import Case, deviation, mesh_step, plain_step
 from torch import nn
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator
 from accel.parallel.axis_settings import PipelineParallelConfig, TorchContextParallelConfig
@@ -64,30 +63,25 @@ def train(run: Run, steps: int, folder: str) -> dict[str, Any]:
     kind, shape, settings, exchange, window = run
     accelerator = accelerator_for(settings, exchange, gradient_accumulation_steps=window)
     model, optimizer = accelerator.prepare(*((whole := build(kind, **shape)), optimizer_of(whole)))
-    losses, norms, of_window = [], [], []
     loader = accelerator.prepare(DataLoader(dataset(steps * window), batch_size=BATCH))
-    loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
-    for number, batch in enumerate(loader):
-        if number == steps * window // 2:
-            accelerator.save_state(folder)
-            for parameter in model.parameters():
-                parameter.data.add_(1)
-            accelerator.load_state(folder)
+
+    def batches() -> Any:
+        for number, batch in enumerate(accelerator.deepspeed_ulysses_dl_adapter(loader, model)):
+            if number == steps * window // 2:
+                accelerator.save_state(folder)
+                for parameter in model.parameters():
+                    parameter.data.add_(1)
+                accelerator.load_state(folder)
+            yield batch
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens, labels = batch["input_ids"], batch["labels"]
-        with accelerator.accumulate(model), split(accelerator, tokens, labels):
+        with split(accelerator, tokens, labels):
             loss = model(tokens, labels=labels).loss
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights}
+        return loss
+
+    return train_windows(accelerator, model, [optimizer], batches(), step)
 
 
 def train_all(runs: list[Run], steps: int, folder: str) -> list[dict[str, Any]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import BATCH, LENGTH, assert_same, build, dataset, optimizer_of, shifted_loss, stack
+from language_models import BATCH, LENGTH, build, dataset, optimizer_of, shifted_loss, stack
 from torch import nn
+from windows import assert_same
 
 from accel import Accelerator
 from accel.parallel.config import ParallelismConfig

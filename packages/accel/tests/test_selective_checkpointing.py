@@ -42,7 +42,7 @@ MORE = [
     Case("dp_shard 2", "gemma2", fsdp=SELECTIVE),
     Case("tp 2", "llama", fsdp=SELECTIVE, mesh={"tp_sequence_parallel": False}),
     Case("tp 2", "gpt2", fsdp={**SELECTIVE, **SECOND}, length=7),
-    Case("sp 2", "gpt2", fsdp=SELECTIVE),
+    Case("sp 2", "gpt2", fsdp=SELECTIVE, window=2),
     Case("sp 2", "llama", fsdp=SECOND),
     Case("pp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
     Case("pp 2", "deep tied llama", fsdp=SELECTIVE, pipeline={"schedule": "gpipe", "num_microbatches": 4}, window=2),
