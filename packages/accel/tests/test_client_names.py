@@ -144,7 +144,7 @@ def test_fields_of_the_state_can_be_set(accelerator: Accelerator) -> None:
 
 
 def test_configuration_files_as_objects(tmp_path: Path) -> None:
-    assert default_config_file.endswith(".yaml")
+    assert default_config_file.endswith("default_config.yaml")
     config = ClusterConfig(compute_environment="LOCAL_MACHINE", num_processes=2, mixed_precision="bf16")
     for name in ("config.yaml", "config.json"):
         config.to_yaml_file(tmp_path / name)

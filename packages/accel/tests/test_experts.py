@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from accel.parallel.axis_settings import ExpertParallelConfig, PipelineParallelC
 from accel.parallel.expert_balance import LoadCounter
 from accel.parallel.expert_dispatch import dispatched
 from accel.parallel.experts import experts_in
+from accel_state import context
 from accel_state.env import patch_environment
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.testing import run_world
@@ -203,6 +205,7 @@ def compiled() -> dict[str, Any]:
     return train(accelerator, "mixtral", 3)
 
 
+@pytest.mark.slow  # torch.compile takes 15 s; test_facade.py and test_mesh_wrappers.py compile smaller models
 def test_compiled_blocks_train_as_one_process() -> None:
     worst = compare(run_world(compiled, 2, timeout=250)[0], plain("mixtral", 3))
     assert max(worst.values()) < TOLERANCE, worst
@@ -249,10 +252,6 @@ def unchanged_elsewhere() -> None:
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep") and stack.num_experts == EXPERTS // 2
 
 
-def test_only_prepared_models_have_the_auxiliary_loss_of_all_ranks() -> None:
-    run_world(unchanged_elsewhere, 2, timeout=250)
-
-
 def padded() -> None:
     """Tokens of padding do not count in the auxiliary loss; ranks have unequally many of them."""
     accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS)
@@ -264,10 +263,6 @@ def padded() -> None:
     found = model(input_ids=own, attention_mask=own_mask, use_cache=False).aux_loss
     expected = other(input_ids=tokens, attention_mask=mask, use_cache=False).aux_loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_padding_has_no_part_in_the_auxiliary_loss() -> None:
-    run_world(padded, 2, timeout=250)
 
 
 def padded_in_parts() -> None:
@@ -295,10 +290,6 @@ def padded_in_parts() -> None:
         accelerator.free_memory()
 
 
-def test_parts_of_sequences_have_the_auxiliary_loss_of_whole_ones() -> None:
-    run_world(padded_in_parts, 2, timeout=250)
-
-
 def routed_to_no_expert() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
@@ -314,8 +305,14 @@ def routed_to_no_expert() -> None:
     assert counter.counts.tolist() == [1, 1, 1, 1, 2]
 
 
-def test_tokens_for_no_expert_get_zeros_and_are_counted() -> None:
-    run_world(routed_to_no_expert, 2, timeout=250)
+def all_of(cases: list[Callable[[], None]]) -> None:
+    for case in cases:
+        with context.isolated():
+            case()
+
+
+def test_auxiliary_losses_count_the_tokens_of_all_ranks_and_no_padding() -> None:
+    run_world(all_of, 2, [unchanged_elsewhere, padded, padded_in_parts, routed_to_no_expert], timeout=250)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,8 @@ def flat(model: Any) -> list[float]:
     return list((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).flatten().tolist())
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+# Each uploading process takes seconds to start; sharded states are uploaded by both ranks.
+@pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["ddp", "fsdp2"])
 def test_states_of_a_directory_and_their_copies(tmp_path: Path, is_sharded: bool) -> None:
     folder = str(tmp_path / "run")
     (last, after), _ = run_world(copied, 2, folder, is_sharded, timeout=150)
@@ -163,6 +164,7 @@ def test_states_of_a_directory_and_their_copies(tmp_path: Path, is_sharded: bool
         accelerator.end_training()
 
 
+@pytest.mark.slow  # four processes that upload, 18 s; the copies of two ranks have a fast test
 def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
     """What only this machine has, and the run did not go on from, is replaced."""
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
@@ -212,6 +214,7 @@ def test_an_older_state_that_is_loaded_is_not_uploaded_again(tmp_path: Path) -> 
     assert [info.path.name for info in list_checkpoints(place)] == ["checkpoint_0", "checkpoint_1"]
 
 
+@pytest.mark.slow  # two processes that upload, 7 s; the copies of two ranks have a fast test
 def test_a_state_whose_upload_was_cut_off_is_uploaded_by_the_next_run(tmp_path: Path) -> None:
     place = "s3://bucket/cut"
     accelerator, _, _ = trained(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True), 1)

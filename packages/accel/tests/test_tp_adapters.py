@@ -261,6 +261,7 @@ def resume(kind: str, sizes: dict[str, Any], folder: str) -> list[float]:
     return steps(model, optimizer, accelerator, SAVED_AT, STEPS)
 
 
+@pytest.mark.slow  # four worlds, 12 s; test_frozen_weights.py loads states of 4-bit layers in the fast tier
 @pytest.mark.parametrize(
     "kind",
     [pytest.param("own 4bit", marks=needs_bitsandbytes), pytest.param("own 4bit NF4Tensor", marks=needs_torchao)],
