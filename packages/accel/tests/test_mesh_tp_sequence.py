@@ -32,6 +32,7 @@ TWO = [
     Case("tp 2", "gpt2", length=5, window=2),
     Case("tp 2", "tied llama"),
     Case("tp 2", "qwen"),
+    Case("tp 2", "phi"),  # whole hidden states
     Case("tp 2", "mistral"),
     Case("tp 2", "qwen2"),
     Case("tp 2", "gemma2"),
