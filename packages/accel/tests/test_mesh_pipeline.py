@@ -120,16 +120,12 @@ def test_two_stages_train_as_one_process_does() -> None:
     )
 
 
-@pytest.mark.slow  # a dozen trainings in four ranks; stages and schedules have fast tests
+@pytest.mark.slow  # trainings in four ranks; test_mesh_matrix.py has the other combinations of axes
 def test_pipelines_of_shards_copies_and_shared_layers() -> None:
     check(
         4,
         [
-            ("llama", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {}, 2, "together"),
             ("gpt2", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {"schedule": "interleaved1f1b"}, 1, "optimizer first"),
-            ("gpt2", FOUR, {"pp_size": 2, "dp_replicate_size": 2}, {"schedule": "gpipe"}, 1, "model first"),
-            ("llama", {**FOUR, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, 1, "together"),
-            ("gpt2", FOUR, {"pp_size": 2, "tp_size": 2}, {"num_microbatches": 4}, 1, "together"),
             ("llama", FOUR, {"pp_size": 4}, {}, 1, "together"),
             ("llama", {"layers": 8}, {"pp_size": 4}, {"schedule": "zbv", "num_microbatches": 2}, 2, "together"),
             ("llama", {"layers": 9}, {"pp_size": 4}, {"schedule": "dualpipev"}, 1, "optimizer first"),
