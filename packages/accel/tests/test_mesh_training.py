@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,7 +190,7 @@ def views() -> dict[str, Any]:
         "sum": accelerator.reduce(torch.tensor([1.0, accelerator.process_index]), "sum").tolist(),
         "gather": accelerator.gather(torch.tensor([accelerator.process_index])).tolist(),
         "rate": optimizer.param_groups[0]["lr"],
-        "drawn": torch.rand(2).tolist(),
+        "drawn": [*torch.rand(2).tolist(), random.random(), float(np.random.rand())],
         "shared": get_model_tp_size(model),
     }
 
