@@ -116,6 +116,14 @@ def test_the_file_itself_is_replaced_only_when_asked_to(tmp_path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["one.yaml", "other.yaml"]
 
 
+def test_a_file_of_version_2_is_left_alone(tmp_path, capsys) -> None:
+    source, target = tmp_path / "two.yaml", tmp_path / "new.yaml"
+    source.write_text(CONVERTED)
+    assert convert(source, "--output_file", target) == 0
+    said = capsys.readouterr().out
+    assert not target.exists() and "fsdp_version: 2 in" in said and "saved" not in said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
