@@ -46,7 +46,7 @@ def test_the_configuration_decides_what_is_tested(tmp_path) -> None:
     [
         (["--config_file", "none.yaml"], "none.yaml"),
         (["--device", "gpux", "--cpu"], "gpux"),
-        (["--report", "missing/row.md"], "missing"),
+        (["--report", "missing/row.md"], "there is no directory"),
     ],
 )
 def test_options_that_are_not_possible_are_reported(words, named, capfd: pytest.CaptureFixture[str]) -> None:
