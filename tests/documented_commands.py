@@ -28,7 +28,7 @@ ELSEWHERE = {
     "*examples/world_size.py*": "tests/test_world_size_example.py",
     "accel launch --config_file examples/fsdp_configs/* examples/fsdp.py": "tests/test_fsdp_example.py",
     "accel launch * examples/deepspeed_models.py *": "tests/test_deepspeed_example.py",
-    "accel launch --config_file config.yaml *test.py": "tests/test_deepspeed_config_launch.py",
+    "accel launch --config_file config.yaml *test.py": "packages/accel/tests/test_deepspeed_plugin.py",
     "accel launch * examples/megatron_gpt.py*": "tests/test_megatron_example.py",
     "python examples/big_model.py --checkpoint out": "tests/test_megatron_example.py",
     "accel megatron convert *": "packages/accel-megatron/tests/test_convert.py",

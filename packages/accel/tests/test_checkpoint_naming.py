@@ -71,8 +71,10 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     (folder / "checkpoint_3" / "optimizer.bin").unlink()
     (folder / "checkpoint_2" / MANIFEST_NAME).write_text("{")
     (folder / "checkpoint_9").mkdir()
-    run.accelerator.load_state()
-    assert run.counter.state["count"] == 1 and newest_complete(folder).name == "checkpoint_1"
+    for asked in (None, "latest"):
+        run.accelerator.load_state(asked)
+        assert run.counter.state["count"] == 1 and run.accelerator.save_iteration == 2
+    assert newest_complete(folder).name == "checkpoint_1"
     for number in (0, 1):
         shutil.rmtree(folder / f"checkpoint_{number}")
     with pytest.raises(ConfigurationError, match=".checkpoint_2, checkpoint_3, checkpoint_9"):
@@ -108,26 +110,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="no checkpoint_<number>"):
         accelerator.load_state()
     assert sorted(os.listdir(tmp_path)) == ["file"]
-
-
-@pytest.mark.parametrize("value", ["", 5, b"state"])
-def test_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Run()
-    for call, name in ((run.accelerator.save_state, "output_dir"), (run.accelerator.load_state, "input_dir")):
-        with pytest.raises(ConfigurationError, match=rf"{name}={value!r}"):
-            call(value)
-    assert not os.listdir(tmp_path)
-
-
-def test_latest_by_number(tmp_path: Path) -> None:
-    run = Run(project_config=project(tmp_path))
-    for number in range(3):
-        run.counter.state["count"] = number
-        run.accelerator.save_state()
-    (tmp_path / "checkpoints" / "checkpoint_2" / "optimizer.bin").unlink()
-    run.accelerator.load_state("latest")
-    assert run.counter.state["count"] == 1 and run.accelerator.save_iteration == 2
 
 
 def test_latest_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import importlib
+import json
 import pickle
 import subprocess
 import sys
@@ -18,16 +18,23 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import accel.big_modeling
 from accel import Accelerator, AutocastKwargs
-from accel.commands.config import default_config_file, load_config_from_file
+from accel.accelerator import ParallelismConfig, fsdp2_prepare_model, is_bf16_available
+from accel.commands.config.config_args import ClusterConfig, default_config_file, load_config_from_file
 from accel.commands.launch import launch_command, launch_command_parser
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.hooks import _accelerate_added_attributes
 from accel.state import AcceleratorState, GradientState, PartialState
+from accel.tracking import GeneralTracker
+from accel.utils import constants
 from accel.utils.dataclasses import get_module_class_from_name
 from accel.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
+from accel.utils.modeling import logger
 from accel.utils.random import set_seed
+from accel_bigmodel.checkpoint import checkpoint_mapping
 from accel_launch.errors import LaunchError
-from accel_state import ConfigurationError
+from accel_state import ConfigurationError, DistributedType, GradientAccumulationPlugin
 
 
 @pytest.fixture
@@ -66,6 +73,9 @@ def test_prepared_objects_are_marked_and_pass_through_another_prepare(accelerato
     assert (accelerator._models, accelerator._dataloaders) == ([prepared[0]], [prepared[2]])
     assert (accelerator._optimizers, accelerator._schedulers) == ([prepared[1]], [prepared[3]])
     train(accelerator, *again)
+    assert accelerator.prepare("text", 3) == ("text", 3)
+    with pytest.raises(ConfigurationError, match="2 values for 1 objects"):
+        accelerator.prepare(prepared[0], device_placement=[True, False])
 
 
 def test_an_object_with_the_mark_is_not_changed() -> None:
@@ -164,36 +174,17 @@ def test_the_states_can_be_pickled_and_belong_to_the_process_that_loads_them() -
 
 # Names that clients import
 
-NAMES = {
-    "utils.constants": "FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY FSDP_MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME "
-    "SAMPLER_NAME SCALER_NAME RNG_STATE_NAME MODEL_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME SAFE_MODEL_NAME "
-    "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC",
-    "utils.fsdp_utils": "save_fsdp_model load_fsdp_model save_fsdp_optimizer load_fsdp_optimizer merge_fsdp_weights "
-    "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_prepare_model "
-    "get_parameters_from_modules fsdp2_prepare_auto_wrap_policy ensure_weights_retied",
-    "utils.dataclasses": "get_module_class_from_name DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
-    "TorchTensorParallelConfig",
-    "utils.launch": "PrepareForLaunch prepare_simple_launcher_cmd_env prepare_multi_gpu_env prepare_tpu",
-    "utils.tqdm": "tqdm",
-    "utils.torch_xla": "is_torch_xla_available",
-    "utils.rich": "is_rich_available",
-    "utils.memory_utils": "find_executable_batch_size release_memory",
-    "memory_utils": "find_executable_batch_size",
-    "utils.ao": "filter_linear_layers find_first_last_linear_layers",
-    "utils": "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig PrepareForLaunch "
-    "is_neuron_available check_cuda_fp8_capability compile_regions_fsdp2 compile_regions_deepspeed get_model_tp_size "
-    "model_has_dtensor tqdm",
-    "tracking": "LOGGER_TYPE_TO_CLASS",
-    "commands.launch": "launch_command launch_command_parser",
-    "commands.config": "default_config_file load_config_from_file",
-}
+CONSTANTS = (
+    "FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY FSDP_MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME "
+    "SCALER_NAME RNG_STATE_NAME MODEL_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME "
+    "SAFE_WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC"
+)
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_names_that_clients_import(module: str) -> None:
-    loaded = importlib.import_module(f"accel.{module}")
-    for name in NAMES[module].split():
-        assert hasattr(loaded, name), name
+def test_constants_that_clients_import() -> None:
+    """tests/facts/exports has the other names."""
+    missing = [name for name in CONSTANTS.split() if not hasattr(constants, name)]
+    assert not missing
 
 
 def test_submodules_are_attributes_that_are_imported_when_used() -> None:
@@ -283,12 +274,135 @@ def test_a_script_is_launched_from_a_namespace(tmp_path: Path, capfd: pytest.Cap
     assert parser.parse_args(["launch", "--cpu", str(script)]).func is launch_command
 
 
-def test_a_configuration_file_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\nmixed_precision: bf16\n")
-    config = load_config_from_file(str(file))
-    assert config.num_processes == 2 and config.to_dict()["mixed_precision"] == "bf16"
+# Names and attributes that are not documented, and which libraries import, assign and call all the same
+
+
+def test_names_are_found_where_libraries_look() -> None:
+    import accel.utils
+    from accel.accelerator import convert_model_to_fp8_ao, get_state_dict_offloaded_model
+
+    assert get_state_dict_offloaded_model is accel.utils.modeling.get_state_dict_offloaded_model
+
+    assert accel.accelerator.AcceleratorState is AcceleratorState and ParallelismConfig is accel.ParallelismConfig
+    assert fsdp2_prepare_model is accel.utils.fsdp2_prepare_model
+    assert convert_model_to_fp8_ao is accel.utils.convert_model_to_fp8_ao
+    assert is_bf16_available() in (True, False)
+    assert accel.data_loader.DataLoader is DataLoader  # finetrainers
+    assert accel.tracking.logger.name == "accel.tracking"  # edsnlp
+    assert logger is checkpoint_mapping.logger and _accelerate_added_attributes == []
+    with pytest.raises(ImportError, match="no_such_name"):
+        from accel.accelerator import no_such_name  # noqa: F401
+
+
+def test_a_function_replaced_in_big_modeling_is_the_one_that_dispatch_model_calls() -> None:
+    """Transformers skips the check of the map while it dispatches a model with weights that have no device."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    original = accel.big_modeling.check_device_map
+    calls = []
+    with pytest.raises(ConfigurationError, match="b.weight"):
+        accel.big_modeling.dispatch_model(model, {"a": "cpu"}, force_hooks=True)
+    try:
+        accel.big_modeling.check_device_map = lambda *args: calls.append(args)
+        accel.big_modeling.dispatch_model(model, {"a": "cpu"}, force_hooks=True)
+    finally:
+        accel.big_modeling.check_device_map = original
+    assert len(calls) == 1
+    with pytest.raises(ConfigurationError, match="b.weight"):
+        accel.big_modeling.dispatch_model(model, {"a": "cpu"}, force_hooks=True)
+
+
+def test_context_parallel_hooks_drop_the_mask_of_self_attention() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Any, attention_mask: Any = None, is_causal: bool = False) -> Any:
+            return attention_mask, is_causal
+
+    model = nn.ModuleDict({"self_attn": Attention(), "cross_attn": Attention()})
+    accel.big_modeling._attach_context_parallel_hooks(model)
+    assert model["self_attn"](1, attention_mask=2) == (None, True)
+    assert model["self_attn"](1) == (None, False)
+    assert model["cross_attn"](1, attention_mask=2) == (2, False)
+
+
+def test_attributes_of_the_accelerator(accelerator: Accelerator) -> None:
+    model, optimizer = accelerator.prepare(nn.Linear(2, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    assert not (accelerator.has_lomo_optimizer or accelerator.has_fp8_handler or accelerator.delayed_fp8_autocast)
+    assert accelerator.te_recipe_handler is accelerator.ao_recipe_handler is accelerator.msamp_recipe_handler is None
+    assert optimizer.accelerator_state.device == accelerator.device
+    assert accelerator.flag_tensor is None
+    accelerator.set_trigger()
+    assert accelerator.flag_tensor.item() == 1 and accelerator.check_trigger()
+    assert accelerator.flag_tensor is None and not accelerator.check_trigger()
+    accelerator._models = [model, model]
+    assert len(accelerator._models) == 2 and accelerator._accumulation._prepared_models == [model, model]
+    assert GradientAccumulationPlugin(2).to_dict() == {
+        "num_steps": 2, "adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False
+    }  # fmt: skip
+
+
+def test_do_sync_counts_a_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    flags = []
+    for _ in accelerator.prepare(DataLoader(list(range(5)), batch_size=1)):
+        accelerator._do_sync()
+        flags.append(accelerator.sync_gradients)
+    assert flags == [False, True, False, True, True]
+
+
+def test_trackers_can_be_replaced(tmp_path: Path) -> None:
+    class Recorder(GeneralTracker):
+        requires_logging_directory = False
+
+        def __init__(self, name: str) -> None:
+            self.name, self.values = name, []  # type: ignore[misc]
+            super().__init__()
+
+        @property
+        def tracker(self) -> Any:
+            return self.values
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.values.append(values)
+
+    first, second = Recorder("first"), Recorder("second")
+    accelerator = Accelerator(cpu=True, log_with=first, project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.log({"a": 1})
+    accelerator.trackers = [second]
+    accelerator.log({"b": 2})
+    assert accelerator.trackers == [second] and (first.values, second.values) == ([{"a": 1}], [{"b": 2}])
+    accelerator.trackers = []
+    accelerator.log({"c": 3})
+    assert second.values == [{"b": 2}]
+    accelerator.end_training()
+
+
+def test_fields_of_the_state_can_be_set(accelerator: Accelerator) -> None:
+    state = accelerator.state
+    assert PartialState()._prepare_backend(cpu=True) == (None, DistributedType.NO)
+    assert PartialState()._prepare_backend(True, False, "gloo") == ("gloo", DistributedType.NO)
+    with pytest.raises(ConfigurationError, match="sagemaker_dp"):
+        PartialState()._prepare_backend(sagemaker_dp=True)
+    state.num_processes, state.process_index = 4, 3
+    state.device = torch.device("meta")
+    state.distributed_type = DistributedType.MULTI_CPU
+    assert accelerator.num_processes == 4 and accelerator.process_index == 3 and accelerator.is_last_process
+    assert accelerator.device.type == "meta" and accelerator.distributed_type == DistributedType.MULTI_CPU
+
+
+def test_configuration_files_as_objects(tmp_path: Path) -> None:
     assert default_config_file.endswith("default_config.yaml")
+    config = ClusterConfig(compute_environment="LOCAL_MACHINE", num_processes=2, mixed_precision="bf16")
+    for name in ("config.yaml", "config.json"):
+        config.to_yaml_file(tmp_path / name)
+        again = load_config_from_file(tmp_path / name)
+        assert again.num_processes == 2 and again.to_dict()["mixed_precision"] == "bf16"
+    assert json.loads((tmp_path / "config.json").read_text())["num_processes"] == 2
+    shown = subprocess.run(
+        [sys.executable, "-m", "accel.commands.config", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "usage: accel config" in shown.stdout
 
 
 # Attributes, and arguments of the wrong type

@@ -35,6 +35,19 @@ def batches(accelerator: Any, steps: int = FEW) -> DataLoader:
     return DataLoader(data(steps), batch_size=BATCH // accelerator.num_processes)
 
 
+def train(accelerator: Any, model: Any, opt: Any, loader: Any) -> dict[str, torch.Tensor]:
+    for x, y in loader:
+        accelerator.backward(loss_of(model, x, y))
+        opt.step()
+    weights = weights_of(accelerator.get_state_dict(model))
+    release(accelerator)
+    return weights
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert max((found[name] - value).abs().max().item() for name, value in expected.items()) < TOLERANCE
+
+
 def agreement(one: nn.Module, two: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss_of(one, x, y) + loss_of(two, x, y) + (one(x) - two(x)).square().mean()
 
@@ -94,7 +107,7 @@ def test_a_loss_of_two_models() -> None:
         assert result["steps"] == (FEW, FEW // 2), stages
         assert result["norms"] == pytest.approx(expected["norms"], abs=TOLERANCE), stages
         for own, wanted in zip(result["weights"], expected["weights"], strict=True):
-            assert max((own[name] - value).abs().max().item() for name, value in wanted.items()) < TOLERANCE, stages
+            assert_near(own, wanted)
 
 
 def dictionary() -> dict[str, Any]:
@@ -156,8 +169,8 @@ def test_student_and_sharded_teacher() -> None:
     # Outside of its forward, a rank holds its part of each parameter only.
     assert set(found["divided"]) == {0}
     torch.testing.assert_close(found["outputs"], torch.cat(outputs), atol=TOLERANCE, rtol=0)
-    for own, model in ((found["weights"], student), (found["teacher"], teacher)):
-        assert max((own[name] - value).abs().max().item() for name, value in model.state_dict().items()) < TOLERANCE
+    assert_near(found["weights"], student.state_dict())
+    assert_near(found["teacher"], teacher.state_dict())
 
 
 def stand_ins() -> dict[str, Any]:
@@ -225,10 +238,7 @@ def test_dummies() -> None:
         loss_of(model, x, y).backward()
         opt.step()
         opt.zero_grad()
-    assert (
-        max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items())
-        < TOLERANCE
-    )
+    assert_near(found["weights"], model.state_dict())
     assert found["called"] == pytest.approx([0.01, 0.005, 0.005, 0.0025, 0.0025, 0.00125])
     model = net()
     torch.testing.assert_close(found["inference"], model(data(FEW).tensors[0]).detach(), atol=1e-5, rtol=0)
@@ -271,11 +281,7 @@ def mixture() -> dict[str, Any]:
     model = Mixture()
     model, opt, loader = accelerator.prepare(model, adamw(model.parameters()), batches(accelerator))
     leaves = [type(module).__name__ for module in deepspeed.utils.get_z3_leaf_modules(model)]
-    for x, y in loader:
-        accelerator.backward(loss_of(model, x, y))
-        opt.step()
-    weights = weights_of(accelerator.get_state_dict(model))
-    release(accelerator)
+    weights = train(accelerator, model, opt, loader)
 
     accelerator = accelerator_of({**config(3), "train_micro_batch_size_per_gpu": BATCH // accelerator.num_processes})
     with deepspeed.zero.Init(
@@ -284,11 +290,7 @@ def mixture() -> dict[str, Any]:
         created = net()
     held = sum(parameter.numel() for parameter in created.parameters())
     created, opt, loader = accelerator.prepare(created, adamw(groups(created)), batches(accelerator))
-    for x, y in loader:
-        accelerator.backward(loss_of(created, x, y))
-        opt.step()
-    initialised = weights_of(accelerator.get_state_dict(created))
-    release(accelerator)
+    initialised = train(accelerator, created, opt, loader)
     return {"leaves": leaves, "weights": weights, "held": held, "created": initialised}
 
 
@@ -301,12 +303,6 @@ def test_expert_layers_and_models_created_sharded() -> None:
         opt.step()
         opt.zero_grad()
     assert found["leaves"] == ["Experts"]
-    assert (
-        max((found["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items())
-        < TOLERANCE
-    )
+    assert_near(found["weights"], model.state_dict())
     assert found["held"] == 0
-    assert (
-        max((found["created"][name] - value).abs().max().item() for name, value in plain(steps=FEW)["weights"].items())
-        < TOLERANCE
-    )
+    assert_near(found["created"], plain(steps=FEW)["weights"])

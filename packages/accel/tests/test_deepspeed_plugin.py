@@ -20,81 +20,55 @@ from accel.deepspeed import runtime
 from accel.state import deepspeed_required
 from accel.utils import GatheredParameters, compile_regions_deepspeed, has_compiled_regions
 from accel.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
+from accel_launch.config.read import load_settings
 from accel_state import AcceleratorState
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import DeepSpeedOptions
-from accel_state.options.deepspeed import FILE_PATHS
+from accel_state.options.deepspeed import FILE_PATHS, check_deepspeed_file
 
-CONCRETE: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "offload_optimizer": {"device": "none"},
-        "offload_param": {"device": "none"},
-    },
-    "gradient_clipping": 1.0,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 10,
-    "steps_per_print": 2000000,
-}
-AUTOMATIC: dict[str, Any] = {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": "auto",
-        "stage3_gather_16bit_weights_on_model_save": "auto",
-        "offload_optimizer": {"device": "auto"},
-        "offload_param": {"device": "auto"},
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "steps_per_print": 2000000,
-}
+
+def recipe(enabled: Any, stage: Any, saves: Any, device: str, clipping: Any, steps: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": saves}
+    zero |= {"offload_optimizer": {"device": device}, "offload_param": {"device": device}}
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": steps}
+    counts = {"gradient_clipping": clipping, **sizes, "steps_per_print": 2000000}
+    return {"bf16": {"enabled": enabled}, "zero_optimization": zero, **counts}
+
+
+CONCRETE = recipe(True, 3, False, "none", 1.0, 10)
+AUTOMATIC = recipe("auto", "auto", "auto", "auto", "auto", "auto")
 ZERO3 = {"zero_optimization": {"stage": 3}}
 PREFIX = "ACCELERATE_DEEPSPEED_"
 
-# Variables of the launcher, and the resulting field and configuration value of the plugin.
-LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
-    ({}, "zero_stage", 2, "zero_optimization.stage", 2),
-    ({}, "gradient_accumulation_steps", "auto", "gradient_accumulation_steps", "auto"),
-    ({}, "gradient_clipping", "auto", "gradient_clipping", "auto"),
-    ({}, "offload_optimizer_device", "none", "zero_optimization.offload_optimizer.device", "none"),
-    ({}, "offload_optimizer_nvme_path", "none", "zero_optimization.offload_optimizer.nvme_path", None),
-    ({}, "zero3_init_flag", False, "train_batch_size", "auto"),
-    ({f"{PREFIX}ZERO_STAGE": "3"}, "zero_stage", 3, "zero_optimization.stage", 3),
-    ({f"{PREFIX}ZERO_STAGE": "3"}, "zero3_init_flag", True, "steps_per_print", math.inf),
+# Variables of the launcher, and the resulting fields and configuration values of the plugin.
+LAUNCHED: list[tuple[dict[str, str], dict[str, Any]]] = [
     (
-        {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_INIT": "false"},
-        "zero3_init_flag",
-        False,
-        "zero_optimization.stage",
-        3,
+        {},
+        {
+            "zero_stage": 2,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "offload_optimizer_device": "none",
+            "offload_optimizer_nvme_path": "none",
+            "zero3_init_flag": False,
+            "zero_optimization.offload_optimizer.device": "none",
+            "zero_optimization.offload_optimizer.nvme_path": None,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+        },
     ),
+    ({f"{PREFIX}ZERO_STAGE": "3"}, {"zero_stage": 3, "zero3_init_flag": True, "steps_per_print": math.inf}),
+    ({f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_INIT": "false"}, {"zero_stage": 3, "zero3_init_flag": False}),
     (
         {f"{PREFIX}ZERO_STAGE": "3", f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true"},
-        "zero3_save_16bit_model",
-        True,
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        True,
+        {"zero3_save_16bit_model": True, "zero_optimization.stage3_gather_16bit_weights_on_model_save": True},
     ),
-    (
-        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-        "gradient_accumulation_steps",
-        4,
-        "gradient_accumulation_steps",
-        4,
-    ),
-    ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "gradient_clipping", 0.5, "gradient_clipping", 0.5),
+    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {"gradient_accumulation_steps": 4}),
+    ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, {"gradient_clipping": 0.5}),
     (
         {f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE": "nvme", f"{PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH": "/drive"},
-        "offload_optimizer_nvme_path",
-        "/drive",
-        "zero_optimization.offload_optimizer",
-        {"device": "nvme", "nvme_path": "/drive"},
+        {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/drive"}},
     ),
     (
         {
@@ -102,31 +76,26 @@ LAUNCHED: list[tuple[dict[str, str], str, Any, str, Any]] = [
             f"{PREFIX}OFFLOAD_PARAM_DEVICE": "nvme",
             f"{PREFIX}OFFLOAD_PARAM_NVME_PATH": "/drive",
         },
-        "offload_param_device",
-        "nvme",
-        "zero_optimization.offload_param",
-        {"device": "nvme", "nvme_path": "/drive"},
+        {"zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/drive"}},
     ),
-    (
-        {f"{PREFIX}MOE_LAYER_CLS_NAMES": "A,B"},
-        "transformer_moe_cls_names",
-        "A,B",
-        "train_micro_batch_size_per_gpu",
-        "auto",
-    ),
+    ({f"{PREFIX}MOE_LAYER_CLS_NAMES": "A,B"}, {"transformer_moe_cls_names": "A,B"}),
 ]
 
 
-@pytest.mark.parametrize(("variables", "field", "value", "key", "inside"), LAUNCHED, ids=str)
-def test_launcher_variables(variables: dict[str, str], field: str, value: Any, key: str, inside: Any) -> None:
+@pytest.mark.parametrize(("variables", "expected"), LAUNCHED, ids=str)
+def test_launcher_variables(variables: dict[str, str], expected: dict[str, Any]) -> None:
     with patch_environment(**variables):
         plugin = DeepSpeedPlugin()
-    assert getattr(plugin, field) == value
-    assert plugin.get_value(key) == inside
+    for name, value in expected.items():
+        path = FILE_PATHS.get(name, name)
+        if name in plugin.__dataclass_fields__:
+            assert getattr(plugin, name) == value
+        if "." in path or path == name not in plugin.__dataclass_fields__:
+            assert plugin.get_value(path) == (None if path.endswith("nvme_path") and value == "none" else value)
 
 
 def test_every_variable_of_the_launcher_changes_the_plugin() -> None:
-    read = {name for variables, *_ in LAUNCHED for name in variables} | {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    read = {name for variables, _ in LAUNCHED for name in variables} | {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
     assert {opt.env for opt in DeepSpeedOptions.options() if opt.exported} <= read
 
 
@@ -141,73 +110,30 @@ def as_object(config: dict[str, Any]) -> Any:
 
 
 class TestJson:
-    @pytest.fixture
-    def forms(self, tmp_path: Path) -> list[Any]:
-        text = json.dumps(CONCRETE)
-        path = tmp_path / "ds.json"
+    def test_all_forms_are_equivalent(self, tmp_path: Path) -> None:
+        text, path, held = json.dumps(CONCRETE), tmp_path / "ds.json", as_object(copy.deepcopy(CONCRETE))
         path.write_text(text)
         encoded = base64.urlsafe_b64encode(text.encode()).decode()
-        return [
-            str(path),
-            path,
-            copy.deepcopy(CONCRETE),
-            encoded,
-            encoded.rstrip("="),
-            as_object(copy.deepcopy(CONCRETE)),
-            HfDeepSpeedConfig(CONCRETE),
-        ]
-
-    def test_all_forms_are_equivalent(self, forms: list[Any]) -> None:
-        for form in forms:
+        for form in (str(path), path, CONCRETE, encoded, encoded.rstrip("="), held, HfDeepSpeedConfig(CONCRETE)):
             plugin = DeepSpeedPlugin(hf_ds_config=form)
             assert plugin.deepspeed_config == {**CONCRETE, "steps_per_print": math.inf}
             assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.gradient_clipping) == (3, 10, 1.0)
             assert plugin.zero3_init_flag and not plugin.zero3_save_16bit_model and plugin.precision == "bf16"
             assert plugin.hf_ds_config.config is plugin.deepspeed_config
+        # Its owner reads from it: it is changed in place, and dictionaries are not.
+        assert held.config["steps_per_print"] == math.inf and CONCRETE["steps_per_print"] == 2000000
 
-    def test_dictionaries_are_not_modified(self) -> None:
-        config = copy.deepcopy(AUTOMATIC)
-        plugin = DeepSpeedPlugin(hf_ds_config=config)
-        assert config == AUTOMATIC and plugin.deepspeed_config is not config
-
-    def test_configs_of_objects_are_modified_in_place(self) -> None:
-        held = as_object(copy.deepcopy(AUTOMATIC))
-        plugin = DeepSpeedPlugin(hf_ds_config=held, zero_stage=1)
-        assert plugin.hf_ds_config is held and held.config["zero_optimization"]["stage"] == 1
-
-    def test_auto_takes_the_value_of_code_or_launcher(self) -> None:
+    def test_auto_takes_the_value_of_code_or_launcher_or_the_default(self) -> None:
+        settings = {"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "nvme"}
         with patch_environment(ACCELERATE_GRADIENT_CLIPPING="1.0", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="5"):
-            plugin = DeepSpeedPlugin(
-                hf_ds_config=AUTOMATIC,
-                zero_stage=3,
-                offload_param_device="cpu",
-                offload_optimizer_device="nvme",
-                zero3_save_16bit_model=True,
-            )
-        assert plugin.deepspeed_config == {
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_gather_16bit_weights_on_model_save": True,
-                "offload_optimizer": {"device": "nvme"},
-                "offload_param": {"device": "cpu"},
-            },
-            "gradient_clipping": 1.0,
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": 5,
-            "steps_per_print": math.inf,
-        }
-        assert plugin.accumulation_steps == 5
-
-    def test_auto_takes_the_default(self) -> None:
+            plugin = DeepSpeedPlugin(hf_ds_config=AUTOMATIC, zero3_save_16bit_model=True, **settings)
+        expected = recipe("auto", 3, True, "nvme", 1.0, 5) | {"steps_per_print": math.inf}
+        expected["zero_optimization"]["offload_param"]["device"] = "cpu"
+        assert plugin.deepspeed_config == expected and plugin.accumulation_steps == 5
         plugin = DeepSpeedPlugin(hf_ds_config=AUTOMATIC)
         assert plugin.zero_stage == 2 and plugin.offload_param_device == plugin.offload_optimizer_device == "none"
-        assert (
-            plugin.accumulation_steps is None
-            and plugin.is_auto("gradient_clipping")
-            and not plugin.is_auto("no.such.key")
-        )
+        assert plugin.accumulation_steps is None and plugin.is_auto("gradient_clipping")
+        assert not plugin.is_auto("no.such.key")
 
     def test_missing_values_are_added(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=ZERO3, gradient_clipping=0.3, offload_optimizer_device="cpu")
@@ -220,6 +146,9 @@ class TestJson:
         with patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path)):
             assert DeepSpeedPlugin().zero_stage == 3
             plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
+            path.unlink()
+            with pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*ds\.json: No"):
+                DeepSpeedPlugin()
         assert plugin.zero_stage == 1
         AcceleratorState(cpu=True)
         plugin.select(_from_accelerator_state=True)
@@ -229,41 +158,22 @@ class TestJson:
         ("form", "message"),
         [
             (5, "hf_ds_config=5 is not a DeepSpeed configuration"),
-            (
-                "/no/such/file.json",
-                "'/no/such/file.json' is neither the path of an existing file nor a JSON object in base64",
-            ),
+            ("/no/such/file.json", "'/no/such/file.json' is neither the path"),
             ("%%%", "neither the path"),
             (base64.b64encode(b"[1, 2]").decode(), "decodes to a JSON list"),
             (base64.b64encode(b'{"a": 1, "a": 2}').decode(), "'a' is given twice, as 1 and 2"),
             ("a" * 5000, "aaa... is neither|neither the path"),
+            (b"{", "ds.json.*not valid JSON"),
+            (b"[1]", "ds.json.* is a JSON object, not list"),
+            (b'{"a": {"b": 1, "b": 2}}', "ds.json.*the key 'b' is given twice"),
         ],
     )
-    def test_invalid_forms(self, form: Any, message: str) -> None:
+    def test_invalid_forms_and_files(self, tmp_path: Path, form: Any, message: str) -> None:
+        if isinstance(form, bytes):
+            (tmp_path / "ds.json").write_bytes(form)
+            form = str(tmp_path / "ds.json")
         with pytest.raises(ConfigurationError, match=message):
             DeepSpeedPlugin(hf_ds_config=form)
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("{", "not valid JSON"),
-            ("[1]", "is a JSON object, not list"),
-            ('{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
-        ],
-    )
-    def test_invalid_files(self, tmp_path: Path, text: str, message: str) -> None:
-        path = tmp_path / "ds.json"
-        path.write_text(text)
-        with pytest.raises(ConfigurationError, match=message) as caught:
-            DeepSpeedPlugin(hf_ds_config=str(path))
-        assert "ds.json" in str(caught.value)
-
-    def test_missing_launcher_file(self, tmp_path: Path) -> None:
-        with (
-            patch_environment(ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "no.json")),
-            pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_CONFIG_FILE=.*no\.json: No"),
-        ):
-            DeepSpeedPlugin()
 
 
 # One value of each setting that a JSON may have, and another one for the plugin.
@@ -279,50 +189,71 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def json_with(field: str, value: Any) -> dict[str, Any]:
-    config = copy.deepcopy(ZERO3)
-    node: Any = config
-    *sections, key = FILE_PATHS[field].split(".")
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[key] = value
-    return config
-
-
 class TestConflicts:
     def test_all_settings_are_covered(self) -> None:
         assert set(OTHERS) == set(FILE_PATHS)
 
     @pytest.mark.parametrize("field", OTHERS)
-    def test_code_and_json(self, field: str) -> None:
+    def test_a_setting_and_the_json(self, field: str) -> None:
+        """From code or from the launcher; an equal value is no conflict."""
         inside, outside = OTHERS[field]
-        with pytest.raises(ConfigurationError) as caught:
-            DeepSpeedPlugin(hf_ds_config=json_with(field, inside), **{field: outside})
-        assert f"DeepSpeedPlugin({field}={outside!r})" in str(caught.value)
-        assert f"hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}" in str(caught.value)
-
-    @pytest.mark.parametrize("field", OTHERS)
-    def test_equal_values_do_not_conflict(self, field: str) -> None:
-        inside, _ = OTHERS[field]
-        assert getattr(DeepSpeedPlugin(hf_ds_config=json_with(field, inside), **{field: inside}), field) == inside
-
-    @pytest.mark.parametrize("field", OTHERS)
-    def test_launcher_and_json_of_the_script(self, field: str) -> None:
-        inside, outside = OTHERS[field]
+        config: Any = copy.deepcopy(ZERO3)
+        *sections, key = FILE_PATHS[field].split(".")
+        node = config
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = inside
+        assert getattr(DeepSpeedPlugin(hf_ds_config=config, **{field: inside}), field) == inside
         env = f"ACCELERATE_{field.upper()}" if field.startswith("gradient") else f"{PREFIX}{field.upper()}"
         text = "true" if outside is True else str(outside)
-        with patch_environment(**{env: text}), pytest.raises(ConfigurationError) as caught:
-            DeepSpeedPlugin(hf_ds_config=json_with(field, inside))
-        assert (
-            f"environment variable {env}={text}, but hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}"
-            in str(caught.value)
-        )
+        for variables, given, source in (
+            ({}, {field: outside}, f"DeepSpeedPlugin({field}={outside!r})"),
+            ({env: text}, {}, f"environment variable {env}={text}"),
+        ):
+            with patch_environment(**variables), pytest.raises(ConfigurationError) as caught:
+                DeepSpeedPlugin(hf_ds_config=config, **given)
+            message = f"{source}, but hf_ds_config has {FILE_PATHS[field]}: {json.dumps(inside)}"
+            assert message in str(caught.value)
 
-    def test_launcher_and_its_own_file(self, tmp_path: Path) -> None:
-        """Scenario 1 of the guide, with variables that were not set by ``accel launch``."""
-        path = tmp_path / "ds_config.json"
-        path.write_text(json.dumps(CONCRETE))
-        variables = {
+
+class TestScenarios:
+    """Those of the guide: a configuration file of accel that names one of DeepSpeed."""
+
+    IGNORED = (
+        "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
+        "['gradient_accumulation_steps', 'gradient_clipping', 'zero_stage', 'offload_optimizer_device', "
+        "'offload_param_device', 'zero3_save_16bit_model', 'mixed_precision']. Please specify them appropriately in "
+        "the DeepSpeed config file."
+    )
+    TAMPERED = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n"
+        "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n  zero3_init_flag: true\n"
+        "  zero3_save_16bit_model: true\n  zero_stage: 3\n  deepspeed_config_file: ds_config.json\nnum_processes: 2\n"
+    )
+    CORRECTED = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
+        "  zero3_init_flag: true\nnum_processes: 4\n"
+    )
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def launched(self, config: str, deepspeed: dict[str, Any], **flags: str) -> dict[str, str]:
+        """The variables that processes get."""
+        Path("config.yaml").write_text(config)
+        Path("ds_config.json").write_text(json.dumps(deepspeed))
+        settings = load_settings({"config_file": "config.yaml", **flags}, environ={})
+        check_deepspeed_file(settings)
+        return settings.environment()
+
+    def test_1_both_files_set_the_same_things(self) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            self.launched(self.TAMPERED, CONCRETE)
+        assert str(caught.value).startswith(self.IGNORED)
+        place = "deepspeed_config.zero_stage: 3 in config.yaml, line 9, ds_config.json has zero_optimization.stage: 3"
+        assert place in str(caught.value) and "`accel config`" in str(caught.value)
+        variables = {  # which were not set by `accel launch`
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
             "ACCELERATE_GRADIENT_CLIPPING": "1.0",
             f"{PREFIX}ZERO_STAGE": "3",
@@ -330,24 +261,45 @@ class TestConflicts:
             f"{PREFIX}OFFLOAD_PARAM_DEVICE": "cpu",
             f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true",
             f"{PREFIX}ZERO3_INIT": "true",
-            f"{PREFIX}CONFIG_FILE": str(path),
+            f"{PREFIX}CONFIG_FILE": "ds_config.json",
         }
         with patch_environment(**variables), pytest.raises(ConfigurationError) as caught:
             DeepSpeedPlugin()
         message = str(caught.value)
-        assert message.startswith(
-            "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
-            "['gradient_accumulation_steps', "
-            "'gradient_clipping', 'zero_stage', 'offload_optimizer_device', 'offload_param_device', "
-            "'zero3_save_16bit_model', "
-            "'mixed_precision']. Please specify them appropriately in the DeepSpeed config file."
-        )
-        for part in (
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1, ",
-            "ds_config.json has gradient_accumulation_steps: 10",
-            "the file enables bf16",
-        ):
-            assert part in message
+        assert message.startswith(self.IGNORED) and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1, " in message
+        assert "ds_config.json has gradient_accumulation_steps: 10" in message and "the file enables bf16" in message
+
+    @pytest.mark.parametrize(
+        ("deepspeed", "flags"),
+        [
+            (CONCRETE, {}),
+            (
+                AUTOMATIC,
+                {
+                    "mixed_precision": "fp16",
+                    "zero_stage": "3",
+                    "gradient_accumulation_steps": "5",
+                    "gradient_clipping": "1.0",
+                    "offload_param_device": "cpu",
+                    "offload_optimizer_device": "nvme",
+                    "zero3_save_16bit_model": "true",
+                },
+            ),
+        ],
+        ids=["2: the DeepSpeed configuration alone", "3: flags for what is auto"],
+    )
+    def test_processes_have_the_configuration(self, deepspeed: dict[str, Any], flags: dict[str, str]) -> None:
+        variables = self.launched(self.CORRECTED, deepspeed, **flags)
+        with patch_environment(**variables):
+            plugin = DeepSpeedPlugin()
+        # As an Accelerator does; tests/test_deepspeed_config_launch.py has one.
+        plugin.set_mixed_precision(plugin.precision or variables["ACCELERATE_MIXED_PRECISION"])
+        expected = copy.deepcopy(CONCRETE) | {"steps_per_print": math.inf, "fp16": {"enabled": False}}
+        if flags:
+            expected = recipe(False, 3, True, "cpu", 1.0, 5) | {"steps_per_print": math.inf}
+            expected["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
+            expected["fp16"] = {"enabled": True, "auto_cast": True}
+        assert plugin.deepspeed_config == expected and plugin.zero3_init_flag
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -356,49 +308,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
     ({"zero3_init_flag": "perhaps"}, "'perhaps' is neither true nor false"),
-    ({"enable_msamp": True}, "enable_msamp=True: MS-AMP's DeepSpeed engine"),
+    ({"enable_msamp": True}, "enable_msamp=True"),
     ({"msamp_opt_level": "O3"}, "msamp_opt_level='O3' is not one of O1, O2"),
     ({"hf_ds_config": {"train_batch_size": 8}}, "does not set the ZeRO stage"),
     ({"hf_ds_config": {"zero_optimization": True}}, "zero_optimization: True, which must be a JSON object"),
-    (
-        {"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2},
-        "zero_optimization: True, which must be a JSON object",
-    ),
+    ({"hf_ds_config": {"zero_optimization": True}, "zero_stage": 2}, "zero_optimization: True"),
     ({"hf_ds_config": {"zero_optimization": None}}, "zero_optimization is None"),
     ({"hf_ds_config": {**ZERO3, "optimizer": "AdamW"}}, "optimizer: 'AdamW', which must be a JSON object"),
     ({"hf_ds_config": {"zero_optimization": {}}}, "does not set the ZeRO stage"),
-    (
-        {"hf_ds_config": {"zero_optimization": {"stage": 4}}},
-        "zero_optimization.stage: 4, which is not one of 0, 1, 2, 3",
-    ),
+    ({"hf_ds_config": {"zero_optimization": {"stage": 4}}}, "zero_optimization.stage: 4"),
     ({"hf_ds_config": {"zero_optimization": {"stage": True}}}, "stage: True"),
     ({"hf_ds_config": {**ZERO3, "gradient_acumulation_steps": 2}}, "Did you mean 'gradient_accumulation_steps'"),
     ({"hf_ds_config": {"zero_optimisation": {"stage": 2}, **ZERO3}}, "Did you mean 'zero_optimization'"),
-    (
-        {"hf_ds_config": {**ZERO3, "train_batch_size": 0}},
-        'train_batch_size: 0, which is neither "auto" nor an integer of at least 1',
-    ),
+    ({"hf_ds_config": {**ZERO3, "train_batch_size": 0}}, "train_batch_size: 0, .*an integer of at least 1"),
     ({"hf_ds_config": {**ZERO3, "train_micro_batch_size_per_gpu": 1.5}}, "train_micro_batch_size_per_gpu: 1.5"),
     ({"hf_ds_config": {**ZERO3, "gradient_accumulation_steps": True}}, "gradient_accumulation_steps: True"),
-    (
-        {"hf_ds_config": {**ZERO3, "gradient_clipping": "much"}},
-        "gradient_clipping: 'much', which is neither \"auto\" nor a number of at least 0",
-    ),
+    ({"hf_ds_config": {**ZERO3, "gradient_clipping": "much"}}, "gradient_clipping: 'much', .*a number of at least 0"),
     ({"hf_ds_config": {**ZERO3, "gradient_clipping": math.inf}}, "gradient_clipping: inf"),
-    (
-        {"hf_ds_config": {**ZERO3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}},
-        "fp16.enabled: true and bf16.enabled: true",
-    ),
+    ({"hf_ds_config": {**ZERO3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "only one may be enabled"),
     ({"hf_ds_config": {**ZERO3, "optimizer": {"params": {}}}}, '"optimizer" without a "type", such as AdamW'),
     ({"hf_ds_config": {**ZERO3, "scheduler": {}}}, '"scheduler" without a "type", such as WarmupLR'),
-    (
-        {"hf_ds_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}},
-        "device: 'disk', which is not one of none, cpu, nvme",
-    ),
-    (
-        {"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}},
-        "zero_hpz_partition_size: 0, which is not an integer",
-    ),
+    ({"hf_ds_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}}, "device: 'disk'"),
+    ({"hf_ds_config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}}, "hpz_partition_size: 0"),
 ]
 
 
@@ -408,37 +339,17 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
         DeepSpeedPlugin(**fields)
 
 
-def test_zero_plus_plus_at_stage_3() -> None:
-    config = {
-        "zero_optimization": {
-            "stage": 3,
-            "zero_quantized_weights": True,
-            "zero_hpz_partition_size": 8,
-            "zero_quantized_gradients": True,
-        }
-    }
-    assert DeepSpeedPlugin(hf_ds_config=config).deepspeed_config["zero_optimization"] == config["zero_optimization"]
-
-
-def test_unknown_keys_are_accepted_unless_misspelt() -> None:
-    assert (
-        DeepSpeedPlugin(hf_ds_config={**ZERO3, "a_key_of_next_year": {"x": 1}}).get_value("a_key_of_next_year.x") == 1
-    )
-
-
-def test_unknown_fields() -> None:
-    with pytest.raises(TypeError, match="zero_stge"):
-        DeepSpeedPlugin(zero_stge=2)  # type: ignore[call-arg]
+def test_zero_plus_plus_and_unknown_keys_are_accepted() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "a_key_of_next_year": {"x": 1}})
+    assert plugin.deepspeed_config["zero_optimization"] == zero and plugin.get_value("a_key_of_next_year.x") == 1
 
 
 def test_zero3_init_without_stage_3_is_disabled_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with patch_environment(ACCELERATE_DEEPSPEED_ZERO3_INIT="true"):
-        plugins = {
-            "mine": DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True),
-            "launched": DeepSpeedPlugin(zero_stage=1),
-        }
-    assert [plugin.zero3_init_flag for plugin in plugins.values()] == [False, False] and not caplog.records
-    state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
+        mine, launched = DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True), DeepSpeedPlugin(zero_stage=1)
+    assert not mine.zero3_init_flag and not launched.zero3_init_flag and not caplog.records
+    state = AcceleratorState(cpu=True, deepspeed_plugin={"mine": mine, "launched": launched})
     with caplog.at_level(logging.INFO):
         for name in ("mine", "launched", "mine"):
             state.select_deepspeed_plugin(name)
@@ -463,8 +374,6 @@ def test_settings_without_effect_at_the_stage_are_turned_off_and_logged(caplog: 
         plugin.select(_from_accelerator_state=True)
         assert plugin.offload_param_device == plugin.offload_optimizer_device == "none"
         assert len(caplog.records) == len(messages) and all(text in caplog.text for text in messages)
-    with patch_environment(ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu"):
-        assert DeepSpeedPlugin().offload_param_device == "none"
 
 
 def test_accumulation_steps_that_nothing_sets_are_1_to_readers_only() -> None:
@@ -477,12 +386,8 @@ def test_accumulation_steps_that_nothing_sets_are_1_to_readers_only() -> None:
 
 def test_dataclasses_replace() -> None:
     plugin = dataclasses.replace(DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0), zero3_init_flag=False)
-    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy) == (
-        3,
-        1.0,
-        False,
-        "deepspeed",
-    )
+    found = (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, plugin.strategy)
+    assert found == (3, 1.0, False, "deepspeed")
 
 
 # Precision of the Accelerator, what the JSON has, and what becomes of it: fp16 and bf16.
@@ -513,16 +418,19 @@ class TestPrecision:
         assert (plugin.deepspeed_config["fp16"], plugin.deepspeed_config["bf16"]) == (fp16, bf16)
         assert plugin.precision == next((name for name in sections if sections[name] == ON), None)
 
-    @pytest.mark.parametrize(("precision", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
-    def test_another_precision_is_enabled(self, precision: str, other: str) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, other: {"enabled": True}})
-        with pytest.raises(ConfigurationError, match=f"mixed_precision='{precision}'.*{other}.enabled: true"):
-            plugin.set_mixed_precision(precision)
-
-    def test_the_precision_is_disabled(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "bf16": {"enabled": False}})
-        with pytest.raises(ConfigurationError, match="mixed_precision='bf16'.*hf_ds_config.*bf16.enabled: false"):
-            plugin.set_mixed_precision("bf16")
+    @pytest.mark.parametrize(
+        ("precision", "sections", "message"),
+        [
+            ("fp16", {"bf16": ON}, "mixed_precision='fp16'.*bf16.enabled: true"),
+            ("bf16", {"fp16": ON}, "mixed_precision='bf16'.*fp16.enabled: true"),
+            ("fp8", {"fp16": ON}, "mixed_precision='fp8'.*fp16.enabled: true"),
+            ("bf16", {"bf16": OFF}, "mixed_precision='bf16'.*hf_ds_config.*bf16.enabled: false"),
+            ("fp61", {}, "mixed_precision='fp61'.*fp16, bf16, fp8"),
+        ],
+    )
+    def test_contradictions(self, precision: str, sections: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            DeepSpeedPlugin(hf_ds_config={**ZERO3, **sections}).set_mixed_precision(precision)
 
     @pytest.mark.parametrize(
         ("argument", "launched", "message"),
@@ -540,10 +448,6 @@ class TestPrecision:
         ):
             Accelerator(cpu=True, mixed_precision=argument, deepspeed_plugins=plugins)
 
-    def test_unknown_precision(self) -> None:
-        with pytest.raises(ConfigurationError, match="mixed_precision='fp61'.*fp16, bf16, fp8"):
-            DeepSpeedPlugin().set_mixed_precision("fp61")
-
     def test_a_second_accelerator_may_choose_another_one(self) -> None:
         plugin = DeepSpeedPlugin()
         for precision in ("bf16", "no", "fp16"):
@@ -554,24 +458,20 @@ class TestPrecision:
 class TestProcessing:
     """The functions with which other libraries fill in "auto" values."""
 
-    def test_a_difference_is_noted(self) -> None:
+    def test_one_value(self) -> None:
         plugin, lines = DeepSpeedPlugin(hf_ds_config=CONCRETE), []
         plugin.fill_match("gradient_clipping", lines, **{"gradient_clipping": 2.0})
         plugin.fill_match("gradient_clipping", lines, must_match=False, **{"gradient_clipping": 2.0})
         plugin.fill_match("no.such.key", lines, **{"no.such.key": 1})
         assert lines == ["- ds gradient_clipping=1.0 vs arg gradient_clipping=2.0"]
-
-    def test_auto_is_filled_or_raises(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config=CONCRETE)
         with pytest.raises(ConfigurationError, match="`train_batch_size` not found in kwargs"):
             plugin.fill_match("train_batch_size")
         plugin.fill_match("train_batch_size", **{"train_batch_size": 8})
         assert plugin.deepspeed_config["train_batch_size"] == 8
 
     def test_the_whole_configuration(self) -> None:
-        plugin = DeepSpeedPlugin(
-            hf_ds_config={**ZERO3, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}}
-        )
+        params = {"lr": "auto", "eps": 1e-8}
+        plugin = DeepSpeedPlugin(hf_ds_config={**ZERO3, "optimizer": {"type": "AdamW", "params": params}})
         values = {"optimizer.params.lr": 0.1, "zero_optimization.stage": 3}
         plugin.deepspeed_config_process(**values)
         assert plugin.get_value("optimizer.params.lr") == 0.1
@@ -579,10 +479,8 @@ class TestProcessing:
             plugin.deepspeed_config_process(**{**values, "optimizer.params.lr": 0.2})
         plugin.deepspeed_config_process(must_match=False, **{**values, "optimizer.params.lr": 0.2})
         lines: list[str] = []
-        section = plugin.deepspeed_config["optimizer"]
-        plugin.deepspeed_config_process(
-            "optimizer.", lines, section, **{"optimizer.params.lr": 0.3, "zero_optimization.stage": 1}
-        )
+        other = {"optimizer.params.lr": 0.3, "zero_optimization.stage": 1}
+        plugin.deepspeed_config_process("optimizer.", lines, plugin.deepspeed_config["optimizer"], **other)
         assert lines == ["- ds optimizer.params.lr=0.1 vs arg optimizer.params.lr=0.3"]
 
 
@@ -597,28 +495,20 @@ class TestHfDeepSpeedConfig:
         assert config.is_true("a.b.yes") and not config.is_true("a.b.no") and not config.is_true("a.b.missing")
         assert config.is_false("a.b.no") and not config.is_false("a.b.yes") and not config.is_false("a.b.missing")
         assert not config.is_false("a.b.nothing")
+        with pytest.raises(ConfigurationError, match=r"HfDeepSpeedConfig\(None\)"):
+            HfDeepSpeedConfig(None)
 
-    def test_stage_and_offload_are_updated_on_request(self) -> None:
-        config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    def test_changes(self) -> None:
+        config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": ON})
         config.config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme"}}
         assert config.is_zero2()
         config.set_stage_and_offload()
         assert config.is_zero3() and config.is_offload()
-
-    def test_removing(self) -> None:
-        config = HfDeepSpeedConfig(CONCRETE)
         config.del_config_sub_tree("zero_optimization.offload_param")
         config.del_config_sub_tree("x.y")
-        assert (
-            "offload_param" not in config.config["zero_optimization"]
-            and "offload_param" in CONCRETE["zero_optimization"]
-        )
-        with pytest.raises(ConfigurationError, match="x.y.*bf16, zero_optimization"):
+        assert config.config["zero_optimization"] == {"stage": 3}
+        with pytest.raises(ConfigurationError, match="x.y.*zero_optimization, bf16"):
             config.del_config_sub_tree("x.y", must_exist=True)
-
-    def test_none_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"HfDeepSpeedConfig\(None\)"):
-            HfDeepSpeedConfig(None)
 
 
 class TestSelection:
@@ -636,7 +526,6 @@ class TestSelection:
         assert [plugin.selected for plugin in plugins.values()] == [False, True]
         state.select_deepspeed_plugin("student")
         assert [plugin.selected for plugin in plugins.values()] == [True, False]
-        assert f"ds_config: {plugins['student'].deepspeed_config}\n" in repr(state)
 
     def test_deepspeed_required(self) -> None:
         @deepspeed_required
@@ -675,30 +564,23 @@ class TestTransformers:
         runtime.disable_sharded_init()
 
     def test_as_long_as_the_plugin_is_selected(self, enabled: Any) -> None:
+        from transformers.integrations.deepspeed import deepspeed_config
+
         plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
         state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
-        seen = []
-        for name in ("student", "teacher", "student", "teacher"):
+        for name, stage in (("student", 2), ("teacher", 3), ("student", 2), ("teacher", 3)):
             state.select_deepspeed_plugin(name)
-            seen.append(enabled())
-        assert seen == [False, True, False, True]
+            assert enabled() == (stage == 3) and deepspeed_config()["zero_optimization"]["stage"] == stage
         with plugins["teacher"].zero3_init_context_manager(enable=False):
             assert not enabled() and not plugins["teacher"].is_zero3_init_enabled()
         assert enabled() and plugins["teacher"].is_zero3_init_enabled()
+        plugins["teacher"].release()
+        assert not enabled() and deepspeed_config() is None and plugins["teacher"].selected
+        state.select_deepspeed_plugin("teacher")
+        assert enabled()
         del plugins, state
         AcceleratorState._reset_state()
         assert not enabled()
-
-    def test_the_configuration_of_other_stages(self, enabled: Any) -> None:
-        from transformers.integrations.deepspeed import deepspeed_config
-
-        plugins = {"one": DeepSpeedPlugin(zero_stage=1), "two": DeepSpeedPlugin(zero_stage=2)}
-        state = AcceleratorState(cpu=True, deepspeed_plugin=plugins)
-        for name, stage in (("two", 2), ("one", 1)):
-            state.select_deepspeed_plugin(name)
-            assert deepspeed_config()["zero_optimization"]["stage"] == stage and not enabled()
-        plugins["one"].release()
-        assert deepspeed_config() is None
 
     def test_a_configuration_set_by_the_script_is_kept(self, enabled: Any) -> None:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config
@@ -709,13 +591,6 @@ class TestTransformers:
         assert enabled()
         del own
         assert not enabled()
-
-    def test_when_training_is_over(self, enabled: Any) -> None:
-        plugin = DeepSpeedPlugin(zero_stage=3)
-        plugin.select(_from_accelerator_state=True)
-        assert enabled()
-        plugin.release()
-        assert not enabled() and plugin.selected
 
     def test_switched_off(self, enabled: Any) -> None:
         plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False)
@@ -733,10 +608,7 @@ class TestTransformers:
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         plugin.set_deepspeed_weakref()
         read = deepspeed_config()
-        assert (
-            read["gradient_accumulation_steps"] == 10
-            and read["train_micro_batch_size_per_gpu"] == 1
-            and "train_batch_size" not in read
-        )
+        assert (read["gradient_accumulation_steps"], read["train_micro_batch_size_per_gpu"]) == (10, 1)
+        assert "train_batch_size" not in read
         assert read["bf16"] == {"enabled": True} and '"auto"' not in json.dumps({**read, "steps_per_print": 0})
         assert plugin.is_auto("zero_optimization.reduce_bucket_size") and plugin.config == read

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from sample_streams import Case, drawn, plain_loader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from accel import Accelerator, CheckpointError, DataLoaderConfiguration
 from accel.checkpointer.accumulation_state import check, combine
@@ -31,76 +30,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four worlds, each w
 WORLDS = (1, 2, 4)
 
 
-class Numbers(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
-class Stream(IterableDataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Any:
-        return map(torch.tensor, range(self.length))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A loader, and after how many steps the state is saved."""
-
-    kind: str
-    length: int
-    batch_size: int
-    steps: int
-    dispatch: bool
-    even: bool
-    stateful: bool
-
-    def loader(self) -> DataLoader[Any]:
-        if self.kind == "stream":
-            return DataLoader(Stream(self.length), batch_size=self.batch_size)
-        data = Numbers(self.length)
-        if self.kind == "batches":
-            return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), self.batch_size, False))
-        return DataLoader(data, batch_size=self.batch_size, shuffle=self.kind != "sequential")
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    kind = draw(st.sampled_from(["sequential", "shuffle", "seedable", "batches", "stream"]))
-    dispatch = draw(st.booleans())
+    kind = draw(st.sampled_from(["sequential", "shuffle", "seedable", "random-batches", "stream"]))
+    length, batch_size, stop = draw(st.integers(1, 40)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
     # What each rank reads for itself out of a stream, torchdata counts in steps, which mean something else on other
     # ranks.
     stateful = draw(st.booleans()) and kind != "stream"
-    return Case(
-        kind,
-        draw(st.integers(1, 40)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 6)),
-        dispatch,
-        draw(st.booleans()),
-        stateful,
-    )
-
-
-def drawn(count: int) -> list[Case]:
-    found: list[Case] = []
-
-    generate: dict[str, Any] = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
-
-    @settings(max_examples=count, deadline=None, derandomize=True, database=None, **generate)
-    @given(cases())
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
+    dispatch, even = draw(st.booleans()), draw(st.booleans())
+    return Case(kind, length, batch_size, stop, dispatch=dispatch, even=even, stateful=stateful)
 
 
 def run(case: Case) -> tuple[Accelerator, Any]:
@@ -113,11 +51,11 @@ def run(case: Case) -> tuple[Accelerator, Any]:
         use_stateful_dataloader=case.stateful,
     )
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    return accelerator, accelerator.prepare(case.loader())
+    return accelerator, accelerator.prepare(plain_loader(case))
 
 
 def real(loader: Any, batch: torch.Tensor) -> list[int]:
-    return batch.tolist()[: loader.real_samples]
+    return batch[: loader.real_samples, 0].long().tolist()
 
 
 def save_all(found: Sequence[Case], folder: str) -> list[list[int]]:
@@ -128,7 +66,7 @@ def save_all(found: Sequence[Case], folder: str) -> list[list[int]]:
         seen: list[int] = []
         for steps, batch in enumerate(loader, start=1):
             seen += real(loader, batch)
-            if steps == case.steps:
+            if steps == case.stop:
                 accelerator.save_state(Path(folder) / str(number))
                 break
         else:
@@ -223,7 +161,7 @@ def load_everything(found: Sequence[Case], folder: str) -> tuple[list[tuple[list
 @pytest.mark.parametrize("before", WORLDS)
 def test_on_another_number_of_processes(tmp_path: Path, before: int) -> None:
     # Ranks of unequal steps save at different ones, which save_state, a collective, cannot have.
-    found = [case for case in drawn(50) if case.even or before == 1 or case.dispatch]
+    found = [case for case in drawn(cases(), 50) if case.even or before == 1 or case.dispatch]
     saved = run_world(save_everything, before, found, str(tmp_path), timeout=500)
     assert len(list(tmp_path.glob("trainingTrue/gradients_*.bin"))) == before
     for after in WORLDS:

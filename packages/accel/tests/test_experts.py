@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from accel.parallel.axis_settings import ExpertParallelConfig, PipelineParallelC
 from accel.parallel.expert_balance import LoadCounter
 from accel.parallel.expert_dispatch import dispatched
 from accel.parallel.experts import experts_in
+from accel_state import context
 from accel_state.env import patch_environment
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.testing import run_world
@@ -203,6 +205,7 @@ def compiled() -> dict[str, Any]:
     return train(accelerator, "mixtral", 3)
 
 
+@pytest.mark.slow  # torch.compile takes 15 s; test_facade.py and test_mesh_wrappers.py compile smaller models
 def test_compiled_blocks_train_as_one_process() -> None:
     worst = compare(run_world(compiled, 2, timeout=250)[0], plain("mixtral", 3))
     assert max(worst.values()) < TOLERANCE, worst
@@ -249,10 +252,6 @@ def unchanged_elsewhere() -> None:
     assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep") and stack.num_experts == EXPERTS // 2
 
 
-def test_only_prepared_models_have_the_auxiliary_loss_of_all_ranks() -> None:
-    run_world(unchanged_elsewhere, 2, timeout=250)
-
-
 def padded() -> None:
     """Tokens of padding do not count in the auxiliary loss; ranks have unequally many of them."""
     accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS)
@@ -264,10 +263,6 @@ def padded() -> None:
     found = model(input_ids=own, attention_mask=own_mask, use_cache=False).aux_loss
     expected = other(input_ids=tokens, attention_mask=mask, use_cache=False).aux_loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_padding_has_no_part_in_the_auxiliary_loss() -> None:
-    run_world(padded, 2, timeout=250)
 
 
 def padded_in_parts() -> None:
@@ -295,10 +290,6 @@ def padded_in_parts() -> None:
         accelerator.free_memory()
 
 
-def test_parts_of_sequences_have_the_auxiliary_loss_of_whole_ones() -> None:
-    run_world(padded_in_parts, 2, timeout=250)
-
-
 def routed_to_no_expert() -> None:
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
@@ -314,8 +305,14 @@ def routed_to_no_expert() -> None:
     assert counter.counts.tolist() == [1, 1, 1, 1, 2]
 
 
-def test_tokens_for_no_expert_get_zeros_and_are_counted() -> None:
-    run_world(routed_to_no_expert, 2, timeout=250)
+def all_of(cases: list[Callable[[], None]]) -> None:
+    for case in cases:
+        with context.isolated():
+            case()
+
+
+def test_auxiliary_losses_count_the_tokens_of_all_ranks_and_no_padding() -> None:
+    run_world(all_of, 2, [unchanged_elsewhere, padded, padded_in_parts, routed_to_no_expert], timeout=250)
 
 
 @pytest.mark.parametrize(
@@ -359,70 +356,53 @@ class OwnExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.zeros(4, 2, 2))
 
 
-def refused() -> dict[str, str]:
-    found = {}
-    cases: dict[str, tuple[Any, float]] = {
-        "dense": (lambda: nn.Linear(2, 2), 0.0),
-        "own": (lambda: nn.ModuleDict({"experts": OwnExperts()}), 0.0),
-        "odd": (lambda: build("mixtral", num_local_experts=5), 0.0),
-        "bias": (lambda: build("mixtral"), 1e-3),
-    }
-    for name, (make, rate) in cases.items():
-        accelerator = accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, balance_rate=rate)
-        with pytest.raises(ConfigurationError) as raised:
+SHARED = {"dp_shard_size": 2, "ep_size": 2}
+
+
+def refused() -> None:
+    def own() -> nn.Module:
+        return nn.ModuleDict({"experts": OwnExperts()})
+
+    for make, rate, part in (
+        (lambda: nn.Linear(2, 2), 0.0, "Linear"),
+        (own, 0.0, "OwnExperts"),
+        (lambda: build("mixtral", num_local_experts=5), 0.0, "5 experts"),
+        (lambda: build("mixtral"), 1e-3, "balance_rate=0.001"),
+    ):
+        accelerator = accelerator_for(SHARED, BLOCKS, balance_rate=rate)
+        with pytest.raises(ConfigurationError, match=part):
             accelerator.prepare(make())
-        found[name] = str(raised.value)
-    for name, settings in {
-        "fp16": {"mixed_precision": "fp16"},
-        "order": {"deterministic_reduction": True},
-    }.items():
-        with pytest.raises(ConfigurationError) as raised:
-            accelerator_for({"dp_shard_size": 2, "ep_size": 2}, BLOCKS, **settings)
-        found[name] = str(raised.value)
-    with pytest.raises(ConfigurationError) as raised:
-        accelerator_for({"dp_shard_size": 2, "ep_size": 2}, {**BLOCKS, "cpu_offload": True})
-    return {**found, "offload": str(raised.value)}
+    for fsdp, settings, part in (
+        ({}, {"mixed_precision": "fp16"}, "fp16"),
+        ({}, {"deterministic_reduction": True}, "deterministic_reduction"),
+        ({"cpu_offload": True}, {}, "cpu_offload"),
+    ):
+        with pytest.raises(ConfigurationError, match=part):
+            accelerator_for(SHARED, {**BLOCKS, **fsdp}, **settings)
 
 
-def auxiliary_losses_of_stages() -> list[str]:
-    found = []
+def auxiliary_losses_of_stages() -> None:
+    """They would be left out by a pipeline."""
+    message = "output_router_logits=True: the auxiliary loss needs the routers of all stages"
     accelerator = accelerator_for({"pp_size": 2})
-    with pytest.raises(ConfigurationError) as raised:
+    with pytest.raises(ConfigurationError, match=message):
         accelerator.prepare(build("mixtral"))
-    found.append(str(raised.value))
     model, tokens = accelerator.prepare(build("mixtral", output_router_logits=False)), batches(1)[0]
-    with pytest.raises(ConfigurationError) as raised:
+    with pytest.raises(ConfigurationError, match=message):
         model(input_ids=tokens, labels=tokens, output_router_logits=True)
-    return [*found, str(raised.value)]
-
-
-def test_an_auxiliary_loss_that_a_pipeline_would_leave_out_is_refused() -> None:
-    for message in run_world(auxiliary_losses_of_stages, 2, timeout=250)[0]:
-        assert "output_router_logits=True: the auxiliary loss needs the routers of all stages" in message
-
-
-def refused_in_a_pipeline() -> str:
-    accelerator = accelerator_for({"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}, BLOCKS)
-    model = build("mixtral", output_router_logits=False)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ConfigurationError) as raised:
-        accelerator.prepare(model)
-    return str(raised.value)
-
-
-def test_reentrant_checkpointing_in_a_pipeline_whose_tokens_would_not_be_counted_is_refused() -> None:
-    assert "use_reentrant=True" in run_world(refused_in_a_pipeline, 4, timeout=250)[0]
 
 
 def test_models_and_settings_that_were_not_compared_are_refused() -> None:
-    found = run_world(refused, 2, timeout=250)[0]
-    expected = {
-        "dense": "Linear",
-        "own": "OwnExperts",
-        "odd": "5 experts",
-        "bias": "balance_rate=0.001",
-        "fp16": "fp16",
-        "order": "deterministic_reduction",
-        "offload": "cpu_offload",
-    }
-    assert {name: part in found[name] for name, part in expected.items()} == dict.fromkeys(expected, True), found
+    run_world(all_of, 2, [refused, auxiliary_losses_of_stages], timeout=250)
+
+
+def refused_in_a_pipeline() -> None:
+    accelerator = accelerator_for({"pp_size": 2, **SHARED}, BLOCKS)
+    model = build("mixtral", output_router_logits=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ConfigurationError, match="use_reentrant=True"):
+        accelerator.prepare(model)
+
+
+def test_reentrant_checkpointing_in_a_pipeline_whose_tokens_would_not_be_counted_is_refused() -> None:
+    run_world(refused_in_a_pipeline, 4, timeout=250)

@@ -117,17 +117,12 @@ def collect(lengths: list[int], batch: int) -> None:
 
 
 def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
-    collect([7, 8], 4)
+    collect([1, 7, 16], 4)
 
 
-@pytest.mark.slow  # goes through all combinations; the test on several ranks is in the fast tier
-def test_gathered_metrics_are_the_data_set_in_one_process_for_many_lengths() -> None:
-    collect([1, 7, 16, 23], 4)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int) -> None:
-    run_world(collect, world, [1, 3, 5, 8, 16, 17, 23, 30, 32, 33], 4, timeout=120)
+@pytest.mark.parametrize(("world", "lengths"), [(2, [1, 3, 8, 17, 23, 32]), (4, [3, 5, 16, 30, 33])])
+def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int, lengths: list[int]) -> None:
+    run_world(collect, world, lengths, 4, timeout=120)
 
 
 class Loader:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import BATCH, assert_same, build, dataset, stack
+from language_models import BATCH, build, dataset, stack
 from safetensors.torch import load_file
 from torch import nn
+from windows import assert_same
 
 from accel import Accelerator
 from accel.core.quantized_layers import check_sharded

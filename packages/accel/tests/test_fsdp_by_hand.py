@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_nets import BLOCKS, Block, Net, batches, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
+from windows import assert_weights, copied
 
 from accel import Accelerator, GradScalerKwargs
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -39,44 +40,6 @@ from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(600)
 
-WIDTH, VOCABULARY = 7, 11
-BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional.gelu(self.linear(self.norm(x)))
-
-
-class Net(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale
-
-
-def batches(count: int) -> tuple[torch.Tensor, ...]:
-    return torch.randint(0, VOCABULARY, (count * 8, 5), generator=torch.Generator().manual_seed(1)).split(8)
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
@@ -101,48 +64,21 @@ def plain(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def assert_weights(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: Any = "", tolerance: float = 1e-4
-) -> None:
-    assert set(found) == set(expected), what
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
-        )
-
-
 # The settings, whether torch.distributed.checkpoint writes, and the files that there are.
+WHOLE = {"pytorch_model_fsdp.bin", "optimizer.bin"}
+STEMS = ("pytorch_model_fsdp", "optimizer")
+SHARDS = {f"{stem}_0/{file}" for stem in STEMS for file in (".metadata", "__0_0.distcp", "__1_0.distcp")}
 SAVED: list[tuple[dict[str, Any], bool, set[str]]] = [
-    ({"state_dict_type": "FULL_STATE_DICT"}, True, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
-    (
-        {"state_dict_type": "SHARDED_STATE_DICT"},
-        True,
-        {
-            f"{stem}_0/{file}"
-            for stem in ("pytorch_model_fsdp", "optimizer")
-            for file in (".metadata", "__0_0.distcp", "__1_0.distcp")
-        },
-    ),
-    (
-        {"state_dict_type": "LOCAL_STATE_DICT"},
-        True,
-        {f"{stem}_rank{rank}.bin" for stem in ("pytorch_model_fsdp", "optimizer") for rank in (0, 1)},
-    ),
-    (
-        {"state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2},
-        True,
-        {
-            f"{stem}_0/{file}"
-            for stem in ("pytorch_model_fsdp", "optimizer")
-            for file in (".metadata", "__0_0.distcp", "__1_0.distcp")
-        },
-    ),
+    ({"state_dict_type": "FULL_STATE_DICT"}, True, WHOLE),
+    ({"state_dict_type": "SHARDED_STATE_DICT"}, True, SHARDS),
+    ({"state_dict_type": "LOCAL_STATE_DICT"}, True, {f"{stem}_rank{rank}.bin" for stem in STEMS for rank in (0, 1)}),
+    ({"state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2}, True, SHARDS),
     (
         {"state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2},
         False,
-        {f"{stem}_0_rank{rank}.bin" for stem in ("pytorch_model_fsdp", "optimizer") for rank in (0, 1)},
+        {f"{stem}_0_rank{rank}.bin" for stem in STEMS for rank in (0, 1)},
     ),
-    ({"state_dict_type": "FULL_STATE_DICT", "fsdp_version": 2}, True, {"pytorch_model_fsdp.bin", "optimizer.bin"}),
+    ({"state_dict_type": "FULL_STATE_DICT", "fsdp_version": 2}, True, WHOLE),
 ]
 
 
@@ -168,19 +104,18 @@ def round_trip(folder: Path, settings: dict[str, Any], use_dcp: bool) -> dict[st
     saved = files_in(folder)
     save_fsdp_model(plugin, accelerator, model, folder, model_index=1, use_dcp=use_dcp)
     train(accelerator, model, optimizer, 2, skip=2)
-    going_on = accelerator.get_state_dict(model)
-    going_on = {name: value.clone() for name, value in going_on.items()}
+    going_on = copied(accelerator.get_state_dict(model))
     accelerator.free_memory()
     plugin, accelerator, model, optimizer = prepared(settings, seed=9)
     train(accelerator, model, optimizer, 1)
     load_fsdp_model(plugin, accelerator, model, folder, use_dcp=use_dcp)
     load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, use_dcp=use_dcp)
     train(accelerator, model, optimizer, 2, skip=2)
-    resumed = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    resumed = copied(accelerator.get_state_dict(model))
     load_fsdp_model(plugin, accelerator, model, folder, model_index=1, use_dcp=use_dcp)
     with pytest.raises(CheckpointError, match="has no weights of model 7"):
         load_fsdp_model(plugin, accelerator, model, folder, model_index=7)
-    second = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    second = copied(accelerator.get_state_dict(model))
     accelerator.free_memory()
     return {"saved": saved, "going on": going_on, "resumed": resumed, "second": second}
 
@@ -205,7 +140,7 @@ def across(root: Path) -> dict[str, torch.Tensor]:
     """What version 1 has written whole, version 2 loads in parts."""
     plugin, accelerator, model, _ = prepared({"fsdp_version": 2}, seed=5)
     load_fsdp_model(plugin, accelerator, model, root / "0")
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    weights = copied(accelerator.get_state_dict(model))
     accelerator.free_memory()
     return weights
 
@@ -301,7 +236,7 @@ def compiled() -> dict[str, torch.Tensor]:
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS))
     model, optimizer = accelerator.prepare(model, optimizer)
     train(accelerator, model, optimizer, 3)
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    weights = copied(accelerator.get_state_dict(model))
     accelerator.free_memory()
     return weights
 
@@ -318,15 +253,12 @@ def refusals(root: Path) -> None:
         with pytest.raises(ConfigurationError, match="got a Net that is not sharded"):
             wrong()
     for needs_2 in (fsdp2_apply_ac, fsdp2_prepare_model):
-        with pytest.raises(
-            ConfigurationError,
-            match="FSDP version 2.*FSDP1Strategy",
-        ):
+        with pytest.raises(ConfigurationError, match="FSDP version 2.*FSDP1Strategy"):
             needs_2(accelerator, model)
     sharded = accelerator.prepare(model)
     # Libraries pass it always: it has no effect on a model that is not a PEFT model.
     save_fsdp_model(plugin, accelerator, sharded, root / "full", adapter_only=True)
-    before = {name: value.clone() for name, value in accelerator.get_state_dict(sharded).items()}
+    before = copied(accelerator.get_state_dict(sharded))
     with torch.no_grad():
         for parameter in sharded.parameters():
             parameter.zero_()
@@ -403,7 +335,7 @@ def adapters(folder: str) -> dict[str, Any]:
             target = f"{folder}/{version}"
             call = save_fsdp_model if seed == 0 else load_fsdp_model
             call(plugin, accelerator, model, target, adapter_only=True)
-            weights.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+            weights.append(copied(accelerator.get_state_dict(model)))
             accelerator.free_memory()
         found[str(version)] = weights
     return found

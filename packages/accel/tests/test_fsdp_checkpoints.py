@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_nets import BLOCKS, Net, batches, loss_of
 from safetensors.torch import load_file
-from torch import nn
-from torch.nn import functional
+from windows import copied
 
 from accel import Accelerator, ProjectConfiguration
 from accel.fsdp.merge import merge_fsdp_weights
@@ -31,16 +31,10 @@ from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(600)
 
-WIDTH, VOCABULARY = 7, 11
-BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 SAVERS: dict[str, dict[str, Any] | None] = {
     "v1 full": {**BLOCKS},
     "v1 sharded": {**BLOCKS, "state_dict_type": "SHARDED_STATE_DICT"},
-    "v1 safetensors": {
-        **BLOCKS,
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "sharded_state_format": "safetensors",
-    },
+    "v1 safetensors": {**BLOCKS, "state_dict_type": "SHARDED_STATE_DICT", "sharded_state_format": "safetensors"},
     "v1 local": {**BLOCKS, "state_dict_type": "LOCAL_STATE_DICT"},
     "v1 flat": {**BLOCKS, "use_orig_params": False, "state_dict_type": "SHARDED_STATE_DICT"},
     "v1 flat full": {**BLOCKS, "use_orig_params": False},
@@ -50,36 +44,6 @@ SAVERS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
 }
 LOADERS = {2: ["v1 full", "v1 flat", "v2", "ddp"], 4: ["v2", "ddp"], 1: ["ddp"]}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional.gelu(self.linear(self.norm(x)))
-
-
-class Net(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def batches() -> tuple[torch.Tensor, ...]:
-    return torch.randint(0, VOCABULARY, (64, 5), generator=torch.Generator().manual_seed(1)).split(8)
 
 
 class Run:
@@ -104,7 +68,7 @@ class Run:
         losses = []
         for tokens in chunks:
             own = tokens[self.accelerator.process_index :: self.accelerator.num_processes]
-            loss = functional.cross_entropy(self.model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+            loss = loss_of(self.model, own)
             self.accelerator.backward(loss)
             self.optimizer.step()
             self.scheduler.step()
@@ -113,7 +77,7 @@ class Run:
         return losses
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+        return copied(self.accelerator.get_state_dict(self.model))
 
 
 def has_groups(name: str) -> bool:
@@ -138,12 +102,12 @@ def save_all(folder: str, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         run = Run(SAVERS[name], 0, has_groups(name))
-        run.train(batches()[:4])
+        run.train(batches(8)[:4])
         run.accelerator.save_state(f"{folder}/{name}")
         if name == "v2":
             found["late"] = digested_late(run, f"{folder}/late")
         run.accelerator.save_state(f"{folder}/{name} later", blocking=False)
-        losses = run.train(batches()[4:])
+        losses = run.train(batches(8)[4:])
         run.accelerator.wait_for_save()
         found[name] = losses, run.weights()
         run.accelerator.free_memory()
@@ -156,7 +120,7 @@ def load_all(folder: str, pairs: list[tuple[str, str]]) -> dict[tuple[str, str],
         run = Run(SAVERS[into], 9, has_groups(name) and has_groups(into))
         try:
             run.accelerator.load_state(f"{folder}/{name}")
-            found[name, into] = run.train(batches()[4:]), run.weights()
+            found[name, into] = run.train(batches(8)[4:]), run.weights()
         except CheckpointError as error:
             found[name, into] = str(error)
         run.accelerator.free_memory()
@@ -209,7 +173,7 @@ def check_loaded(name: str, into: str, world: int, found: Any, saved: Any) -> No
 
 def one_save(folder: str, kind: str = "SHARDED_STATE_DICT") -> dict[str, torch.Tensor]:
     run = Run({**BLOCKS, "fsdp_version": 2, "state_dict_type": kind}, 0, True)
-    run.train(batches()[:2])
+    run.train(batches(8)[:2])
     run.accelerator.save_state(folder)
     return run.weights()
 
@@ -318,7 +282,7 @@ def gpt2_saved(folder: str, version: int) -> dict[str, torch.Tensor]:
     accelerator.backward(model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss)
     optimizer.step()
     accelerator.save_state(folder)
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return copied(accelerator.get_state_dict(model))
 
 
 @pytest.mark.slow

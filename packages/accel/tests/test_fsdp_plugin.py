@@ -69,13 +69,6 @@ def test_every_option_of_the_launcher_is_a_field() -> None:
     assert {renamed.get(name, name) for name in names} <= set(FullyShardedDataParallelPlugin.__dataclass_fields__)
 
 
-def test_code_wins_over_the_launcher() -> None:
-    with patch_environment(FSDP_SHARDING_STRATEGY="NO_SHARD", FSDP_USE_ORIG_PARAMS="false"):
-        plugin = FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHARD", use_orig_params=True)
-    assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
-    assert plugin.use_orig_params is True
-
-
 @pytest.mark.parametrize("value", ["SHARD_GRAD_OP", 2, "2", ShardingStrategy.SHARD_GRAD_OP])
 def test_a_strategy_by_name_number_and_itself(value: Any) -> None:
     assert FullyShardedDataParallelPlugin(sharding_strategy=value).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
@@ -149,20 +142,19 @@ def test_settings_of_version_1_without_an_effect_are_logged_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"] and message in caplog.text
 
 
-def test_what_is_the_same_in_version_2_is_mapped(caplog: pytest.LogCaptureFixture) -> None:
-    with patch_environment(
-        FSDP_VERSION="2", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_BACKWARD_PREFETCH="BACKWARD_PRE"
-    ):
-        assert FullyShardedDataParallelPlugin().reshard_after_forward is False
-        assert (
-            "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1; with version 2 it is "
-            "reshard_after_forward=False" in caplog.text
-        )
-        assert FullyShardedDataParallelPlugin(reshard_after_forward=True).reshard_after_forward is True, (
-            "the script decides"
-        )
-    with patch_environment(FSDP_VERSION="2", FSDP_USE_ORIG_PARAMS="false"):
-        assert FullyShardedDataParallelPlugin(use_orig_params=True).use_orig_params is True
+def test_code_wins_over_the_launcher_and_what_is_the_same_in_version_2_is_mapped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plugin = FullyShardedDataParallelPlugin
+    with patch_environment(FSDP_SHARDING_STRATEGY="NO_SHARD", FSDP_USE_ORIG_PARAMS="false"):
+        given = plugin(sharding_strategy="FULL_SHARD", use_orig_params=True)
+        assert given.sharding_strategy is ShardingStrategy.FULL_SHARD and given.use_orig_params is True
+    with patch_environment(FSDP_VERSION="2", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_USE_ORIG_PARAMS="false"):
+        assert plugin().reshard_after_forward is False
+        assert "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP is of fsdp_version=1" in caplog.text
+        assert "with version 2 it is reshard_after_forward=False" in caplog.text
+        assert plugin(reshard_after_forward=True).reshard_after_forward is True
+        assert plugin(use_orig_params=True).use_orig_params is True
 
 
 def test_policies_of_both_versions() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, plain_windows, train_windows
 
 from accel import Accelerator, GradScalerKwargs
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -25,8 +26,6 @@ from accel_state.testing import run_world
 pytestmark = pytest.mark.timeout(600)
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 7, 8, 5
-# fp32 on several ranks adds the same numbers in another order.
-TOLERANCE = 1e-4
 
 
 class Block(nn.Module):
@@ -66,25 +65,16 @@ class Net(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "gpt2": gpt2, "llama": llama}
@@ -119,23 +109,9 @@ def build(kind: str, seed: int, frozen: bool) -> nn.Module:
 
 def plain(kind: str, steps: int, window: int, max_norm: float, frozen: bool = False) -> dict[str, Any]:
     """One process, plain PyTorch, whole batches."""
-    model = build(kind, 0, frozen)
-    optimizer = optimizer_of(model)
-    losses, norms = [], []
-    chunks = batches(steps).split(BATCH)
-    for begin in range(0, steps, window):
-        chunk = chunks[begin : begin + window]
-        total = sum(loss_of(model, tokens) for tokens in chunk) / len(chunk)
-        total.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-    }
+    model, chunks = build(kind, 0, frozen), batches(steps).split(BATCH)
+    windows = (chunks[begin : begin + window] for begin in range(0, steps, window))
+    return plain_windows(model, [optimizer_of(model)], windows, loss_of, max_norm)
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, order: str) -> tuple[nn.Module, Any]:
@@ -163,24 +139,14 @@ def sharded(
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
     model, optimizer = prepare(accelerator, build(kind, accelerator.process_index * seed, frozen), order)
     loader = accelerator.prepare(DataLoader(batches(steps), batch_size=BATCH // accelerator.num_processes))
-    losses, norms, window_losses = [], [], []
-    for tokens in loader:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        window_losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(window_losses) / len(window_losses))
-            window_losses.clear()
-    held = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     kinds = str(accelerator.distributed_type), accelerator.is_fsdp2
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights, "held": held, "kinds": kinds}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, tokens)
+        accelerator.backward(loss)
+        return loss
+
+    return {**train_windows(accelerator, model, [optimizer], loader, step, max_norm), "kinds": kinds}
 
 
 def train_on_two_nodes(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -191,20 +157,6 @@ def train_on_two_nodes(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]
 
 def train_all(cases: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [sharded(*case) for case in cases]
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any) -> None:
-    torch.testing.assert_close(
-        found["losses"], expected["losses"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
-    )
-    torch.testing.assert_close(
-        found["norms"], expected["norms"], rtol=0, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
-    )
-    assert set(found["weights"]) == set(expected["weights"]), what
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(
-            found["weights"][name], value, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{what}, {name}: {text}"
-        )
 
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}

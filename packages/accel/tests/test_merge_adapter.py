@@ -39,17 +39,9 @@ def llama(dtype: torch.dtype = torch.float32, hidden: int = 16, inner: int = 24)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=29,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    sizes = {"vocab_size": 29, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(dtype)
 
 
 def gpt2() -> Any:

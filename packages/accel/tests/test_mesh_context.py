@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,7 @@ import torch.distributed as dist
 from language_models import (
     BATCH,
     LENGTH,
-    TOLERANCE,
     VOCABULARY,
-    assert_same,
     build,
     dataset,
     optimizer_of,
@@ -25,6 +24,7 @@ from language_models import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator
 from accel.parallel import context_parallel
@@ -257,21 +257,7 @@ def train(case: Case, steps: int = 20) -> dict[str, Any]:
     optimizer = optimizer_of(model)
     loader = DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses, norms, of_window = [], [], []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = step(accelerator, model, batch)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return train_windows(accelerator, model, [optimizer], loader, partial(step, accelerator, model))
 
 
 def step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -319,20 +305,6 @@ def test_two_ranks_train_as_one_process_does() -> None:
             ("llama", {"cp_size": 2}, "alltoall", 2),
             ("gpt2", {"cp_size": 2}, "allgather", 1),
             ("own", {"cp_size": 2}, "alltoall", 1),
-        ],
-    )
-
-
-@pytest.mark.slow  # six trainings in four ranks; parts of the ring have fast tests
-def test_four_ranks_train_as_one_process_does() -> None:
-    check(
-        4,
-        [
-            ("llama", {"cp_size": 4}, "alltoall", 1),
-            ("gpt2", {"cp_size": 4}, "allgather", 1),
-            ("llama", {"cp_size": 2, "dp_shard_size": 2}, "allgather", 2),
-            ("gpt2", {"cp_size": 2, "dp_replicate_size": 2}, "alltoall", 1),
-            ("llama", {"cp_size": 2, "tp_size": 2}, "allgather", 1),
         ],
     )
 

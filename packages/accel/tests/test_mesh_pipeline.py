@@ -11,10 +11,8 @@ import torch
 from language_models import (
     BATCH,
     LENGTH,
-    TOLERANCE,
     VOCABULARY,
     Own,
-    assert_same,
     build,
     dataset,
     loss_of,
@@ -27,6 +25,7 @@ from language_models import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator, GradScalerKwargs
 from accel.core.fused_dtensor import full_tensor
@@ -68,24 +67,14 @@ def train(case: Case, steps: int = 20) -> dict[str, Any]:
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(optimizer_of(model))
     loader = accelerator.prepare(DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size))
-    losses, norms, of_window = [], [], []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            output = model(batch["input_ids"], labels=batch["labels"])
-            accelerator.backward(output.loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(output.loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    held = sum(parameter.numel() for parameter in model.parameters())
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     stage = accelerator.pipeline_parallel_rank
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights, "held": held, "stage": stage}
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = model(batch["input_ids"], labels=batch["labels"])
+        accelerator.backward(output.loss)
+        return output.loss
+
+    return {**train_windows(accelerator, model, [optimizer], loader, step), "stage": stage}
 
 
 def train_all(cases: list[Case]) -> list[dict[str, Any]]:
@@ -131,16 +120,12 @@ def test_two_stages_train_as_one_process_does() -> None:
     )
 
 
-@pytest.mark.slow  # a dozen trainings in four ranks; stages and schedules have fast tests
+@pytest.mark.slow  # trainings in four ranks; test_mesh_matrix.py has the other combinations of axes
 def test_pipelines_of_shards_copies_and_shared_layers() -> None:
     check(
         4,
         [
-            ("llama", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {}, 2, "together"),
             ("gpt2", FOUR, {"pp_size": 2, "dp_shard_size": 2}, {"schedule": "interleaved1f1b"}, 1, "optimizer first"),
-            ("gpt2", FOUR, {"pp_size": 2, "dp_replicate_size": 2}, {"schedule": "gpipe"}, 1, "model first"),
-            ("llama", {**FOUR, "tied": True}, {"pp_size": 2, "tp_size": 2}, {}, 1, "together"),
-            ("gpt2", FOUR, {"pp_size": 2, "tp_size": 2}, {"num_microbatches": 4}, 1, "together"),
             ("llama", FOUR, {"pp_size": 4}, {}, 1, "together"),
             ("llama", {"layers": 8}, {"pp_size": 4}, {"schedule": "zbv", "num_microbatches": 2}, 2, "together"),
             ("llama", {"layers": 9}, {"pp_size": 4}, {"schedule": "dualpipev"}, 1, "optimizer first"),

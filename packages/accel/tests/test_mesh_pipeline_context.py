@@ -10,9 +10,7 @@ import pytest
 import torch
 from language_models import (
     BATCH,
-    TOLERANCE,
     VOCABULARY,
-    assert_same,
     build,
     dataset,
     optimizer_of,
@@ -23,6 +21,7 @@ from language_models import (
 from mesh_matrix import Case, deviation, mesh_step, plain_step
 from torch import nn
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator
 from accel.parallel.axis_settings import PipelineParallelConfig, TorchContextParallelConfig
@@ -64,30 +63,25 @@ def train(run: Run, steps: int, folder: str) -> dict[str, Any]:
     kind, shape, settings, exchange, window = run
     accelerator = accelerator_for(settings, exchange, gradient_accumulation_steps=window)
     model, optimizer = accelerator.prepare(*((whole := build(kind, **shape)), optimizer_of(whole)))
-    losses, norms, of_window = [], [], []
     loader = accelerator.prepare(DataLoader(dataset(steps * window), batch_size=BATCH))
-    loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
-    for number, batch in enumerate(loader):
-        if number == steps * window // 2:
-            accelerator.save_state(folder)
-            for parameter in model.parameters():
-                parameter.data.add_(1)
-            accelerator.load_state(folder)
+
+    def batches() -> Any:
+        for number, batch in enumerate(accelerator.deepspeed_ulysses_dl_adapter(loader, model)):
+            if number == steps * window // 2:
+                accelerator.save_state(folder)
+                for parameter in model.parameters():
+                    parameter.data.add_(1)
+                accelerator.load_state(folder)
+            yield batch
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens, labels = batch["input_ids"], batch["labels"]
-        with accelerator.accumulate(model), split(accelerator, tokens, labels):
+        with split(accelerator, tokens, labels):
             loss = model(tokens, labels=labels).loss
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights}
+        return loss
+
+    return train_windows(accelerator, model, [optimizer], batches(), step)
 
 
 def train_all(runs: list[Run], steps: int, folder: str) -> list[dict[str, Any]]:
@@ -187,24 +181,20 @@ def test_calls_are_corrected_once_for_all_stages() -> None:
         assert "seq_idx marks several documents" in marked
 
 
-def refused_models() -> list[str]:
-    found = []
-    for settings, model, exchange in (
-        ({}, build("own"), "allgather"),
-        ({"loss_fn": shifted_loss}, build("llama"), "allgather"),
-        ({"loss_fn": shifted_loss}, build("llama"), HEADS),
+def refused_models() -> None:
+    loss = "size=2 does not support a loss_fn, which is a mean over this rank's tokens"
+    own = "pp_size=2 with cp_size=2 does not support Own: it trains causal language models of Transformers"
+    for settings, model, exchange, message in (
+        ({}, build("own"), "allgather", own),
+        ({"loss_fn": shifted_loss}, build("llama"), "allgather", f"cp_{loss}"),
+        ({"loss_fn": shifted_loss}, build("llama"), HEADS, f"sp_{loss}"),
     ):
-        with context.isolated(), pytest.raises(ConfigurationError) as raised:
+        with context.isolated(), pytest.raises(ConfigurationError, match=message):
             accelerator_for(settings, exchange).prepare(model)
-        found.append(str(raised.value))
-    return found
 
 
 def test_models_and_losses_that_see_a_part_only_are_refused() -> None:
-    own, *losses = run_world(refused_models, 4, timeout=250)[0]
-    assert "pp_size=2 with cp_size=2 does not support Own: it trains causal language models of Transformers" in own
-    for axis, loss in zip(("cp", "sp"), losses, strict=True):
-        assert f"{axis}_size=2 does not support a loss_fn, which is a mean over this rank's tokens" in loss
+    run_world(refused_models, 4, timeout=250)
 
 
 BY_HEADS = Case("pp 2 x sp 2", "qwen", length=6, window=2, pipeline={"num_microbatches": 4})

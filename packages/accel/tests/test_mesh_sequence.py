@@ -1,4 +1,4 @@
-"""Sequences shared by attention heads: losses, norms and weights of one process."""
+"""Sequences shared by attention heads: what ranks get. test_mesh_packed.py and test_mesh_matrix.py train on them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import BATCH, LENGTH, TOLERANCE, assert_same, build, dataset, optimizer_of, plain, sharding, stack
+from language_models import BATCH, LENGTH, build, dataset, stack
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from windows import TOLERANCE
 
 from accel import Accelerator
 from accel.parallel.axis_settings import DeepSpeedSequenceParallelConfig
@@ -21,63 +22,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
     pytest.mark.timeout(600),
 ]
-
-Case = tuple[str, dict[str, int], int]
-
-
-def train(case: Case, steps: int = 20) -> dict[str, Any]:
-    kind, sizes, window = case
-    config = ParallelismConfig(**sizes)
-    accelerator = Accelerator(
-        parallelism_config=config, fsdp_plugin=sharding(sizes), gradient_accumulation_steps=window
-    )
-    model = build(kind)
-    loader = DataLoader(dataset(steps * window), batch_size=BATCH // config.data_parallel_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
-    losses, norms, of_window = [], [], []
-    for batch in accelerator.deepspeed_ulysses_dl_adapter(loader, model):
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        of_window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(of_window) / len(of_window))
-            of_window.clear()
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights}
-
-
-def train_all(cases: list[Case]) -> list[dict[str, Any]]:
-    return [train(case) for case in cases]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "cases"),
-    [
-        (2, [("llama", {"sp_size": 2}, 2), ("gpt2", {"sp_size": 2}, 1)]),
-        # Of llama's two heads of keys, four ranks get one each, twice.
-        (
-            4,
-            [
-                ("llama", {"sp_size": 4}, 1),
-                ("gpt2", {"sp_size": 2, "dp_shard_size": 2}, 2),
-                ("llama", {"sp_size": 2, "tp_size": 2}, 1),
-            ],
-        ),
-    ],
-    ids=["two ranks", "four ranks"],
-)
-def test_ranks_train_as_one_process_does(size: int, cases: list[Case]) -> None:
-    ranks = run_world(train_all, size, cases, timeout=250)
-    for number, (kind, sizes, window) in enumerate(cases):
-        assert_same(ranks[0][number], plain(kind, 20, window, parts=sizes.get("dp_shard_size", 1)), cases[number])
-        assert all(rank[number]["losses"] == ranks[0][number]["losses"] for rank in ranks)
 
 
 def parts_and_refusals() -> dict[str, Any]:

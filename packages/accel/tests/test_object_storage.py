@@ -120,8 +120,12 @@ def test_nodes_that_save_on_their_own() -> None:
 COPIED = "s3://bucket/copied"
 
 
+def naming(folder: Any, **settings: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **settings)
+
+
 def copying(folder: str) -> ProjectConfiguration:
-    return ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, upload_to=COPIED)
+    return naming(folder, total_limit=2, upload_to=COPIED)
 
 
 def copied(folder: str, is_sharded: bool) -> tuple[list[float], list[float]]:
@@ -145,7 +149,8 @@ def flat(model: Any) -> list[float]:
     return list((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).flatten().tolist())
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+# Each uploading process takes seconds to start; sharded states are uploaded by both ranks.
+@pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["ddp", "fsdp2"])
 def test_states_of_a_directory_and_their_copies(tmp_path: Path, is_sharded: bool) -> None:
     folder = str(tmp_path / "run")
     (last, after), _ = run_world(copied, 2, folder, is_sharded, timeout=150)
@@ -163,13 +168,12 @@ def test_states_of_a_directory_and_their_copies(tmp_path: Path, is_sharded: bool
         accelerator.end_training()
 
 
+@pytest.mark.slow  # four processes that upload, 18 s; the copies of two ranks have a fast test
 def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
     """What only this machine has, and the run did not go on from, is replaced."""
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
     place = "s3://bucket/back"
-    accelerator, model, optimizer = trained(
-        ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place), 1
-    )
+    accelerator, model, optimizer = trained(naming(here, upload_to=place), 1)
     accelerator.save_state()
     accelerator.wait_for_uploads()
     accelerator.project_configuration.upload_to = None
@@ -177,8 +181,7 @@ def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
         step(accelerator, model, optimizer)
         accelerator.save_state()  # the machine is lost before these are uploaded
     # The run goes on elsewhere.
-    project = ProjectConfiguration(there, automatic_checkpoint_naming=True, upload_to=place)
-    other, other_model, other_optimizer = trained(project, 0)
+    other, other_model, other_optimizer = trained(naming(there, upload_to=place), 0)
     assert other.resume() and other.project_configuration.iteration == 1
     for _ in range(3):
         step(other, other_model, other_optimizer)
@@ -186,38 +189,35 @@ def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
     other.end_training()
     expected = flat(other_model)
     # And comes back.
-    project = ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place)
-    accelerator, model, _ = trained(project, 0)
+    accelerator, model, _ = trained(naming(here, upload_to=place), 0)
     assert accelerator.resume() and flat(model) == expected
     assert accelerator.save_state() == Path(here, "checkpoints", "checkpoint_2")  # the directory had one of this name
     accelerator.end_training()
     names = [info.path.name for info in list_checkpoints(place)]
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    again, model, _ = trained(ProjectConfiguration(here, automatic_checkpoint_naming=True, upload_to=place), 0)
+    again, model, _ = trained(naming(here, upload_to=place), 0)
     assert again.resume() and flat(model) == expected
     again.end_training()
 
 
 def test_an_older_state_that_is_loaded_is_not_uploaded_again(tmp_path: Path) -> None:
     place = "s3://bucket/older"
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place)
-    accelerator, _, _ = trained(project, 1)
+    accelerator, _, _ = trained(naming(tmp_path, upload_to=place), 1)
     first = accelerator.save_state()
     accelerator.save_state()
     accelerator.end_training()
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place, total_limit=1)
-    accelerator, _, _ = trained(project, 0)
+    accelerator, _, _ = trained(naming(tmp_path, upload_to=place, total_limit=1), 0)
     accelerator.load_state(first)  # for an evaluation, for example
     accelerator.end_training()
     assert [info.path.name for info in list_checkpoints(place)] == ["checkpoint_0", "checkpoint_1"]
 
 
+@pytest.mark.slow  # two processes that upload, 7 s; the copies of two ranks have a fast test
 def test_a_state_whose_upload_was_cut_off_is_uploaded_by_the_next_run(tmp_path: Path) -> None:
     place = "s3://bucket/cut"
-    accelerator, _, _ = trained(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True), 1)
+    accelerator, _, _ = trained(naming(tmp_path), 1)
     accelerator.save_state()
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, upload_to=place)
-    accelerator, _, _ = trained(project, 0)
+    accelerator, _, _ = trained(naming(tmp_path, upload_to=place), 0)
     assert accelerator.resume()
     accelerator.end_training()
     assert [info.path.name for info in list_checkpoints(place) if info.complete] == ["checkpoint_0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -103,9 +104,14 @@ def run(
     return weights
 
 
+@functools.cache
+def undisturbed(workers: int = 0) -> list[torch.Tensor]:
+    return run(parts(Path("nowhere"), workers))
+
+
 @pytest.mark.parametrize("kill_at", [1, 3, 6, 7, 9, 11, 12, 18, 22])
 def test_one_process_continues_bitwise(tmp_path: Path, kill_at: int, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = run(parts(tmp_path / "whole"))
+    expected = undisturbed()
     stepped: list[str] = []
     with pytest.raises(Preempted) as ended:
         run(parts(tmp_path), kill_at, stepped=stepped)
@@ -127,7 +133,7 @@ def test_one_process_continues_bitwise(tmp_path: Path, kill_at: int, capsys: pyt
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:
     """SLURM signals every process of a step."""
-    expected = run(parts(tmp_path / "whole", workers=2))
+    expected = undisturbed(2)
     script = f"""
         import os, signal, sys
         sys.path[:0] = {[str(Path(__file__).parent), *sys.path]}

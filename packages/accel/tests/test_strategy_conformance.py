@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel.setup.registry import STRATEGIES
+from accel_state import context
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
 
@@ -159,17 +160,35 @@ def test_every_strategy_is_checked() -> None:
     assert set(SETTINGS) | ELSEWHERE == {*STRATEGIES.names(), "megatron"}
 
 
-@pytest.mark.parametrize("given_as", ["plugins", "name", "object"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_strategy_trains_as_one_process_does(name: str, given_as: str, tmp_path: Path) -> None:
-    ranks = run_world(exercise, 1 if name == "single" else 2, name, given_as, str(tmp_path / "state"), timeout=120)
-    expected = plain()
-    torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-4, atol=1e-6)
-    assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks)
-    assert all(rank["unwrapped"] for rank in ranks)
-    for stage in ("trained", "triggered", "loaded"):
+def shards_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(item, "_local_tensor", item).shape) for name, item in model.named_parameters()}
 
-        def message(text: str, stage: str = stage) -> str:
-            return f"{stage}: {text}"
 
-        torch.testing.assert_close(ranks[0][stage], expected[stage], rtol=1e-4, atol=1e-5, msg=message)
+def exercise_all(names: list[str], directory: str) -> dict[str, dict[str, Any]]:
+    """Train with plugins; given by name and as an object, a strategy shards a model in the same way."""
+    found = {}
+    for name in names:
+        with context.isolated():
+            found[name] = exercise(name, "plugins", f"{directory}/{name}")
+        shards = []
+        for given_as in ("plugins", "name", "object"):
+            with context.isolated():
+                shards.append(shards_of(accelerator_of(name, given_as).prepare(Net())))
+        assert shards[1] == shards[2] == shards[0], (name, shards)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_strategy_trains_as_one_process_does(ranks: int, tmp_path: Path) -> None:
+    names = [name for name in SETTINGS if (name == "single") is (ranks == 1)]
+    expected, found = plain(), run_world(exercise_all, ranks, names, str(tmp_path), timeout=120)
+    for name in names:
+        seen = found[0][name]
+        torch.testing.assert_close(seen["norms"], expected["norms"], rtol=1e-4, atol=1e-6, msg=name)
+        assert all(rank[name]["norms"] == seen["norms"] and rank[name]["unwrapped"] for rank in found)
+        for stage in ("trained", "triggered", "loaded"):
+
+            def message(text: str, what: str = f"{name}, {stage}") -> str:
+                return f"{what}: {text}"
+
+            torch.testing.assert_close(seen[stage], expected[stage], rtol=1e-4, atol=1e-5, msg=message)

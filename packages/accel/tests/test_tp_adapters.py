@@ -42,30 +42,16 @@ OWN_PLAN = {
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": LENGTH, "bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "n_positions": LENGTH,
-        "n_embd": WIDTH,
-        "n_layer": 2,
-        "n_head": 4,
-    }
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
@@ -261,6 +247,7 @@ def resume(kind: str, sizes: dict[str, Any], folder: str) -> list[float]:
     return steps(model, optimizer, accelerator, SAVED_AT, STEPS)
 
 
+@pytest.mark.slow  # four worlds, 12 s; test_frozen_weights.py loads states of 4-bit layers in the fast tier
 @pytest.mark.parametrize(
     "kind",
     [pytest.param("own 4bit", marks=needs_bitsandbytes), pytest.param("own 4bit NF4Tensor", marks=needs_torchao)],

@@ -41,7 +41,7 @@ from accel_state import AccelError, ConfigurationError, convert_bytes, convert_f
 from accel_track import TrackerRun
 
 NAN = float("nan")
-PATHS = ["a\0b", "", 5, "s3://bucket/ck?version=1", Path("gs://bucket/ck")]
+PATHS = ["a\0b", "", 5, b"state", "s3://bucket/ck?version=1", Path("gs://bucket/ck")]
 
 
 @pytest.fixture

@@ -18,79 +18,39 @@ from accel.parallel.config import ParallelismConfig
 VOCABULARY, EXPERTS, SAMPLES = 61, 8, 8
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
 }
 AUXILIARY: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+LOCAL: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+SPARSE: dict[str, Any] = {"moe_intermediate_size": 8, "num_experts": EXPERTS, "num_experts_per_tok": 2, **AUXILIARY}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+GROUPED = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, **AUXILIARY}),
-    "qwen2": (
-        "Qwen2Moe",
-        {
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 12,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            **AUXILIARY,
-        },
-    ),
-    "qwen3": (
-        "Qwen3Moe",
-        {
-            "moe_intermediate_size": 8,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "head_dim": 4,
-            **AUXILIARY,
-        },
-    ),
+    "mixtral": ("Mixtral", {**LOCAL, **AUXILIARY}),
+    "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 12}),
+    "qwen3": ("Qwen3Moe", {**SPARSE, "num_experts_per_tok": 3, "norm_topk_prob": True, "head_dim": 4}),
     "deepseek": (
         "DeepseekV3",
-        {
-            "moe_intermediate_size": 8,
-            "n_routed_experts": EXPERTS,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 4,
-        },
+        {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "num_key_value_heads": 4, **GROUPED, **LATENT},
     ),
     "gpt oss": (
         "GptOss",
         {
-            "num_local_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "head_dim": 4,
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 4,
+            "head_dim": 4,
+            **LOCAL,
             **AUXILIARY,
         },
     ),
     "llama4": (
         "Llama4Text",
         {
-            "intermediate_size_mlp": 24,
-            "num_local_experts": EXPERTS,
-            "num_experts_per_tok": 1,
-            "head_dim": 4,
-            "interleave_moe_layer_step": 1,
-            "attention_chunk_size": 32,
+            **LOCAL,
+            **{"num_experts_per_tok": 1, "head_dim": 4, "intermediate_size_mlp": 24},
+            **{"interleave_moe_layer_step": 1, "attention_chunk_size": 32},
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "num_experts_per_tok": 2, **AUXILIARY}),

@@ -91,17 +91,9 @@ def model_of(case: Case, alone: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
     model = LlamaForCausalLM(config).to(getattr(torch, case.dtype))
     if case.what == "muon":
         return model

@@ -10,48 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from windows import plain_windows
 
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 
 VOCABULARY, LENGTH, BATCH = 16, 16, 8
-# fp32 on several ranks adds the same numbers in another order.
-TOLERANCE = 1e-4
 
 
 def llama(layers: int = 2, tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
+    sizes: dict[str, int] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
 
 
 def gpt2(layers: int = 2) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=16,
-        n_layer=layers,
-        n_head=4,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return GPT2LMHeadModel(config)
+    sizes: dict[str, int] = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": layers, "n_head": 4}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 class Attention(nn.Module):
@@ -163,34 +143,9 @@ def plain(
     kind: str, steps: int, window: int = 1, max_norm: float = 0.5, parts: int = 1, **settings: Any
 ) -> dict[str, Any]:
     """Train in one process: the loss of a step is the mean over its ``window * parts`` batches, as under DDP."""
-    model = build(kind, **settings)
-    optimizer = optimizer_of(model)
-    samples = dataset(steps * window)
-    losses, norms = [], []
-    for begin in range(0, len(samples), BATCH * window):
-        chunk = samples[begin : begin + BATCH * window]
-        size = BATCH // parts
-        pieces = [loss_of(model, stack(chunk[start : start + size])) for start in range(0, len(chunk), size)]
-        total = torch.stack(pieces).mean()
-        total.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-    }
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any, tolerance: float = TOLERANCE) -> None:
-    for key in ("losses", "norms"):
-        torch.testing.assert_close(
-            found[key], expected[key], rtol=0, atol=tolerance, msg=lambda text, key=key: f"{what}, {key}: {text}"
-        )
-    assert set(found["weights"]) == set(expected["weights"]), what
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(
-            found["weights"][name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
-        )
+    model, samples, size = build(kind, **settings), dataset(steps * window), BATCH // parts
+    windows = (
+        [stack(samples[start : start + size]) for start in range(begin, begin + BATCH * window, size)]
+        for begin in range(0, len(samples), BATCH * window)
+    )
+    return plain_windows(model, [optimizer_of(model)], windows, loss_of, max_norm)

@@ -8,9 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import windows
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from windows import TOLERANCE, plain_windows, train_windows
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -18,30 +20,23 @@ from accel.parallel.axis_settings import TorchTensorParallelConfig
 from accel.parallel.config import ParallelismConfig
 
 VOCABULARY, BATCH, LENGTH = 13, 8, 6
-# fp32 on several ranks adds the same numbers in another order.
-TOLERANCE = 1e-4
 # Weights that start 1e-7 apart already move the norms of one process (of the model with tied embeddings) by 4e-5 in 20
 # steps.
 NORM_TOLERANCE = 1e-3
 BLOCKS = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
 
 
+SMALL: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 16, "bos_token_id": None, "eos_token_id": None},
+}
+
+
 def llama(tied: bool = False, kv_heads: int = 4, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=22,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=16,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {**SMALL, "intermediate_size": 22, "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
 
 
 def tied_llama() -> nn.Module:
@@ -59,68 +54,30 @@ def deep_tied_llama() -> nn.Module:
 def gpt2(dropout: float = 0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropped, bos_token_id=None, eos_token_id=None))
 
 
 def qwen() -> nn.Module:
     """With norms of single heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        **SMALL,
-        num_key_value_heads=2,
-        head_dim=4,
-    )
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=4))
 
 
 def gemma() -> nn.Module:
     """With an embedding that scales what it has looked up, tied to the head."""
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    config = GemmaConfig(
-        **SMALL,
-        num_key_value_heads=2,
-        head_dim=4,
-        pad_token_id=None,
-    )
-    return GemmaForCausalLM(config)
+    return GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=2, head_dim=4, pad_token_id=None))
 
 
 def phi() -> nn.Module:
     """With fused layers, whose outputs are put together again."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
-    config = Phi3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        pad_token_id=None,
-    )
-    return Phi3ForCausalLM(config)
+    return Phi3ForCausalLM(Phi3Config(**SMALL, num_key_value_heads=4, pad_token_id=None))
 
 
 def mistral() -> nn.Module:
@@ -204,17 +161,8 @@ class Own(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama,
-    "tied llama": tied_llama,
-    "deep llama": deep_llama,
-    "deep tied llama": deep_tied_llama,
-    "gpt2": gpt2,
-    "qwen": qwen,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "phi": phi,
+    **{"llama": llama, "tied llama": tied_llama, "deep llama": deep_llama, "deep tied llama": deep_tied_llama},
+    **{"gpt2": gpt2, "qwen": qwen, "gemma": gemma, "gemma2": gemma2, "mistral": mistral, "qwen2": qwen2, "phi": phi},
     "own": Own,
 }
 
@@ -263,23 +211,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain(kind: str, steps: int, window: int = 1, max_norm: float = 0.5) -> dict[str, Any]:
     """One process, plain PyTorch, whole batches."""
-    model = build(kind)
-    optimizer = optimizer_of(model)
-    losses, norms = [], []
-    chunks = batches(steps).split(BATCH)
-    for begin in range(0, steps, window):
-        chunk = chunks[begin : begin + window]
-        total = torch.stack([loss_of(model, tokens) for tokens in chunk]).mean()
-        total.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-    }
+    model, chunks = build(kind), batches(steps).split(BATCH)
+    each = (chunks[begin : begin + window] for begin in range(0, steps, window))
+    return plain_windows(model, [optimizer_of(model)], each, loss_of, max_norm)
 
 
 def accelerator_for(
@@ -306,32 +240,14 @@ def train(
         model = accelerator.prepare(model)
     ranks = accelerator.strategy.data_collectives.world_size
     loader = accelerator.prepare(DataLoader(batches(steps), batch_size=BATCH // ranks))
-    losses, norms, window_losses = [], [], []
-    for tokens in loader:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        window_losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(window_losses) / len(window_losses))
-            window_losses.clear()
-    held = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.free_memory()
-    return {"losses": losses, "norms": norms, "weights": weights, "held": held}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, tokens)
+        accelerator.backward(loss)
+        return loss
+
+    return train_windows(accelerator, model, [optimizer], loader, step, max_norm)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: Any, tolerance: float = TOLERANCE) -> None:
-    for key, limit in (("losses", tolerance), ("norms", NORM_TOLERANCE)):
-        torch.testing.assert_close(
-            found[key], expected[key], rtol=0, atol=limit, msg=lambda text, key=key: f"{what}, {key}: {text}"
-        )
-    assert set(found["weights"]) == set(expected["weights"]), what
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(
-            found["weights"][name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
-        )
+    windows.assert_same(found, expected, what, tolerance, NORM_TOLERANCE)

@@ -14,6 +14,7 @@ from mesh_runs import BATCH, batches, build
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from windows import plain_windows, train_windows
 
 from accel import Accelerator
 
@@ -46,21 +47,11 @@ def plain(
     kind: str, steps: int, window: int = 1, dtype: torch.dtype = torch.float64, **settings: Any
 ) -> dict[str, Any]:
     """One process, plain PyTorch, whole batches."""
-    model = model_of(kind, dtype)
+    model, chunks = model_of(kind, dtype), batches(steps).split(BATCH)
     optimizers = optimizers_of(model)
-    losses, norms = [], []
-    chunks = batches(steps).split(BATCH)
-    for begin in range(0, steps, window):
-        total = torch.stack([loss_of(model, tokens) for tokens in chunks[begin : begin + window]]).mean()
-        total.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(total.item())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    momentum = [state["momentum_buffer"] for state in optimizers[0].state.values()]
-    return {"losses": losses, "norms": norms, "weights": weights, "momentum": momentum}
+    windows = (chunks[begin : begin + window] for begin in range(0, steps, window))
+    found = plain_windows(model, optimizers, windows, loss_of)
+    return {**found, "momentum": [state["momentum_buffer"] for state in optimizers[0].state.values()]}
 
 
 def train(
@@ -83,27 +74,25 @@ def train(
     scheduler = accelerator.prepare(scheduler)
     ranks = accelerator.strategy.data_collectives.world_size
     loader = accelerator.prepare(DataLoader(batches(steps), batch_size=BATCH // ranks))
-    losses, norms, pending = [], [], []
-    for tokens in loader:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            scheduler.step()
-        pending.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(pending) / len(pending))
-            pending.clear()
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    held = sum(
-        getattr(state["momentum_buffer"], "_local_tensor", state["momentum_buffer"]).numel()
-        for state in optimizers[0].state.values()
-    )
-    return {"losses": losses, "norms": norms, "weights": weights, "held": held}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, tokens)
+        accelerator.backward(loss)
+        return loss
+
+    found = train_windows(accelerator, model, [*optimizers, Scheduler(scheduler)], loader, step)
+    states = [state["momentum_buffer"] for state in optimizers[0].state.values()]
+    return {**found, "held": sum(getattr(state, "_local_tensor", state).numel() for state in states)}
+
+
+class Scheduler:
+    """A scheduler that is stepped after the optimizers."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.step = scheduler.step
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
 
 
 def deviations(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
