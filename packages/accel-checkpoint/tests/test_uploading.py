@@ -78,7 +78,7 @@ from accel_checkpoint import Uploader, save
 uploader = Uploader(sys.argv[2], keep=2)
 generator = torch.Generator().manual_seed(0)
 for number in (1, 2):
-    size = 1000 if number == 1 else 30_000_000
+    size = 1000 if number == 1 else 12_000_000
     state = {"weights": torch.rand(size, generator=generator), "number": number}
     path = save(state, f"{sys.argv[1]}/checkpoint_{number}", step=number)
     if number == 1:
