@@ -278,6 +278,14 @@ def _write(path: Path, text: str) -> str:
     return str(path)
 
 
+def test_nothing_is_asked_offline(tmp_path, monkeypatch) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"\(HF_HUB_OFFLINE is set\).*unset HF_HUB_OFFLINE"):
+        model_size("nobody/nothing")
+
+
 def test_files_that_hold_nothing_and_unknown_libraries_are_refused(tmp_path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigurationError, match="no tensors in the file"):

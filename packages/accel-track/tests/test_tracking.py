@@ -19,10 +19,7 @@ from accel_track import (
     Silence,
     TrackerError,
     TrackerRun,
-    get_available_trackers,
-    log_with,
     read_run,
-    register_tracker_class,
 )
 
 QUICK = Delivery(start_timeout=0.5, stall_timeout=0.5, finish_timeout=0.5)
@@ -377,18 +374,6 @@ def test_only_the_main_process_logs(state: bool, tmp_path: Path) -> None:
 
 def test_a_tracker_of_every_rank_runs_on_every_rank() -> None:
     assert [len(told) for told in run_world(on_every_rank, 2)] == [3, 3]
-
-
-def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_with, "_registered", {})
-
-    class Named(Recorder):
-        name = "named_in_a_test"
-
-    register_tracker_class(Named)
-    register_tracker_class(Named)
-    assert "named_in_a_test" in get_available_trackers()
-    assert TrackerRun("named_in_a_test").log_with == [Named]
 
 
 class Directory(GeneralTracker):
