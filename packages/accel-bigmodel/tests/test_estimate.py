@@ -247,23 +247,14 @@ def test_the_command_is_registered_for_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda folder: str(folder),
-            "found neither a config.json of a transformers or timm model nor a .safetensors file",
-        ),
+        (lambda folder: str(folder), "found neither a config.json .*nor a .safetensors"),
         (lambda folder: _write(folder / "config.json", "{"), "config.json is not JSON"),
-        (
-            lambda folder: _write(folder / "config.json", "[1]"),
-            "must contain a JSON object, not a list",
-        ),
-        (
-            lambda folder: _write(folder / "x.safetensors", "no"),
-            "x.safetensors is not a valid safetensors file",
-        ),
+        (lambda folder: _write(folder / "config.json", "[1]"), "JSON object, not a list"),
+        (lambda folder: _write(folder / "x.safetensors", "no"), "x.safetensors is not a valid"),
         (lambda folder: _write(folder / "x.safetensors.index.json", "[]"), "is not a shard index"),
         (
             lambda folder: _write(folder / "x.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
-            "lists missing files: .'b.safetensors'",
+            "missing files: .'b.safe",
         ),
         (lambda folder: "what is/this/name", "neither a local file or directory nor the name of a Hub repository"),
     ],
@@ -434,15 +425,12 @@ def test_shares_of_each_strategy() -> None:
     [
         ({"strategy": "zero4"}, "strategy='zero4' is not one of ddp, fsdp, zero1"),
         ({"optimizer": "lion"}, "optimizer='lion' is not one of"),
-        (
-            {"num_processes": 6, "tensor_parallel": 4},
-            "num_processes=6 must be a positive multiple of tensor_parallel=4",
-        ),
+        ({"num_processes": 6, "tensor_parallel": 4}, "num_processes=6 .* tensor_parallel=4"),
         ({"num_processes": 0}, "num_processes=0 must be a positive multiple"),
         ({"num_processes": 4, "pipeline_parallel": 2}, "pipeline_parallel=2 with strategy='ddp'"),
         (
             {"strategy": "megatron", "num_processes": 4, "tensor_parallel": 4, "pipeline_parallel": 2},
-            "multiple of tensor_parallel=4 x pipeline_parallel=2",
+            "=4 x pipeline_parallel=2",
         ),
     ],
 )

@@ -364,7 +364,7 @@ EIGHT = {**FSDP2, "num_processes": 8}
         (
             {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
             {},
-            "sharding_strategy=HYBRID_SHARD .* 8 processes",
+            "HYBRID_SHARD .* 8 processes",
         ),
         ({**EIGHT, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}, {}, "no module of class BertLayer"),
         ({"use_deepspeed": True, "num_processes": 2, "deepspeed_config_file": "nowhere.json"}, {}, "nowhere.json"),
@@ -411,10 +411,7 @@ def test_the_command_reads_the_file_and_prints_json(tmp_path, capsys) -> None:
     ("words", "message"),
     [
         (["run.yaml", "--model", "llama-3-8b", "--rank", "x"], "--rank x: must be an integer of at least 0"),
-        (
-            ["run.yaml", "--model", "llama-3-8b", "--batch_size", "0"],
-            "--batch_size 0: must be an integer of at least 1",
-        ),
+        (["run.yaml", "--model", "llama-3-8b", "--batch_size", "0"], "--batch_size 0: .* at least 1"),
         (["nope.yaml"], r"CONFIG nope.yaml: no.*\(looked"),
         (["--config_file", "nope.yaml"], "--config_file nope.yaml: no such file"),
         (["--model", "llama-3-8b"], "configuration is missing"),

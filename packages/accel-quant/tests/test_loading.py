@@ -346,10 +346,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path) -> None
     state = build().state_dict()
     for broken, message in (
         ({**state, "blocks.0.up.weight": torch.zeros(3, 3)}, "misshapen"),
-        (
-            {name: value for name, value in state.items() if name != "blocks.0.up.weight"},
-            "missing \\(1\\): blocks.0.up.weight",
-        ),
+        ({name: value for name, value in state.items() if name != "blocks.0.up.weight"}, "missing .1.: blocks.0.up"),
         ({**state, "blocks.0.up.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "quantized with another method"),
     ):
         save_file(broken, tmp_path / "model.safetensors")
@@ -383,10 +380,7 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(build, tmp_path) -> No
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), four)
     with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_use_double_quant=True), four)
-    with pytest.raises(
-        ConfigurationError,
-        match="blocks.0.up.weight.*blocks.0.up",
-    ):
+    with pytest.raises(ConfigurationError, match="blocks.0.up.weight.*blocks.0.up"):
         load_and_quantize_model(empty(build), config(load_in_8bit=True, skip_modules=["head", "blocks.0"]), eight)
 
 
