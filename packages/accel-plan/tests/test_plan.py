@@ -200,12 +200,23 @@ def test_the_figures_of_the_pipeline_follow_from_the_shapes() -> None:
     assert "data rank 34 of 64; samples 272, 273" in output
 
 
-@pytest.mark.slow  # traces every block; test_the_time_of_few_blocks_is_that_of_all does it with FSDP 2
-def test_extrapolation_equals_tracing_all_blocks(tmp_path) -> None:
-    model, precision = small(tmp_path, num_hidden_layers=5), {"mixed_precision": "bf16", "num_processes": 8}
-    settings = settings_of(use_fsdp=True, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", **precision)
+@pytest.mark.slow  # traces every block of several set-ups; the figures of the guide have fast tests
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**FSDP2, "num_processes": 8, "gradient_accumulation_steps": 3, "fsdp_reshard_after_forward": False},
+        {
+            "use_fsdp": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "num_processes": 8,
+            "mixed_precision": "bf16",
+        },
+    ],
+)
+def test_extrapolation_equals_tracing_all_blocks(tmp_path, options) -> None:
+    model = small(tmp_path, num_hidden_layers=5)
     quick, whole = (
-        make_plan(PlanRequest(settings, model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
+        make_plan(PlanRequest(settings_of(**options), model, rank=3, batch_size=2, seq_length=16, all_blocks=every))
         for every in (False, True)
     )
     assert quick == whole

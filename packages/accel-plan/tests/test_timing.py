@@ -344,13 +344,10 @@ def test_the_time_of_few_blocks_is_that_of_all(tmp_path) -> None:
     model = write_llama(tmp_path, num_hidden_layers=6)
     mesh = {"use_parallelism_config": "true", "parallelism_config_pp_size": "2", "num_processes": "4"}
     for options, asked in (
-        ({**FSDP2, "fsdp_reshard_after_forward": "false", "gradient_accumulation_steps": "3"}, {}),
+        ({**FSDP2, "fsdp_activation_checkpointing": "true", "gradient_accumulation_steps": "3"}, {}),
         ({**mesh, "parallelism_config_tp_size": "2"}, {"num_microbatches": 2}),
     ):
-        plans = [planned(model, options, all_blocks=every, **asked) for every in (False, True)]
-        for name in ("memory", "peak", "collectives", "parameters", "pipeline"):
-            assert getattr(plans[0], name) == getattr(plans[1], name), name
-        quick, whole = (plan.time for plan in plans)
+        quick, whole = (planned(model, options, all_blocks=every, **asked).time for every in (False, True))
         assert quick is not None and whole is not None
         assert quick.seconds == pytest.approx(whole.seconds, rel=1e-3)
         assert quick.parts == pytest.approx(dict(whole.parts), rel=1e-2, abs=1e-5)
