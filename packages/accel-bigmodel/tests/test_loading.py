@@ -225,18 +225,8 @@ class Harm:
 
 def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
     good = save(net(), tmp_path / "good.safetensors").read_bytes()
-    faults = {
-        "cut.safetensors": good[:-100],
-        "head.safetensors": good[:50],
-        "text.safetensors": b"this is not a safetensors file at all",
-        "empty.safetensors": b"",
-        "list.safetensors": (4).to_bytes(8, "little") + b"[12]",
-        "entry.safetensors": (20).to_bytes(8, "little") + b'{"a": {"dtype": 1}} ',
-        "sizes.safetensors": (64).to_bytes(8, "little")
-        + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,4]}}'.ljust(64)
-        + b"0000",
-        "text.bin": b"neither a zip nor a pickle",
-    }
+    # test_safetensors_files.py has every damage of a header.
+    faults = {"cut.safetensors": good[:-100], "empty.safetensors": b"", "text.bin": b"neither a zip nor a pickle"}
     for name, content in faults.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigurationError, match=name):
