@@ -331,34 +331,6 @@ def test_the_launchers_port_serves_all_ranks_while_they_run(tmp_path: Path) -> N
         socket.create_connection(("127.0.0.1", port)).close()
 
 
-class SlowNet(nn.Module):
-    """A linear layer whose forward pass takes 10 ms more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
-        return self.layer(inputs)
-
-
-def test_a_second_forward_pass_within_a_batch_is_told_from_other_code(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, monitor=True, project_dir=tmp_path)
-    model = SlowNet()
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
-    )
-    for (inputs,) in loader:
-        for part in inputs.chunk(2):
-            accelerator.backward(model(part).mean())
-        optimizer.step()
-    seconds = accelerator._monitor._monitor.snapshot().seconds
-    accelerator.end_training()
-    # 16 passes; that the batches have two each is known from the second backward pass on.
-    assert seconds[Part.FORWARD] >= 0.15
-
-
 def test_a_rank_waits_for_the_others_in_the_collectives_of_the_script_too(two_ranks: tuple[Path, list[Any]]) -> None:
     early, late = (rank["late gathers"] for rank in two_ranks[1])
     # 8 batches a rank, after each of which rank 0 waits for 20 ms.
