@@ -173,12 +173,6 @@ def test_a_device_is_left_only_when_the_next_layer_does_not_fit(model: Model, li
         )
 
 
-@given(model=MODELS, limits=LIMITS, options=OPTIONS)
-def test_the_same_arguments_give_the_same_map(model: Model, limits: dict, options: dict) -> None:
-    maps = [infer_auto_device_map(model, limits, no_split_module_classes=["Whole"], **options) for _ in range(2)]
-    assert list(maps[0].items()) == list(maps[1].items())
-
-
 @given(model=MODELS, limits=LIMITS)
 def test_a_clean_map_says_the_same(model: Model, limits: dict) -> None:
     long = infer_auto_device_map(model, limits, clean_result=False)

@@ -32,7 +32,6 @@ from accel_bigmodel import (
     cpu_offload,
     disk_offload,
     dispatch_model,
-    get_state_dict_offloaded_model,
     has_offloaded_params,
     has_offloaded_weights,
     init_empty_weights,
@@ -190,15 +189,6 @@ def test_dispatching_a_model_that_has_its_values(tmp_path: Path) -> None:
     with init_empty_weights():
         empty = Net().eval()
     assert same(dispatch_model(empty, {"": "disk"}, offload_index=index, offload_buffers=True)(words()), expected)
-
-
-def test_loading_and_dispatching_apart(tmp_path: Path) -> None:
-    file = save(net(), tmp_path / "model.safetensors")
-    device_map = blocks_on(net(), "disk")
-    with init_empty_weights():
-        model = Net().eval()
-    load_checkpoint_in_model(model, file, device_map=device_map)
-    assert same(dispatch_model(model, device_map)(words()), net()(words()))
 
 
 def test_dispatching_anew(tmp_path: Path) -> None:
@@ -599,13 +589,6 @@ def sum_in_forked_process(model: Net) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_a_forked_process_reads_for_itself(tmp_path: Path) -> None:
-    loaded = streamed_from_disk(save(net(), tmp_path / "model.safetensors"))
-    expected = loaded(words())["logits"].sum().item()
-    assert sum_in_forked_process(loaded) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.timeout(300)
 def test_a_process_forked_while_the_thread_reads_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -672,14 +655,6 @@ def test_a_loader_needs_a_place(tmp_path: Path) -> None:
         OffloadedWeightsLoader(save_folder=tmp_path)
     with pytest.raises(ConfigurationError, match="give save_folder="):
         OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
-
-
-def test_saving_reads_what_is_offloaded(tmp_path: Path) -> None:
-    model = on_disk(save(net(), tmp_path / "model.safetensors"), blocks_on(net(), "disk"))
-    state = get_state_dict_offloaded_model(model)
-    plain = Net().eval()
-    plain.load_state_dict(state)
-    assert same(plain(words()), net()(words()))
 
 
 LIMITED = """

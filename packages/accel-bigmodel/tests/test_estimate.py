@@ -30,7 +30,6 @@ from accel_bigmodel.estimate import (
 from accel_bigmodel.estimate.__main__ import main
 from accel_bigmodel.estimate.command import COMMAND, run
 from accel_state.errors import ConfigurationError, MissingDependencyError
-from accel_state.humanize import convert_bytes
 from accel_state.imports import is_package_available
 
 MB = 2**20
@@ -50,105 +49,66 @@ def bert_cased(tmp_path):
     return str(tmp_path / "bert")
 
 
-def test_the_table_for_bert_base_cased(bert_cased, capsys) -> None:
+def test_the_tables_for_bert_base_cased(bert_cased, capsys) -> None:
     """The embeddings must not be split: 29,510 vectors of 768 in float32, their norm, and two buffers of positions."""
-    assert model_size(bert_cased).largest_layer == (29_510 + 2) * 768 * 4 + 2 * 512 * 8 == 90_669_056
-    assert run([bert_cased, "--dtypes", "float32", "float16", "int8", "int4"]) == 0
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("|")
-    ]
+    size = model_size(bert_cased)
+    assert size.largest_layer == (29_510 + 2) * 768 * 4 + 2 * 512 * 8 == 90_669_056
+    assert run([bert_cased, "--training", "--dtypes", "float32", "float16", "int8", "int4"]) == 0
+    output = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
     assert rows[0] == ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    assert rows[2:] == [
+    assert rows[2:6] == [
         ["float32", "86.47 MiB", "413.18 MiB", "1.61 GiB"],
         ["float16", "43.23 MiB", "206.59 MiB", "826.36 MiB"],
         ["int8", "21.62 MiB", "103.29 MiB", "413.18 MiB"],
         ["int4", "10.81 MiB", "51.65 MiB", "206.59 MiB"],
     ]
-
-
-def test_the_stages_of_a_step_for_bert_base_cased_are_the_documented_ones(bert_cased, capsys) -> None:
-    total = model_size(bert_cased).total
-    stages = [
-        [convert_bytes(value) for value in estimate_training_usage(total, dtype).values()]
-        for dtype in ("float32", "float16")
+    assert rows[6][-2:] == ["Optimizer step", "Highest"]
+    assert rows[8:10] == [
+        ["float32", "413.18 MiB", "413.18 MiB", "826.36 MiB", "1.61 GiB", "1.61 GiB"],
+        ["float16", "413.18 MiB", "619.77 MiB", "826.36 MiB", "826.36 MiB", "826.36 MiB"],
     ]
-    assert stages[0] == ["413.18 MiB", "413.18 MiB", "826.36 MiB", "1.61 GiB", "1.61 GiB"]
-    assert stages[1] == ["413.18 MiB", "619.77 MiB", "826.36 MiB", "826.36 MiB", "826.36 MiB"]
+    assert rows[10][:2] == ["strategy", "Weights"]
     with pytest.raises(ConfigurationError, match="'int8' is not one of"):
-        estimate_training_usage(total, "int8")
+        estimate_training_usage(size.total, "int8")
 
 
 @needs_transformers_5
-def test_json_gives_bytes_of_everything(bert_cased, capsys) -> None:
-    arguments = ["--json", "--num_processes", "4", "--batch_size", "2", "--sequence_length", "16"]
-    assert run([bert_cased, *arguments]) == 0
+def test_bytes_of_everything(tmp_path, capsys) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    pytest.importorskip("transformers").BertConfig(vocab_size=100, **sizes).save_pretrained(tmp_path)
+    arguments = [str(tmp_path), "--tp_size", "2", "--batch_size", "2", "--sequence_length", "16"]
+    assert run([*arguments, "--json", "--num_processes", "4"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["parameters"] == 108310272 and answer["source"] == "transformers"
+    assert answer["parameters"] == model_size(str(tmp_path)).parameters and answer["source"] == "transformers"
     assert list(answer["dtypes"]) == ["float32", "float16", "bfloat16", "float8", "int8", "int4"]
     assert answer["dtypes"]["float8"]["total"] == answer["dtypes"]["float32"]["total"] // 4
     per_process = answer["training_per_process"]
     assert list(per_process) == ["ddp", "fsdp", "zero1", "zero2", "zero3"]
-    assert per_process["zero3"]["weights"] == 108310272
-    assert per_process["ddp"]["activations"] > 0
-
-
-@needs_transformers_5
-def test_tables_of_training(bert_cased, capsys) -> None:
-    assert (
-        run(
-            [bert_cased, "--dtypes", "float32", "--tensor_parallel", "2", "--batch_size", "1", "--sequence_length", "8"]
-        )
-        == 0
-    )
-    output = capsys.readouterr().out
-    assert (
-        "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 1 sample(s) of 8 tokens each"
-        in output
-    )
-    assert "| Strategy" not in output and "| strategy | Weights" in output and "Optimizer step" in output
+    assert per_process["ddp"]["weights"] == 2 * per_process["zero3"]["weights"] and per_process["ddp"]["activations"]
+    assert run([*arguments, "--dtypes", "float32"]) == 0
+    title = "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 2 sample(s) of 16 tokens"
+    assert title in capsys.readouterr().out
 
 
 def test_strategies_that_are_asked_for(checkpoint, capsys) -> None:
     """By hand: 179 values, of which 11 in vectors, in float32; the largest layer has 288 bytes."""
     names = ["fsdp", "shard_grad_op", "no_shard", "hybrid_shard", "fsdp2"]
-    assert run([str(checkpoint), "--json", "--num_processes", "4", "--replicas", "2", "--strategy", *names]) == 0
+    words = [str(checkpoint), "--num_processes", "4"]
+    assert run([*words, "--json", "--replicas", "2", "--strategy", *names]) == 0
     said = json.loads(capsys.readouterr().out)["training_per_process"]
     assert list(said) == names
-    own = 4 * 179
-    for name in names:
-        shared = 1 if name == "no_shard" else 2
-        assert [said[name][part] for part in ("weights", "gradients", "optimizer")] == [
-            own // shared,
-            own // shared,
-            2 * own // shared,
-        ]
-    assert [said[name]["buffers"] for name in names] == [3 * 288, own + 288, 0, 3 * 288, 3 * 288]
-    assert run([str(checkpoint), "--json", "--num_processes", "4", "--tp_size", "2", "--strategy", "fsdp2"]) == 0
-    assert (
-        json.loads(capsys.readouterr().out)["training_per_process"]["fsdp2"]["weights"]
-        == 4 * ((179 - 11) // 2 + 11) // 2
-    )
-    assert (
-        run(
-            [
-                str(checkpoint),
-                "--dtypes",
-                "float32",
-                "--num_processes",
-                "4",
-                "--dp_replicate_size",
-                "2",
-                "--strategy",
-                "hybrid_shard",
-            ]
-        )
-        == 0
-    )
+    for name, one in said.items():
+        own = 4 * 179 if name == "no_shard" else 2 * 179
+        assert (one["weights"], one["gradients"], one["optimizer"]) == (own, own, 2 * own)
+    assert [said[name]["buffers"] for name in names] == [3 * 288, 4 * 179 + 288, 0, 3 * 288, 3 * 288]
+    assert run([*words, "--json", "--tp_size", "2", "--strategy", "fsdp2"]) == 0
+    shared = json.loads(capsys.readouterr().out)["training_per_process"]["fsdp2"]
+    assert shared["weights"] == 4 * ((179 - 11) // 2 + 11) // 2
+    assert run([*words, "--dp_replicate_size", "2", "--strategy", "hybrid_shard"]) == 0
     assert "4 process(es); adamw, float32 weights; mixed precision: no; 2 copies" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="replicas=3.*num_processes / tensor_parallel = 4 / 2 = 2"):
-        run([str(checkpoint), "--num_processes", "4", "--tp_size", "2", "--replicas", "3"])
+        run([*words, "--tp_size", "2", "--replicas", "3"])
 
 
 @pytest.fixture
@@ -190,24 +150,23 @@ def test_no_weight_is_read(tmp_path) -> None:
     assert model_size(str(tmp_path / "model.safetensors")).total == size
 
 
-def test_a_repository_is_found_in_the_cache_without_the_hub(tmp_path) -> None:
-    snapshot = tmp_path / "cache" / "models--me--tiny" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("0123")
-    save_file({"w": torch.zeros(5, 2)}, snapshot / "model.safetensors")
-    (snapshot / "config.json").write_text("{}")
-    script = "import sys; from accel_bigmodel.estimate.__main__ import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "me/tiny", "--json"],
-        env={**_environment(), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["dtypes"]["float32"]["total"] == 40
+PROGRAM = """
+import sys
+from accel_bigmodel.estimate.__main__ import main
+codes = []
+for name in sys.argv[1:]:
+    sys.argv[1:] = [name, "--json"]
+    codes.append(main())
+print(codes)
+"""
+
+
+def estimated(address: str, cache: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """What the program says of repositories, in a process of its own: huggingface_hub reads variables once."""
+    env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE" and "proxy" not in k.lower()}
+    env |= {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache)}
+    command = [sys.executable, "-c", PROGRAM, *names]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
 @contextlib.contextmanager
@@ -238,46 +197,16 @@ def hub(answers):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "message"),
-    [
-        (404, "RepoNotFound", "the Hub has no repository 'me/here', or it is private"),
-        (403, "GatedRepo", "'me/here' is gated: request access on its page"),
-    ],
-)
-def test_what_the_hub_says_is_passed_on(status, code, message, tmp_path) -> None:
-    with hub({"me/here": (status, code)}) as address:
-        done = subprocess.run(
-            [sys.executable, "-m", "accel_bigmodel.estimate", "me/here"],
-            env={**_environment(), "HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
-def _environment():
-    return {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line_with_the_next_step(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_bigmodel.estimate", "nobody/nothing"],
-        env={**_environment(), "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert "'nobody/nothing' is not in the local cache, and the Hub cannot be reached" in done.stderr
-    assert "give a local directory or a .safetensors file" in done.stderr
+def test_what_the_hub_says_is_passed_on(tmp_path) -> None:
+    with hub({"me/private": (404, "RepoNotFound"), "me/gated": (403, "GatedRepo")}) as address:
+        done = estimated(address, tmp_path, "me/private", "me/gated")
+    assert done.stdout == "[2, 2]\n"
+    assert "the Hub has no repository 'me/private', or it is private" in done.stderr
+    assert "'me/gated' is gated: request access on its page" in done.stderr
 
 
 def test_without_a_connection_it_neither_retries_nor_warns(tmp_path) -> None:
+    """One line with the next step; what is in the cache is found."""
     snapshot = tmp_path / "models--me--tiny" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "refs").mkdir()
@@ -286,21 +215,13 @@ def test_without_a_connection_it_neither_retries_nor_warns(tmp_path) -> None:
     (snapshot / "config.json").write_text("{}")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # without a listener
-        port = closed.getsockname()[1]
-        env = {**_environment(), "HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
-        code = "import sys; from accel_bigmodel.estimate.__main__ import main; codes = []\nfor name in sys.argv[1:]:\n"
-        code += "    sys.argv[1:] = [name]\n    codes.append(main())\nprint(codes)"
         begin = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", code, "nobody/nothing", "me/tiny"],
-            env={name: value for name, value in env.items() if "proxy" not in name.lower()},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    assert done.stdout.endswith("[2, 0]\n"), done.stdout + done.stderr
-    assert len(done.stderr.splitlines()) == 1 and "refused" in done.stderr
+        done = estimated(f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path, "nobody/nothing", "me/tiny")
+    content, codes = done.stdout.rsplit("\n", 2)[:2]
+    assert codes == "[2, 0]" and json.loads(content)["dtypes"]["float32"]["total"] == 40
+    (line,) = done.stderr.splitlines()
+    assert "'nobody/nothing' is not in the local cache, and the Hub cannot be reached" in line and "refused" in line
+    assert "give a local directory or a .safetensors file" in line
     assert time.monotonic() - begin < 60
 
 
@@ -326,23 +247,14 @@ def test_the_command_is_registered_for_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda folder: str(folder),
-            "found neither a config.json of a transformers or timm model nor a .safetensors file",
-        ),
+        (lambda folder: str(folder), "found neither a config.json .*nor a .safetensors"),
         (lambda folder: _write(folder / "config.json", "{"), "config.json is not JSON"),
-        (
-            lambda folder: _write(folder / "config.json", "[1]"),
-            "must contain a JSON object, not a list",
-        ),
-        (
-            lambda folder: _write(folder / "x.safetensors", "no"),
-            "x.safetensors is not a valid safetensors file",
-        ),
+        (lambda folder: _write(folder / "config.json", "[1]"), "JSON object, not a list"),
+        (lambda folder: _write(folder / "x.safetensors", "no"), "x.safetensors is not a valid"),
         (lambda folder: _write(folder / "x.safetensors.index.json", "[]"), "is not a shard index"),
         (
             lambda folder: _write(folder / "x.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
-            "lists missing files: .'b.safetensors'",
+            "missing files: .'b.safe",
         ),
         (lambda folder: "what is/this/name", "neither a local file or directory nor the name of a Hub repository"),
     ],
@@ -355,6 +267,14 @@ def test_what_cannot_be_measured_is_refused(make, message, tmp_path) -> None:
 def _write(path: Path, text: str) -> str:
     path.write_text(text)
     return str(path)
+
+
+def test_nothing_is_asked_offline(tmp_path, monkeypatch) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"\(HF_HUB_OFFLINE is set\).*unset HF_HUB_OFFLINE"):
+        model_size("nobody/nothing")
 
 
 def test_files_that_hold_nothing_and_unknown_libraries_are_refused(tmp_path) -> None:
@@ -477,10 +397,7 @@ def test_an_image_model_is_counted_and_others_are_refused(tmp_path, bert_cased) 
 
 
 def test_activations_need_a_configuration(checkpoint) -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match="--batch_size=2: measuring.*model.*come",
-    ):
+    with pytest.raises(ConfigurationError, match="--batch_size=2: measuring.*model.*come"):
         run([str(checkpoint), "--batch_size", "2"])
 
 
@@ -508,15 +425,12 @@ def test_shares_of_each_strategy() -> None:
     [
         ({"strategy": "zero4"}, "strategy='zero4' is not one of ddp, fsdp, zero1"),
         ({"optimizer": "lion"}, "optimizer='lion' is not one of"),
-        (
-            {"num_processes": 6, "tensor_parallel": 4},
-            "num_processes=6 must be a positive multiple of tensor_parallel=4",
-        ),
+        ({"num_processes": 6, "tensor_parallel": 4}, "num_processes=6 .* tensor_parallel=4"),
         ({"num_processes": 0}, "num_processes=0 must be a positive multiple"),
         ({"num_processes": 4, "pipeline_parallel": 2}, "pipeline_parallel=2 with strategy='ddp'"),
         (
             {"strategy": "megatron", "num_processes": 4, "tensor_parallel": 4, "pipeline_parallel": 2},
-            "multiple of tensor_parallel=4 x pipeline_parallel=2",
+            "=4 x pipeline_parallel=2",
         ),
     ],
 )

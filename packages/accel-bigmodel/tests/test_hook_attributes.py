@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bigmodel_nets import net, words
 from torch import nn
 
 from accel_bigmodel import (
@@ -101,18 +100,6 @@ def test_the_merge_of_an_adapter(offload: Callable[..., nn.Module], tmp_path: Pa
         assert module.weight.is_meta
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X))
-
-
-@pytest.mark.parametrize("with_partial_forward", [False, True])
-def test_values_that_a_mapping_holds_are_replaced(with_partial_forward: bool) -> None:
-    plain = layers()
-    model = cpu_offload(copy.deepcopy(plain), "cpu")
-    model(X)
-    if with_partial_forward:
-        model[0](X)
-    nn.init.constant_(plain[1].weight, 2.0)
-    model[1]._hf_hook.weights_map.dataset.state_dict["1.weight"] = plain[1].weight.detach()
-    torch.testing.assert_close(model(X), plain(X))
 
 
 def test_the_backward_reads_the_weights_of_its_forward() -> None:
@@ -339,18 +326,16 @@ def test_the_experts_that_a_hook_keeps(capacity: int) -> None:
         torch.testing.assert_close(model(hidden, choice), plain(hidden, choice))
 
 
-def test_the_hooks_of_a_sequence_and_no_grad() -> None:
+def test_the_hooks_of_a_sequence() -> None:
     layer = nn.Linear(3, 3)
     expected, values = layer(X), values_of(layer)
     add_hook_to_module(layer, SequentialHook(ModelHook(), ModelHook()))
     layer._hf_hook.hooks = (ModelHook(), AlignDevicesHook("cpu", offload=True, weights_map=values))
     assert torch.equal(layer(X), expected) and layer.weight.is_meta
-    remove_hook_from_module(layer)
-    add_hook_to_module(layer, SequentialHook(ModelHook()))
+    x = X.clone().requires_grad_()
+    assert layer(x).requires_grad
     layer._hf_hook.no_grad = True
-    assert not layer(X).requires_grad
-    layer._hf_hook.no_grad = False
-    assert layer(X).requires_grad
+    assert not layer(x).requires_grad
 
 
 def test_casting_and_turns() -> None:
@@ -368,15 +353,3 @@ def test_casting_and_turns() -> None:
     handle.hook.prev_module_hook = first_handle
     second(X)
     assert released == [True]
-
-
-def test_a_dispatched_model_with_tied_weights_after_an_assignment(tmp_path: Path) -> None:
-    plain = net()
-    model = dispatch_model(copy.deepcopy(plain), {"": "disk"}, offload_dir=tmp_path)
-    torch.testing.assert_close(model(words())["logits"], plain(words())["logits"])
-    owner = next(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    module, layer = model.get_submodule(owner), plain.get_submodule(owner)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    module._hf_hook.weights_map = {name: value.detach().clone() for name, value in layer.named_parameters()}
-    torch.testing.assert_close(module(torch.ones(1, layer.in_features)), layer(torch.ones(1, layer.in_features)))

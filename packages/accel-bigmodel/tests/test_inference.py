@@ -252,6 +252,7 @@ def test_a_custom_model() -> None:
         assert what in on_first or what.startswith("rank 0 could"), on_first
 
 
+@pytest.mark.slow  # four ranks; test_a_custom_model runs the same on two
 def test_on_four_processes_with_more_and_fewer_chunks_than_processes() -> None:
     assert run_world(run_custom, 4, timeout=110) == [None] * 4
 
@@ -299,10 +300,6 @@ def run_unread():
     torch.testing.assert_close(model(odd, scale[:3]), whole(odd, scale[:3]))
 
 
-def test_what_the_first_stage_alone_reads_is_not_sent() -> None:
-    run_world(run_unread, 2)
-
-
 def exchange_objects() -> None:
     device = PartialState().device
     # Pickled, these are shorter than the first message, fill it to the byte, and are longer.
@@ -314,8 +311,13 @@ def exchange_objects() -> None:
             assert receive_object(device) == item
 
 
-def test_objects_of_every_length_arrive() -> None:
-    run_world(exchange_objects, 2)
+def exchange() -> None:
+    run_unread()
+    exchange_objects()
+
+
+def test_objects_of_every_length_and_only_the_values_that_a_stage_reads_are_sent() -> None:
+    run_world(exchange, 2)
 
 
 def test_the_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:

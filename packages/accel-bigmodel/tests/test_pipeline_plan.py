@@ -250,10 +250,7 @@ def test_split_points_that_make_no_sense_are_refused(points, message) -> None:
 def test_too_few_parts_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     example = ((torch.randn(1, 4),), {})
-    with pytest.raises(
-        ConfigurationError,
-        match="the 3 processes",
-    ):
+    with pytest.raises(ConfigurationError, match="the 3 processes"):
         split_model(model, model.forward, "auto", None, example, 3)
 
 
@@ -265,8 +262,5 @@ def test_chunks_are_cut_and_put_together() -> None:
     joined = merge(pieces, 2)
     assert joined[0]["x"].flatten().tolist() == list(range(6)) and joined[0]["whole"].tolist() == [0, 1, 2, 3]
     assert drop_padding(joined, 6, 5)[0]["x"].shape == (5, 1)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"\(\).*Call.*num_chunks=1",
-    ):
+    with pytest.raises(ConfigurationError, match=r"\(\).*Call.*num_chunks=1"):
         merge([torch.tensor(1.0), torch.tensor(2.0)], 2)

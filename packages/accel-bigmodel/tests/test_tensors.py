@@ -60,25 +60,6 @@ def test_empty_models() -> None:
     assert Net().scale.device.type == "cpu", "the context is over"
 
 
-def test_empty_models_keep_ties_and_classes() -> None:
-    class Special(nn.Parameter):
-        pass
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shared = nn.Parameter(torch.ones(3), requires_grad=False)
-            self.one, self.other = shared, shared
-            self.special = Special(torch.ones(2))
-            self.none = None
-            self.register_parameter("absent", None)
-
-    with init_empty_weights():
-        model = Twice()
-    assert model.one is model.other and not model.one.requires_grad and model.absent is None
-    assert type(model.special) is Special and model.special.device.type == "meta"
-
-
 def test_layers_without_values_draw_no_random_numbers() -> None:
     """torch draws them in Python on the meta device, which took a third of the time to build a linear layer."""
     drawn: list[str] = []
@@ -103,20 +84,26 @@ def test_layers_without_values_draw_no_random_numbers() -> None:
     assert "uniform_" not in vars(torch.Tensor), "the context is over"
 
 
-def test_a_tensor_that_is_registered_twice_stays_one() -> None:
+def test_empty_models_keep_ties_and_classes() -> None:
+    class Special(nn.Parameter):
+        pass
+
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             weight = nn.Parameter(torch.ones(4, 3).t(), requires_grad=False)
             weight.mark = "kept"  # type: ignore[attr-defined]
             self.one, self.two = weight, weight
+            self.special = Special(torch.ones(2))
+            self.register_parameter("absent", None)
             self.register_buffer("three", torch.ones(2)), self.register_buffer("four", self.three)
 
     with init_empty_weights(include_buffers=True):
         models = [Twice() for _ in range(3)]  # of equal numbers (id), where the memory of one is used again
     for model in models:
         assert model.one is model.two and model.three is model.four and model.one.mark == "kept"
-        assert model.one.stride() == (1, 3) and not model.one.requires_grad
+        assert model.one.stride() == (1, 3) and not model.one.requires_grad and model.absent is None
+        assert type(model.special) is Special and model.special.device.type == "meta"
     assert models[0].one is not models[1].one
 
 

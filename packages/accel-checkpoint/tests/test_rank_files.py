@@ -31,21 +31,27 @@ def drawn(place: str, above: int, resumes: bool) -> tuple[float, float]:
     return first, torch.rand(()).item()
 
 
-@pytest.mark.parametrize("above", [1, 64])
-def test_each_rank_continues_with_its_own_numbers(tmp_path: Path, above: int) -> None:
-    place = str(tmp_path / "state")
-    drawn_numbers = run_world(drawn, 4, place, above, False)
-    assert all(first == second for first, second in drawn_numbers) and len(set(drawn_numbers)) == 4
-    files = sorted(Manifest.read(Path(place)).files)  # type: ignore[union-attr]
-    ranks = [f"random_states_{rank}.pkl" for rank in range(4)]
-    assert files == (["random_states.zip", "step.bin"] if above == 1 else [*ranks, "step.bin"])
-    if above == 1:
-        assert zipfile.ZipFile(f"{place}/random_states.zip").namelist() == ranks
+def drawn_in_both_forms(folder: str, resumes: bool) -> list[tuple[float, float]]:
+    return [drawn(f"{folder}/{above}", above, resumes) for above in (1, 64)]
+
+
+def test_each_rank_continues_with_its_own_numbers(tmp_path: Path) -> None:
+    """In one archive, or in a file for each rank."""
+    both = run_world(drawn_in_both_forms, 4, str(tmp_path), False)
     # With more ranks: those that existed continue, and a new one has numbers of its own.
-    more = run_world(drawn, 5, place, above, True)
-    assert [number for _, number in more[:4]] == [number for number, _ in drawn_numbers]
-    assert more[4][1] not in [number for _, number in more[:4]]
-    assert run_world(drawn, 5, place, above, True)[4] == more[4]
+    more, again = (run_world(drawn_in_both_forms, 5, str(tmp_path), True) for _ in range(2))
+    ranks = [f"random_states_{rank}.pkl" for rank in range(4)]
+    for number, above in enumerate((1, 64)):
+        place = tmp_path / str(above)
+        drawn_numbers = [rank[number] for rank in both]
+        assert all(first == second for first, second in drawn_numbers) and len(set(drawn_numbers)) == 4
+        files = sorted(Manifest.read(place).files)  # type: ignore[union-attr]
+        assert files == (["random_states.zip", "step.bin"] if above == 1 else [*ranks, "step.bin"])
+        if above == 1:
+            assert zipfile.ZipFile(place / "random_states.zip").namelist() == ranks
+        assert [rank[number][1] for rank in more[:4]] == [second for _, second in drawn_numbers]
+        assert more[4][number][1] not in [rank[number][1] for rank in more[:4]]
+        assert again[4][number] == more[4][number]
 
 
 def test_in_a_store() -> None:

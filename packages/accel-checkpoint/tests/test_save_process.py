@@ -49,6 +49,13 @@ print("in flight:", saver.in_flight)
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """The process that writes is kept from test to test: starting one takes seconds."""
+    yield
+    save_process.saves.stop()
+
+
 @pytest.fixture(autouse=True)
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small states are written by a process too."""
@@ -57,7 +64,6 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     yield
-    save_process.saves.stop()
     torch.serialization.add_safe_globals(allowed)
 
 
@@ -183,6 +189,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_signals_are_for_the_rank(tmp_path: Path) -> None:
+    save_process.saves.stop()  # also while it starts
     saver = AsyncSaver()
     saver.save({"value": 1}, tmp_path / "state")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -267,6 +274,7 @@ def test_each_rank_has_a_process(tmp_path: Path) -> None:
 
 
 def test_it_sends_to_a_store(s3: None) -> None:
+    save_process.saves.stop()  # it has the variables of when it was started
     saver = AsyncSaver()
     saver.save({"value": torch.arange(9)}, "s3://bucket/run/state")
     saver.wait()

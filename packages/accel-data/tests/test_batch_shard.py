@@ -197,14 +197,6 @@ def test_an_epoch_begun_anywhere_is_the_rest_of_it(name: str, kind: type[BatchSa
             assert list(other) == following
 
 
-@pytest.mark.parametrize("sampler", ["sequential", "random"])
-def test_the_orders_of_several_epochs_are_those_of_torch(sampler: str) -> None:
-    own = BatchSamplerShard(BatchSampler(samplers(20)[sampler], 3, False), even_batches=False)
-    torchs = BatchSampler(samplers(20)[sampler], 3, False)
-    for _ in range(4):
-        assert list(own) == list(torchs)
-
-
 def test_other_ranks_indices_are_not_drawn_where_arithmetic_will_do() -> None:
     """A rank's last batch of a hundred million samples, at once: drawing what the other 16,383 ranks get would take
     minutes.
@@ -213,11 +205,6 @@ def test_other_ranks_indices_are_not_drawn_where_arithmetic_will_do() -> None:
     shard.begin_at(EpochStart(762 * 8 * 16_384))
     last = list(shard)
     assert last == [[(762 * 8 * 16_384 + 16_383 * 8 + i) % 100_000_000 for i in range(8)]]
-
-
-def test_split_batches_must_divide() -> None:
-    with pytest.raises(ConfigurationError, match="of 3 cannot.*among 2 processes.*of 2 or 4"):
-        BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
 
 
 def test_completion_to_a_multiple() -> None:

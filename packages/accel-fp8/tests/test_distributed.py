@@ -158,16 +158,6 @@ def history_is_the_largest_of_all_ranks() -> dict[str, Any]:
     }
 
 
-def test_scales_follow_the_largest_value_of_the_group() -> None:
-    results = run_world(history_is_the_largest_of_all_ranks, 2, timeout=280)
-    largest = [max(values) for values in zip(*(result["seen"] for result in results), strict=True)]
-    for result in results:
-        assert result["history"] == pytest.approx([*reversed(largest[:3]), 0.0])
-        assert "cannot be pickled" in result["refused"]
-    assert results[0]["alone"] != results[1]["alone"], "a group of one rank"
-    assert results[0]["apart"] != results[1]["apart"], "reduce_amax=False"
-
-
 def resumes_from_what_rank_0_saved(recipe: dict[str, Any]) -> bool:
     model = network(**recipe)
     ddp = DistributedDataParallel(model)
@@ -195,11 +185,6 @@ def all_recipes_resume() -> dict[str, bool]:
         "rowwise": {"scaling": "rowwise"},
     }
     return {name: resumes_from_what_rank_0_saved(recipe) for name, recipe in recipes.items()}
-
-
-def test_training_resumed_from_the_file_of_one_rank_is_bit_for_bit_the_same() -> None:
-    for result in run_world(all_recipes_resume, 2, timeout=280):
-        assert result == dict.fromkeys(result, True)
 
 
 def torchao_trains() -> dict[str, Any]:
@@ -249,6 +234,30 @@ def matches_one_process() -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         expected.append(loss.item())
     return (losses / dist.get_world_size()).tolist(), expected
+
+
+def on_two_ranks() -> tuple[Any, ...]:
+    return history_is_the_largest_of_all_ranks(), all_recipes_resume()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    return list(zip(*run_world(on_two_ranks, 2, timeout=280), strict=True))
+
+
+def test_scales_follow_the_largest_value_of_the_group(two_ranks: Any) -> None:
+    results = two_ranks[0]
+    largest = [max(values) for values in zip(*(result["seen"] for result in results), strict=True)]
+    for result in results:
+        assert result["history"] == pytest.approx([*reversed(largest[:3]), 0.0])
+        assert "cannot be pickled" in result["refused"]
+    assert results[0]["alone"] != results[1]["alone"], "a group of one rank"
+    assert results[0]["apart"] != results[1]["apart"], "reduce_amax=False"
+
+
+def test_training_resumed_from_the_file_of_one_rank_is_bit_for_bit_the_same(two_ranks: Any) -> None:
+    for result in two_ranks[1]:
+        assert result == dict.fromkeys(result, True)
 
 
 def test_two_ranks_train_as_one_process_does() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -263,17 +262,6 @@ def test_copies_and_pickles_train_on_their_own() -> None:
             twin(torch.randn(8, 32)).sum().backward()
         assert twin[2].fp8_updates == 2 and twin[2].fp8_scale.all()
     assert model[2].fp8_updates == 0, "the hook of a copy belongs to the copy"
-
-
-def test_a_whole_model_file() -> None:
-    model = convert_to_native(stack(), FP8Recipe())
-    model(torch.randn(8, 32)).sum().backward()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    back = torch.load(file, weights_only=False)
-    x = torch.randn(4, 32)
-    assert torch.equal(back(x), model(x))
 
 
 def test_meta_models_are_converted_without_memory() -> None:

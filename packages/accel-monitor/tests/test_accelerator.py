@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from accel.training import monitoring
 from accel_monitor import Part, make_ledger, read_runs
 from accel_monitor._torch_compat import PASSES_HIGHER_ORDER
 from accel_monitor.ledger import Cause
-from accel_state import ConfigurationError, MissingDependencyError
+from accel_state import ConfigurationError, MissingDependencyError, PartialState
 from accel_state.ports import get_free_port
 from accel_state.registry import Registry
 from accel_state.testing import run_world
@@ -66,25 +67,89 @@ def train(folder: str, monitor: bool, seconds: float, fsdp: bool = False) -> tup
     return total, seconds_by_part
 
 
-def test_a_rank_that_waits_for_another_is_told_from_one_that_is_slow(tmp_path: Path) -> None:
-    plain = run_world(train, 2, str(tmp_path), False, 0.0)
-    (weights, fast), (_, slow) = run_world(train, 2, str(tmp_path), True, 0.02)
-    torch.testing.assert_close(weights, plain[0][0], rtol=0, atol=0)
+def late_gathers(folder: str) -> list[float]:
+    accelerator = Accelerator(monitor=True, project_dir=folder)
+    model = nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
+    )
+    for (inputs,) in loader:
+        loss = model(inputs).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        time.sleep(0.02 * accelerator.process_index)
+        accelerator.gather(loss.detach())
+    seconds = accelerator._monitor._monitor.snapshot().seconds
+    accelerator.end_training()
+    return seconds
+
+
+def metrics_and_positions(folder: str, monitor: bool, workers: int) -> list:
+    accelerator = Accelerator(monitor=monitor, project_dir=folder)
+    # 22 samples on two ranks in batches of 4: the last step has padding, which a metric must leave out.
+    data = TensorDataset(torch.arange(22.0).reshape(22, 1))
+    loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers))
+    model = accelerator.prepare(nn.Linear(1, 1))
+    torch.manual_seed(1)
+    found = []
+    for training in (True, False, True):
+        model.train(training)
+        for (inputs,) in loader:
+            found.append(accelerator.gather_for_metrics(inputs).flatten().tolist())
+            found.append((loader.end_of_dataloader, loader.remainder, str(loader.state_dict())))
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    loader.load_state_dict(state)
+    found += [inputs.flatten().tolist() for (inputs,) in loader]
+    accelerator.end_training()
+    return found
+
+
+def on_each_rank(folder: str) -> dict[str, Any]:
+    """The results of all of these runs in one world, each in a directory of its name."""
+    runs = {
+        "plain": (train, False, 0.0),
+        "slow data": (train, True, 0.02),
+        "fsdp": (train, True, 0.0, True),
+        "plain fsdp": (train, False, 0.0, True),
+        "late gathers": (late_gathers,),
+        "metrics": (metrics_and_positions, False, 0),
+        "measured metrics": (metrics_and_positions, True, 0),
+    }
+    found = {}
+    for name, (function, *arguments) in runs.items():
+        PartialState().reconnect()  # the end of a training ends the process group
+        found[name] = function(f"{folder}/{name}", *arguments)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_world(on_each_rank, 2, str(folder), timeout=250)
+
+
+def test_a_rank_that_waits_for_another_is_told_from_one_that_is_slow(two_ranks: tuple[Path, list[Any]]) -> None:
+    folder, (first, second) = two_ranks
+    (weights, fast), (_, slow) = first["slow data"], second["slow data"]
+    torch.testing.assert_close(weights, first["plain"][0], rtol=0, atol=0)
     # Rank 1 has 8 batches of 4 samples, 0.64 s in all, for which rank 0 waits in the synchronisation of each step.
     assert slow[Part.DATA] >= 0.64 and fast[Part.WAITING] >= 0.8 * slow[Part.DATA]
     assert slow[Part.WAITING] < 0.5 * fast[Part.WAITING] and fast[Part.DATA] < 0.5 * slow[Part.DATA]
-    (run,) = read_runs(tmp_path)
+    (run,) = read_runs(folder / "slow data")
     assert [run.attempts[0, rank][0].last_step for rank in (0, 1)] == [8, 8]
     assert run.attempts[0, 0][0].samples[-1].samples == 32 and run.attempts[0, 1][0].finished
     assert len(run.notes) == (not PASSES_HIGHER_ORDER)  # of operations that an old torch cannot count
 
 
-def test_fsdp_is_measured_as_a_whole_and_says_so(tmp_path: Path) -> None:
-    (weights, seconds), _ = run_world(train, 2, str(tmp_path), True, 0.0, True)
-    plain = run_world(train, 2, str(tmp_path), False, 0.0, True)
-    torch.testing.assert_close(weights, plain[0][0], rtol=0, atol=0)
+def test_fsdp_is_measured_as_a_whole_and_says_so(two_ranks: tuple[Path, list[Any]]) -> None:
+    folder, (first, _) = two_ranks
+    weights, seconds = first["fsdp"]
+    torch.testing.assert_close(weights, first["plain fsdp"][0], rtol=0, atol=0)
     assert seconds[Part.WAITING] == 0 and seconds[Part.FORWARD] > 0 and seconds[Part.BACKWARD] > 0
-    (run,) = read_runs(tmp_path)
+    (run,) = read_runs(folder / "fsdp")
     assert any("part of the forward and backward" in note for note in run.notes)
 
 
@@ -266,84 +331,23 @@ def test_the_launchers_port_serves_all_ranks_while_they_run(tmp_path: Path) -> N
         socket.create_connection(("127.0.0.1", port)).close()
 
 
-class SlowNet(nn.Module):
-    """A linear layer whose forward pass takes 10 ms more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
-        return self.layer(inputs)
-
-
-def test_a_second_forward_pass_within_a_batch_is_told_from_other_code(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, monitor=True, project_dir=tmp_path)
-    model = SlowNet()
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=4)
-    )
-    for (inputs,) in loader:
-        for part in inputs.chunk(2):
-            accelerator.backward(model(part).mean())
-        optimizer.step()
-    seconds = accelerator._monitor._monitor.snapshot().seconds
-    accelerator.end_training()
-    # 16 passes; that the batches have two each is known from the second backward pass on.
-    assert seconds[Part.FORWARD] >= 0.15
-
-
-def late_gathers(folder: str) -> list[float]:
-    accelerator = Accelerator(monitor=True, project_dir=folder)
-    model = nn.Linear(4, 1)
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
-    )
-    for (inputs,) in loader:
-        loss = model(inputs).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        time.sleep(0.02 * accelerator.process_index)
-        accelerator.gather(loss.detach())
-    seconds = accelerator._monitor._monitor.snapshot().seconds
-    accelerator.end_training()
-    return seconds
-
-
-def test_a_rank_waits_for_the_others_in_the_collectives_of_the_script_too(tmp_path: Path) -> None:
-    early, late = run_world(late_gathers, 2, str(tmp_path))
+def test_a_rank_waits_for_the_others_in_the_collectives_of_the_script_too(two_ranks: tuple[Path, list[Any]]) -> None:
+    early, late = (rank["late gathers"] for rank in two_ranks[1])
     # 8 batches a rank, after each of which rank 0 waits for 20 ms.
     assert early[Part.WAITING] >= 0.13 > early[Part.OTHER] and late[Part.OTHER] >= 0.16
 
 
-def metrics_and_positions(folder: str, monitor: bool, workers: int) -> list:
-    accelerator = Accelerator(monitor=monitor, project_dir=folder)
-    # 22 samples on two ranks in batches of 4: the last step has padding, which a metric must leave out.
-    data = TensorDataset(torch.arange(22.0).reshape(22, 1))
-    loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers))
-    model = accelerator.prepare(nn.Linear(1, 1))
-    torch.manual_seed(1)
-    found = []
-    for training in (True, False, True):
-        model.train(training)
-        for (inputs,) in loader:
-            found.append(accelerator.gather_for_metrics(inputs).flatten().tolist())
-            found.append((loader.end_of_dataloader, loader.remainder, str(loader.state_dict())))
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    loader.load_state_dict(state)
-    found += [inputs.flatten().tolist() for (inputs,) in loader]
-    accelerator.end_training()
-    return found
+def test_metrics_and_positions_are_those_of_an_unmeasured_loader(two_ranks: tuple[Path, list[Any]]) -> None:
+    check_metrics(*([rank[name] for rank in two_ranks[1]] for name in ("metrics", "measured metrics")))
 
 
+@pytest.mark.slow  # workers start for a minute
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # workers start for a minute
-def test_metrics_and_positions_are_those_of_an_unmeasured_loader(tmp_path: Path, workers: int) -> None:
-    plain = run_world(metrics_and_positions, 2, str(tmp_path), False, workers)
+def test_metrics_and_positions_with_workers(tmp_path: Path) -> None:
+    check_metrics(*(run_world(metrics_and_positions, 2, str(tmp_path), monitor, 2) for monitor in (False, True)))
+
+
+def check_metrics(plain: list[Any], measured: list[Any]) -> None:
     first_epoch = chain.from_iterable(item for item in plain[0][:6] if isinstance(item, list))
     assert sorted(first_epoch) == [float(index) for index in range(22)]
-    assert run_world(metrics_and_positions, 2, str(tmp_path), True, workers) == plain
+    assert measured == plain

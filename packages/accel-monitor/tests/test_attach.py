@@ -155,8 +155,7 @@ def test_a_loop_that_is_left_closes_the_loader(tmp_path: Path) -> None:
 
 
 def test_the_record_in_memory_has_the_step_before_any_report(tmp_path: Path) -> None:
-    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
-    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    model, optimizer, loader = parts(torch.ones(32, 4))
     monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
     train(model, optimizer, loader)
     while not list(tmp_path.glob("monitor/*.now")):
@@ -186,8 +185,7 @@ def test_iterable_data_and_samplers_without_a_length(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_leaves_the_record_alone(tmp_path: Path) -> None:
-    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
-    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    model, optimizer, loader = parts(torch.ones(32, 4))
     monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
     train(model, optimizer, loader)
     path = monitor._reporter._start["live"]
@@ -335,8 +333,7 @@ def test_a_norm_that_is_read_later_belongs_to_the_only_group(tmp_path: Path, gro
 
 @pytest.mark.skipif(not PASSES_HIGHER_ORDER, reason="this torch is too old to count, which the report says")
 def test_a_loop_that_is_left_within_a_step_does_not_count_its_operations_further(tmp_path: Path) -> None:
-    model, optimizer, loader = parts(TensorDataset(torch.ones(64, 4)))
-    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    model, optimizer, loader = parts(torch.ones(64, 4))
     monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=1000)
     for number, inputs in enumerate(loader):
         model(inputs).pow(2).mean().backward()
@@ -353,8 +350,7 @@ def test_a_loop_that_is_left_within_a_step_does_not_count_its_operations_further
 def test_files_that_cannot_be_written_cost_a_warning_and_no_counters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer, loader = parts(TensorDataset(torch.ones(32, 4)))
-    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    model, optimizer, loader = parts(torch.ones(32, 4))
     monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path, interval=0.02)
     folder = tmp_path / "monitor"
     while not list(folder.glob("*.now")):
@@ -376,8 +372,7 @@ def test_files_that_cannot_be_written_cost_a_warning_and_no_counters(
 
 
 def test_compilation_is_a_part(tmp_path: Path) -> None:
-    model, optimizer, loader = parts(TensorDataset(torch.ones(16, 4)))
-    loader.collate_fn = lambda rows: torch.stack([row[0] for row in rows])
+    model, optimizer, loader = parts(torch.ones(16, 4))
     compiled = torch.compile(model.layer, backend="eager")
     monitor = attach(loader=loader, optimizer=optimizer, model=compiled, project_dir=tmp_path)
     train(compiled, optimizer, loader)

@@ -68,7 +68,9 @@ def events(folder: Path, rank: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_first_bad_loss_and_norm_have_their_step_group_and_samples(tmp_path: Path, workers: int) -> None:
+def test_the_first_bad_loss_and_norm_have_their_step_group_and_samples(
+    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     ((_, losses),) = run_world(train, 1, str(tmp_path), workers)
     loss, *norms = sorted(events(tmp_path, 0), key=lambda event: event["what"])
     bad = next(step for step, value in enumerate(losses, 1) if not math.isfinite(value))
@@ -78,6 +80,34 @@ def test_the_first_bad_loss_and_norm_have_their_step_group_and_samples(tmp_path:
     assert 70 in norm["indices"] and norm["value"] > 10 * norm["median"]
     # A norm on a device is read when the gradients of the groups are gone.
     assert norm["group"] == (None if torch.accelerator.is_available() else 0)
+    if not workers:
+        show_batch(tmp_path, loss["step"], capsys)
+
+
+def show_batch(tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command reads the samples again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 96\n"
+        "    def __getitem__(self, index):\n"
+        "        return {'row': torch.tensor([index, float('inf') if index == 37 else 1.0]), 'name': f'n{index}'}\n"
+        "def make_loader(): return torch.utils.data.DataLoader(Rows())\n"
+        "three = 3\n"
+    )
+    command = ["show-batch", str(tmp_path), "--step", str(step), "--loader"]
+    assert monitor_command([*command, f"{script}:make_loader"]) == 0
+    out = capsys.readouterr().out
+    assert "sample 37" in out and "1 not finite" in out and "'n37'" in out
+    assert out.count("sample ") >= 2
+    for wrong in (f"{script}:three", f"{script}:nothing", "no.py:x", "x"):
+        with pytest.raises(ConfigurationError):
+            monitor_command([*command, wrong])
+    with pytest.raises(ConfigurationError, match="9999"):
+        monitor_command(["show-batch", str(tmp_path), "--step", "9999", "--loader", f"{script}:make_loader"])
+    monitor_command([str(tmp_path), "--once"])
+    assert "37" in capsys.readouterr().out
 
 
 def test_each_rank_reports_its_own_loss(tmp_path: Path) -> None:
@@ -146,33 +176,6 @@ def test_groups_and_indices() -> None:
     assert guilty_group(groups) is None
     assert plain_indices([[1, 2], [torch.tensor(3)]]) == [1, 2, 3]
     assert plain_indices([["a"]]) is None and plain_indices(None) is None and plain_indices([None]) is None
-
-
-def test_show_batch_reads_the_samples_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_world(train, 1, str(tmp_path), 0)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\n"
-        "class Rows(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 96\n"
-        "    def __getitem__(self, index):\n"
-        "        return {'row': torch.tensor([index, float('inf') if index == 37 else 1.0]), 'name': f'n{index}'}\n"
-        "def make_loader(): return torch.utils.data.DataLoader(Rows())\n"
-        "three = 3\n"
-    )
-    loss = next(event for event in events(tmp_path, 0) if event["what"] == "loss")
-    command = ["show-batch", str(tmp_path), "--step", str(loss["step"]), "--loader"]
-    assert monitor_command([*command, f"{script}:make_loader"]) == 0
-    out = capsys.readouterr().out
-    assert "sample 37" in out and "1 not finite" in out and "'n37'" in out
-    assert out.count("sample ") >= 2
-    for wrong in (f"{script}:three", f"{script}:nothing", "no.py:x", "x"):
-        with pytest.raises(ConfigurationError):
-            monitor_command([*command, wrong])
-    with pytest.raises(ConfigurationError, match="9999"):
-        monitor_command(["show-batch", str(tmp_path), "--step", "9999", "--loader", f"{script}:make_loader"])
-    monitor_command([str(tmp_path), "--once"])
-    assert "37" in capsys.readouterr().out
 
 
 def test_steps_that_were_looked_through_are_forgotten() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,55 +81,64 @@ def planned(folder: Path, kind: str, layers: int, mixed_precision: str = "bf16",
     )
 
 
-@pytest.mark.parametrize(("kind", "layers", "mixtures"), [("qwen", 3, 3), ("deepseek", 6, 5)])
-def test_tokens_are_exchanged_four_times_a_layer(tmp_path: Path, kind: str, layers: int, mixtures: int) -> None:
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RankPlan]:
+    """The plans with distributed experts that several tests look at."""
+    layers = {"qwen": 3, "deepseek": 6}
+    return functools.cache(
+        lambda kind: planned(tmp_path_factory.mktemp(kind), kind, layers[kind], dp_shard=4, ep=2)  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RankPlan:
+    return planned(tmp_path_factory.mktemp("alone"), "qwen", 3, dp_shard=4, ep=1)
+
+
+@pytest.mark.parametrize(("kind", "mixtures"), [("qwen", 3), ("deepseek", 5)])
+def test_tokens_are_exchanged_four_times_a_layer(distributed: Any, kind: str, mixtures: int) -> None:
     """To the experts and back, in the forward and in the backward pass; and the counts of tokens before them."""
-    found = planned(tmp_path, kind, layers, dp_shard=4, ep=2)
-    exchanged = [one for one in found.collectives if one.kind == "all-to-all"]
+    exchanged = [one for one in distributed(kind).collectives if one.kind == "all-to-all"]
     assert len(exchanged) == 1 and exchanged[0].ranks == 2 and exchanged[0].calls == mixtures * 5
     rows, counts = TOKENS * CHOSEN * HIDDEN * 2, EXPERTS * 8
     assert exchanged[0].payload == mixtures * (4 * rows + counts)
 
 
-def test_a_rank_gathers_its_own_experts_only(tmp_path: Path) -> None:
-    alone, distributed = (planned(tmp_path, "qwen", 3, dp_shard=4, ep=size) for size in (1, 2))
+def test_a_rank_gathers_its_own_experts_only(alone: RankPlan, distributed: Any) -> None:
     stack = 3 * EXPERTS * 3 * HIDDEN * INNER * 2  # bytes in bf16 of all experts of all layers
-    gathered = [
-        sum(one.payload for one in found.collectives if one.kind == "all-gather") for found in (alone, distributed)
-    ]
+    shared = distributed("qwen")
+    gathered = [sum(one.payload for one in found.collectives if one.kind == "all-gather") for found in (alone, shared)]
     # Gathered in the forward and in the backward pass; with ep, half of the experts.
     assert gathered[0] - gathered[1] == 2 * stack // 2
-    assert alone.memory.weights == distributed.memory.weights
+    assert alone.memory.weights == shared.memory.weights
     # The peak was up to a fifth higher in real runs, so there is none, and no verdict.
-    assert alone.peak is not None and distributed.peak is None
-    text = as_text(replace(distributed, memory_limit=2**40)).splitlines()
+    assert alone.peak is not None and shared.peak is None
+    text = as_text(replace(shared, memory_limit=2**40)).splitlines()
     assert "  The memory of a step with distributed experts is not followed: the peak is higher." in text
     assert "  Whether it fits in 1.0 TiB is therefore not known." in text
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_products_of_experts_have_flops(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "layers"), [("no", 1), ("bf16", 3)])
+def test_products_of_experts_have_flops(tmp_path: Path, alone: RankPlan, precision: str, layers: int) -> None:
     """Of each token and chosen expert three products forward, and twice as many backward."""
-    found = planned(tmp_path, "qwen", 2, mixed_precision=precision, dp_shard=2)
+    found = alone if precision == "bf16" else planned(tmp_path, "qwen", layers, precision, dp_shard=2)
     items = [item for times, part in found.operations for item in part * times if item.name == "_grouped_mm"]
-    assert sum(item.flops for item in items) == 3 * 2 * (2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER)
+    assert sum(item.flops for item in items) == 3 * layers * (2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER)
     assert {item.kind for item in items} == {PRODUCT}
 
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek"])
-def test_tokens_are_waited_for_and_experts_take_their_time(tmp_path: Path, kind: str) -> None:
+def test_tokens_are_waited_for_and_experts_take_their_time(distributed: Any, kind: str) -> None:
     """Tokens travel along an axis of data, on whose reductions nothing in a backward pass waits."""
-    found = planned(tmp_path, kind, 3, dp_shard=4, ep=2)
+    found = distributed(kind)
     speeds, items = Speeds(profile("h100-sxm")), [item for times, part in found.operations for item in part * times]
     products = [item for item in items if item.kind == PRODUCT]
+    names = {item.name for item in items}
     assert {"_grouped_mm", "mm"} <= {item.name for item in products}
     assert found.time is not None
     assert found.time.parts[PRODUCT] == pytest.approx(sum(map(speeds.seconds, products)))
-
-
-def test_values_of_another_width_than_keys_have_a_fused_kernel_on_gpus(tmp_path: Path) -> None:
-    """Latent attention; a CPU keeps all scores, and with 61 layers of them DeepSeek-V3 seemed to take twice as long."""
-    found = planned(tmp_path, "deepseek", 2, dp_shard=2)
-    names = {item.name for _, part in found.operations for item in part}
-    kernel = "_scaled_dot_product_efficient_attention"
-    assert {kernel, f"{kernel}_backward"} <= names and not names & {"bmm", "_softmax", "_safe_softmax"}
+    if kind == "deepseek":
+        # Latent attention, with values of another width than keys, has a fused kernel on GPUs. A CPU keeps all scores,
+        # and with 61 layers of them DeepSeek-V3 seemed to take twice as long.
+        kernel = "_scaled_dot_product_efficient_attention"
+        assert {kernel, f"{kernel}_backward"} <= names and not names & {"bmm", "_softmax", "_safe_softmax"}

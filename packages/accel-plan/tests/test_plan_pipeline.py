@@ -60,6 +60,10 @@ FOUR: dict[str, Case] = {
 }
 
 
+# The last rank is planned, too, where it differs from the first in another way than in the cases before.
+BOTH_ENDS = {"pp", "interleaved", "zbv", "four stages", "pp x dp_shard", "pp x cp"}
+
+
 def folder_of(folder: Path, **changed: Any) -> str:
     return write_llama(folder, **{"num_hidden_layers": 5, **changed})
 
@@ -203,8 +207,8 @@ def test_real_runs_equal_the_plan(tmp_path, world, cases) -> None:
     paths = [folder_of(tmp_path / str(number), **changed) for number, (_, _, changed) in enumerate(cases.values())]
     ranks = run_world(train_all, world, list(cases.values()), paths, timeout=250)
     for number, (name, (sizes, pipeline, _)) in enumerate(cases.items()):
-        for rank in (0, world - 1):
-            # The first rank's plan is extrapolated where stages have enough blocks, that of the last one is not.
+        # The first rank's plan is extrapolated where stages have enough blocks, that of the last one is not.
+        for rank in (0, world - 1) if name in BOTH_ENDS else (0,):
             real, said = ranks[rank][number], planned(paths[number], sizes, pipeline, rank, all_blocks=rank > 0)
             where = (name, rank)
             assert (said.memory.weights, said.memory.gradients) == (real["weights"], real["gradients"]), where
@@ -265,26 +269,14 @@ def test_accumulation_sends_with_every_micro_batch(tmp_path) -> None:
 def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
-    options = [
-        "--model",
-        folder_of(tmp_path / "model", num_hidden_layers=6),
-        "--seq_length",
-        str(LENGTH),
-        "--batch_size",
-        "8",
-        "--rank",
-        "1",
-    ]
+    model = folder_of(tmp_path / "model", num_hidden_layers=6)
+    options = ["--model", model, "--seq_length", str(LENGTH), "--batch_size", "8", "--rank", "1"]
     options += ["--use_parallelism_config", "--parallelism_config_pp_size", "2", "--pp_schedule", "interleaved1f1b"]
     assert COMMAND.run([str(file), *options, "--pp_num_microbatches", "8", "--pp_stages_per_rank", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["pipeline"]
     assert (found["schedule"], found["micro_batches"], found["blocks"]) == ("interleaved1f1b", 8, 6)
     assert [stage["stages"] for stage in found["stages"]] == [[0, 2, 4], [1, 3, 5]]
     assert [stage["blocks"] for stage in found["stages"]] == [[[0, 0], [2, 2], [4, 4]], [[1, 1], [3, 3], [5, 5]]]
-    with pytest.raises(ConfigurationError, match="--pp_num_microbatches x:.*least 1"):
-        COMMAND.run([str(file), *options, "--pp_num_microbatches", "x"])
-    with pytest.raises(ConfigurationError, match="--pp_schedule requires a pipeline"):
-        COMMAND.run([str(file), *options[:8], "--pp_schedule", "gpipe"])
 
 
 @pytest.mark.parametrize(
@@ -303,7 +295,10 @@ def test_a_pipeline_whose_memory_was_not_as_planned_has_no_peak(tmp_path, sizes,
     assert "bytes of parameters, total bytes" in text and "fits in 1.0 TiB, with" not in text
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved_zero_bubble", "dualpipev")]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", *OTHERS])  # one is enough to see it
 def test_gradients_of_weights_computed_later_have_a_peak_and_no_time(tmp_path, schedule) -> None:
     """benchmarks/plan_memory.py compares the peak with real ranks; the order of these schedules is not modelled."""
     asked = {"schedule": schedule, "num_microbatches": 4, "hardware": profile("h100-sxm")}
@@ -341,20 +336,13 @@ def test_the_report_marks_the_largest_rank(tmp_path) -> None:
     ("sizes", "asked", "message"),
     [
         ({"pp": 2, "sp": 8}, {}, "sp_size=8 does not divide num_attention_heads=4"),
-        ({"pp": 8}, {"batch_size": 8}, r"LlamaForCausalLM has 5 blocks \(model.layers\), fewer than the 8 stages"),
+        ({"pp": 8}, {"batch_size": 8}, r"5 blocks \(model.layers\), fewer than the 8 stages"),
         ({"pp": 2, "tp": 8}, {}, "tp_size=8 does not divide num_attention_heads=4"),
-        (
-            {"pp": 4},
-            {"num_microbatches": 2},
-            r"--pp_num_microbatches 2: .*\(4\)",
-        ),
-        (
-            {"pp": 2},
-            {"batch_size": 3},
-            "--pp_num_microbatches 2: a batch of 3 samples",
-        ),
+        ({"pp": 4}, {"num_microbatches": 2}, r"--pp_num_microbatches 2: .*\(4\)"),
+        ({"pp": 2}, {"batch_size": 3}, "--pp_num_microbatches 2: a batch of 3 samples"),
         ({"pp": 2}, {"schedule": "zb"}, "--pp_schedule zb .* gpipe, 1f1b, interleaved1f1b"),
         ({"pp": 2}, {"stages_per_rank": 2}, "--pp_stages_per_rank 2 .* --pp_schedule 1f1b"),
+        ({"dp_shard": 2}, {"schedule": "gpipe"}, "--pp_schedule requires a pipeline"),
     ],
 )
 def test_invalid_pipelines(tmp_path, sizes, asked, message) -> None:
@@ -364,17 +352,10 @@ def test_invalid_pipelines(tmp_path, sizes, asked, message) -> None:
 
 
 def test_deepspeed_with_a_mesh_is_refused(tmp_path, monkeypatch) -> None:
-    message = "settings were given for deepspeed, mesh"
-    named = {
-        "use_deepspeed": "true",
-        "use_parallelism_config": "true",
-        "parallelism_config_pp_size": "2",
-        "num_processes": "2",
-    }
-    settings = load_settings(named, environ={"HF_HOME": "nowhere"})
-    with pytest.raises(ConfigurationError, match=message):
-        make_plan(PlanRequest(settings, folder_of(tmp_path)))
+    named = {"use_deepspeed": "true", "use_parallelism_config": "true", "parallelism_config_pp_size": "2"}
+    settings = load_settings({**named, "num_processes": "2"}, environ={"HF_HOME": "nowhere"})
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=message):
-        Accelerator(cpu=True)
+    for refused in (lambda: make_plan(PlanRequest(settings, folder_of(tmp_path))), lambda: Accelerator(cpu=True)):
+        with pytest.raises(ConfigurationError, match="settings were given for deepspeed, mesh"):
+            refused()

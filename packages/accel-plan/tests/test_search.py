@@ -16,7 +16,7 @@ from accel_launch.config.read import load_settings
 from accel_plan.candidates import AXES, FULL, NONE, SELECTIVE, Candidate, candidates, shape_of
 from accel_plan.command import COMMAND
 from accel_plan.plan import PlanRequest, make_plan
-from accel_plan.search import planning_request, search
+from accel_plan.search import Found, planning_request, search
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import HardwareProfile, read_profile
 from accel_state.options import check, load_groups, resolve
@@ -88,58 +88,78 @@ def test_sequences_and_stages_are_divided_where_they_can_be(tmp_path: Path) -> N
     assert interleaved == {(2, 2), (2, 4), (4, 4), (4, 8)}
 
 
-@pytest.mark.slow  # plans every configuration of four ranks
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_best_is_that_of_all(tmp_path: Path, hardware: Path, shared: bool) -> None:
-    profile, blocks = read_profile(hardware), 3
-    if shared:  # two of four ranks on a processor, where a pipeline's bubble costs nothing and messages cost much
-        profile = replace(profile, devices_per_node=4, overlaps=False, alone_speedup=2.0, message_seconds=1e-3)
-        blocks = 4
-    request = replace(a_request(tmp_path, profile), model=write_llama(tmp_path / "deep", num_hidden_layers=blocks))
-    found = search(request, 4 * 64)
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlanRequest, Found]:
+    """The search that several tests look at."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "slow.json").write_text(json.dumps(PROFILE))
+    request = a_request(folder, read_profile(folder / "slow.json"))
+    return request, search(request, 4 * 64)
+
+
+def check_best(request: PlanRequest, found: Found) -> None:
+    """No configuration is faster, as the plans of all of them say."""
     times = []
-    for item in candidates(request, shape_of(request), profile, processes=4, samples=4, length=64):
+    assert request.hardware is not None and request.memory_limit is not None
+    for item in candidates(request, shape_of(request), request.hardware, processes=4, samples=4, length=64):
         try:
             plan = make_plan(planning_request(request, item))
         except ConfigurationError:
             continue
-        if plan.time is not None and plan.peak is not None and plan.total <= profile.memory_bytes:
+        if plan.time is not None and plan.peak is not None and plan.total <= request.memory_limit:
             times.append((plan.time.seconds, item.describe()))
     assert len(times) > 10
     assert found.best[0].seconds == pytest.approx(min(times)[0], rel=0.02), (found.best[0].candidate, min(times))
-    assert (found.best[0].candidate.axes["pp"] > 1) == shared
     for first, second in itertools.pairwise(found.best):
         assert first.seconds <= second.seconds
-    assert [choice.candidate for choice in search(request, 4 * 64).best] == [choice.candidate for choice in found.best]
 
 
-@pytest.mark.slow  # three searches
-def test_less_memory_takes_other_configurations(tmp_path: Path, hardware: Path) -> None:
-    profile = read_profile(hardware)
-    plenty = search(a_request(tmp_path, profile), 4 * 64).best[0]
-    limit = int(plenty.plan.total * 0.8)
-    found = search(a_request(tmp_path, profile, memory_limit=limit), 4 * 64)
-    assert all(choice.plan.total <= limit for choice in found.best)
-    assert found.best[0].candidate != plenty.candidate
+@pytest.mark.slow  # plans every configuration of four ranks
+def test_the_best_is_that_of_all(searched: tuple[PlanRequest, Found]) -> None:
+    request, found = searched
+    check_best(request, found)
+    assert found.best[0].candidate.axes["pp"] == 1
+    limit = int(found.best[0].plan.total * 0.8)
+    less = search(replace(request, memory_limit=limit), 4 * 64)
+    assert all(choice.plan.total <= limit for choice in less.best)
+    assert less.best[0].candidate != found.best[0].candidate
     with pytest.raises(ConfigurationError, match="no configuration fits in 0.0 GiB"):
-        search(a_request(tmp_path, profile, memory_limit=100_000), 4 * 64)
+        search(replace(request, memory_limit=100_000), 4 * 64)
 
 
-@pytest.mark.slow  # two searches
-def test_the_file_is_the_best_configuration(tmp_path: Path, hardware: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow  # plans every configuration of four ranks
+def test_the_best_on_shared_processors_is_that_of_all(tmp_path: Path, hardware: Path) -> None:
+    """Two of four ranks on a processor, where a pipeline's bubble costs nothing and messages cost much."""
+    shared = {"devices_per_node": 4, "overlaps": False, "alone_speedup": 2.0, "message_seconds": 1e-3}
+    request = a_request(tmp_path, replace(read_profile(hardware), **shared))
+    request = replace(request, model=write_llama(tmp_path / "deep", num_hidden_layers=4))
+    found = search(request, 4 * 64)
+    check_best(request, found)
+    assert found.best[0].candidate.axes["pp"] > 1
+
+
+@pytest.mark.slow  # a search
+def test_the_file_is_the_best_configuration(
+    tmp_path: Path,
+    hardware: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    searched: tuple[PlanRequest, Found],
+) -> None:
     model, output = write_llama(tmp_path / "model"), tmp_path / "best.yaml"
     words = ["--model", model, "--num_processes", "4", "--hardware", str(hardware), "--seq_length", "64"]
     assert COMMAND.run(["--auto", *words, "--global_batch_tokens", "256", "--output", str(output)]) == 0
     text = capsys.readouterr().out
     assert f"written to {output}; the script needs a DataLoader with batch_size=" in text
     size = text.rsplit("batch_size=", 1)[1].strip()
-    assert COMMAND.run(["--auto", *words, "--global_batch_tokens", "256", "--json"]) == 0
+    # The plan of the file is that of another search, which the command prints as JSON.
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_plan.search.search", lambda *_: searched[1])
+        assert COMMAND.run(["--auto", *words, "--global_batch_tokens", "256", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"][0]
-    # The plan of the file is that of the search.
-    assert COMMAND.run([str(output), *words, "--batch_size", size, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
     del best["settings"]
-    assert planned == best
+    assert COMMAND.run([str(output), *words, "--batch_size", size, "--json"]) == 0
+    assert {**json.loads(capsys.readouterr().out), "model": ""} == {**best, "model": ""}
     assert f"{best['time']['seconds']:.3f} s" in text
     # And accel launch takes it.
     assert load_settings({"config_file": str(output)})["num_processes"] == 4
@@ -148,25 +168,20 @@ def test_the_file_is_the_best_configuration(tmp_path: Path, hardware: Path, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--auto", "--model", "llama-3-8b"],
-            "--auto needs --hardware, --global_batch_tokens, --seq_length, --num_pro",
-        ),
-        (["--auto", "--global_batch_tokens", "100"], "100: not a multiple of 64.*Nearest: 64 or 128"),
-        (
-            ["--auto", "--global_batch_tokens", "64"],
-            "1 samples of 64 tokens cannot be divided over 4.*a multiple of 256",
-        ),
-        (["--auto", "--global_batch_tokens", "256", "--batch_size", "2"], "--batch_size does not go with --auto"),
-        (["--auto", "--global_batch_tokens", "256", "--html", "x"], "--html does not go with --auto"),
-        (["--auto", "--global_batch_tokens", "256", "--use_deepspeed"], "--use_deepspeed.*searches DDP, FSDP 2"),
-        (["--auto", "--global_batch_tokens", "256", "--mixed_precision", "fp8"], "does not search in fp8"),
+        (["--model", "llama-3-8b"], "--auto needs --hardware, --global_batch_tokens, --seq_length, --num_pro"),
+        (["--global_batch_tokens", "100"], "100: not a multiple of 64.*Nearest: 64 or 128"),
+        (["--global_batch_tokens", "64"], "1 samples of 64 tokens cannot be divided over 4.*a multiple of 256"),
+        (["--global_batch_tokens", "256", "--batch_size", "2"], "--batch_size does not go with --auto"),
+        (["--global_batch_tokens", "256", "--html", "x"], "--html does not go with --auto"),
+        (["--global_batch_tokens", "256", "--use_deepspeed"], "--use_deepspeed.*searches DDP, FSDP 2"),
+        (["--global_batch_tokens", "256", "--mixed_precision", "fp8"], "does not search in fp8"),
         (["c.yaml", "--output", "best.yaml"], "--output is an option of a search"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, hardware: Path, words: list[str], message: str) -> None:
     (tmp_path / "c.yaml").write_text("distributed_type: MULTI_CPU\n")
     words = [str(tmp_path / "c.yaml") if word == "c.yaml" else word for word in words]
+    words = words if "--output" in words else ["--auto", *words]
     if "llama-3-8b" not in words:
         model = write_llama(tmp_path / "model")
         words += ["--model", model, "--num_processes", "4", "--seq_length", "64", "--hardware", str(hardware)]

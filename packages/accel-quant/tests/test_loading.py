@@ -167,26 +167,6 @@ def test_the_threshold_decides_what_is_computed_in_half_precision(build) -> None
     assert errors[0] < 0.5 * errors[1]
 
 
-@pytest.mark.parametrize(("threshold", "is_equal"), [(0.0, True), (6.0, False)])
-def test_outlier_columns_are_those_of_a_batch_as_a_whole(build, threshold: float, is_equal: bool) -> None:
-    """Why ranks, each with a part of the batch, compute a little differently from one process with all of it."""
-    config = BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=threshold, torch_dtype="fp32")
-    layer = load_and_quantize_model(build(), config).blocks[0].up
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(layer.weight.device)
-    x[5, 3] = 20.0  # above the threshold in one of the rows
-    outputs, gradients = [], []
-    for parts in (1, 2):
-        inputs = x.clone().requires_grad_()
-        output = torch.cat([layer(part) for part in inputs.chunk(parts)])
-        output.square().sum().backward()
-        outputs.append(output.detach())
-        gradients.append(inputs.grad)
-    assert torch.equal(*outputs) is is_equal
-    assert torch.equal(*outputs[:1], layer(x)), "the same batch gives the same bits"
-    if is_equal:
-        torch.testing.assert_close(*gradients, rtol=0, atol=0)
-
-
 def test_nf4_is_closer_than_fp4_and_double_quantization_is_smaller(build) -> None:
     import bitsandbytes  # takes seconds, which each worker that collects the tests would wait
 
@@ -346,10 +326,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path) -> None
     state = build().state_dict()
     for broken, message in (
         ({**state, "blocks.0.up.weight": torch.zeros(3, 3)}, "misshapen"),
-        (
-            {name: value for name, value in state.items() if name != "blocks.0.up.weight"},
-            "missing \\(1\\): blocks.0.up.weight",
-        ),
+        ({name: value for name, value in state.items() if name != "blocks.0.up.weight"}, "missing .1.: blocks.0.up"),
         ({**state, "blocks.0.up.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "quantized with another method"),
     ):
         save_file(broken, tmp_path / "model.safetensors")
@@ -383,10 +360,7 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(build, tmp_path) -> No
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_quant_type="nf4"), four)
     with pytest.raises(ConfigurationError, match="bnb_4bit_use_double_quant=False"):
         load_and_quantize_model(empty(build), config(load_in_4bit=True, bnb_4bit_use_double_quant=True), four)
-    with pytest.raises(
-        ConfigurationError,
-        match="blocks.0.up.weight.*blocks.0.up",
-    ):
+    with pytest.raises(ConfigurationError, match="blocks.0.up.weight.*blocks.0.up"):
         load_and_quantize_model(empty(build), config(load_in_8bit=True, skip_modules=["head", "blocks.0"]), eight)
 
 

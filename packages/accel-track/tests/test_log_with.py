@@ -61,10 +61,7 @@ def test_all_without_a_directory_leaves_out_trackers_that_need_one(caplog: pytes
 
 
 def test_what_is_no_tracker_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"'wandbb' is not a known tracker\. Did you mean 'wandb'\?.*accel\.trackers",
-    ):
+    with pytest.raises(ConfigurationError, match=r"'wandbb' .* Did you mean 'wandb'\?.*accel\.trackers"):
         filter_trackers("wandbb")
     with pytest.raises(ConfigurationError, match="log_with=3"):
         filter_trackers([3])

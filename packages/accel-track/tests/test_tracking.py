@@ -19,10 +19,7 @@ from accel_track import (
     Silence,
     TrackerError,
     TrackerRun,
-    get_available_trackers,
-    log_with,
     read_run,
-    register_tracker_class,
 )
 
 QUICK = Delivery(start_timeout=0.5, stall_timeout=0.5, finish_timeout=0.5)
@@ -346,49 +343,31 @@ def test_threads_end_with_the_run() -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
-def once_a_job(folder: str) -> tuple[bool, str, list[str]]:
-    with TrackerRun("jsonl", folder) as tracking:
-        tracking.init_trackers("project", {"lr": 1})
-        tracking.log({"a": 1}, step=0)
-        own = tracking.get_tracker("jsonl")
-        own.log({"b": 2}, step=1)
-        return tracking.trackers != [], type(own).__name__, list(tracking.state_dict()["trackers"])
-
-
 class EveryRank(Recorder):
     name = "every_rank"
     main_process_only = False
 
 
-def on_every_rank() -> list[Any]:
+def once_a_job(folder: str) -> tuple[bool, str, list[str], int]:
+    with TrackerRun("jsonl", folder) as tracking:
+        tracking.init_trackers("project", {"lr": 1})
+        tracking.log({"a": 1}, step=0)
+        own = tracking.get_tracker("jsonl")
+        own.log({"b": 2}, step=1)
+        found = tracking.trackers != [], type(own).__name__, list(tracking.state_dict()["trackers"])
     with TrackerRun([EveryRank]) as tracking:
         tracking.init_trackers("project")
         tracking.log({"a": 1})
-        return tracking.get_tracker("every_rank", unwrap=True)
+        told = tracking.get_tracker("every_rank", unwrap=True)
+    return *found, len(told)
 
 
 @pytest.mark.parametrize("state", [True, False])
-def test_only_the_main_process_logs(state: bool, tmp_path: Path) -> None:
+def test_only_the_main_process_logs_unless_a_tracker_is_for_every_rank(state: bool, tmp_path: Path) -> None:
     results = run_world(once_a_job, 2, str(tmp_path), state=state)
-    assert results == [(True, "JSONLinesTracker", ["jsonl"]), (False, "Silence", [])]
+    assert results == [(True, "JSONLinesTracker", ["jsonl"], 3), (False, "Silence", [], 3)]
     (folder,) = (tmp_path / "project").iterdir()
     assert [row.get("a", row.get("b")) for row in read_run(folder).rows] == [1, 2]
-
-
-def test_a_tracker_of_every_rank_runs_on_every_rank() -> None:
-    assert [len(told) for told in run_world(on_every_rank, 2)] == [3, 3]
-
-
-def test_registered_classes_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_with, "_registered", {})
-
-    class Named(Recorder):
-        name = "named_in_a_test"
-
-    register_tracker_class(Named)
-    register_tracker_class(Named)
-    assert "named_in_a_test" in get_available_trackers()
-    assert TrackerRun("named_in_a_test").log_with == [Named]
 
 
 class Directory(GeneralTracker):

@@ -36,14 +36,6 @@ def test_values_and_curves_on_the_terminal(runs: Path, capsys: pytest.CaptureFix
     assert "* digits/" in printed and "o digits/" in printed
 
 
-def test_one_run_is_drawn_finely(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = next(path.name for path in (runs / "digits").iterdir())
-    run(["show", str(runs), "--run", name, "--metric", "*loss", "--width", "60"])
-    printed = capsys.readouterr().out
-    assert printed.count("digits/") == 1
-    assert any("\u2800" < character <= "\u28ff" for character in printed)
-
-
 def test_the_first_value_is_at_the_upper_left() -> None:
     chart = Chart("loss", {"a": [(0, 2.0), (1, 1.0), (2, math.nan), (3, 0.0)]})
     lines = draw(chart, 30, 4, braille=False).splitlines()
@@ -118,18 +110,14 @@ def test_a_pattern_selects_rows_of_tables_too(runs: Path, tmp_path: Path, capsys
     run(["show", str(runs), "--run", name, "--metric", "*loss", "--width", "60"])
     printed = capsys.readouterr().out
     assert "train/loss" in printed and "lr" not in printed and "note" not in printed
+    assert printed.count("digits/") == 1
+    assert any("\u2800" < character <= "\u28ff" for character in printed), "one run is drawn finely"
     run(["show", str(runs), "--run", name, "--metric", "not*"])
     assert "note" in (printed := capsys.readouterr().out) and "train/loss" not in printed, "texts have a row only"
     page, table = tmp_path / "page.html", tmp_path / "table.csv"
     run(["show", str(runs), "--run", name, "--metric", "lr", "--html", str(page), "--csv", str(table)])
     assert 'type="button">lr<' in page.read_text() and "train/loss" not in page.read_text()
     assert table.read_text().splitlines()[0] == "_step,_time,lr"
-
-
-def test_the_image(runs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(["show", str(runs), "--png", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_image_without_matplotlib(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
