@@ -261,7 +261,11 @@ class Cable:
             except OSError:
                 return
             self.plugged.wait()
-            far = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # what listened there has ended
+                near.close()
+                continue
             self._near.add(near)
             for source, target in ((near, far), (far, near)):
                 threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
