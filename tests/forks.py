@@ -40,6 +40,8 @@ _HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_")
 # Variables that run_world sets for a rank.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_A_RANK += ("MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU")
+# As in the workspace's conftest.py, which multiplies the limits of programs that Popen starts.
+_PATIENCE = float(os.environ.get("ACCEL_TEST_PATIENCE", "1"))
 ACCEL = "import sys; from accel_launch.cli import main; sys.exit(main())"  # the program ``accel``
 
 
@@ -117,13 +119,14 @@ class Program:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code."""
         if self.returncode is None:
-            if not self._status.poll(timeout):
+            if not self._status.poll(_longer(timeout)):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
             self.returncode = int(self._status.recv())
         return self.returncode
 
     def communicate(self, timeout: float = 600) -> tuple[str, str]:
         """Read the output to its end, and wait."""
+        timeout = _longer(timeout) or 0
         deadline = time.monotonic() + timeout
         if not self._texts:
             pool = futures.ThreadPoolExecutor(2)
@@ -147,6 +150,11 @@ class Program:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+def _longer(seconds: float | None) -> float | None:
+    """Multiply a limit of time; shorter ones are those of tests in which a process hangs."""
+    return seconds * _PATIENCE if seconds and seconds >= 30 else seconds
 
 
 def _read(file: io.TextIOBase) -> str:
