@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         if len(failed) > MOST_TRIED:
             print(f"\n{len(failed)} tests failed: more than {MOST_TRIED} are not run again", flush=True)
             return code
-        print(f"\nrunning {len(failed)} failed tests alone", flush=True)
+        print(f"\nrunning {len(failed)} failed {'test' if len(failed) == 1 else 'tests'} alone", flush=True)
         alone = [*arguments, *cache, "-n", "0", "--dist", "no", "--last-failed", "--last-failed-no-failures", "none"]
         _, second = run(alone, Path(folder, "second.json"))
         passed = {name: text for name, text in failed.items() if name in second["passed"]}
