@@ -100,6 +100,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "belongs to the command above it",
     "cd accel": "the directory of a clone",
     "accel plan --auto --model llama-3-70b --num_processes 64 *": "three minutes; planning.md has a search that is run",
+    ".ci/run": "runs these tests",
     "scripts/*": "these run the tests, the documentation and the benchmarks themselves",
     "#!/bin/bash": "begins a batch script; tests/test_launch_slurm.py submits some",
     "docs/guides/checkpoints.md: status=$[?]": "as above",
