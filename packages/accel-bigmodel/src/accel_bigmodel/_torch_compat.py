@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from accel_state import is_torch_version
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
@@ -36,6 +39,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` has wrapped, or the model itself. The class has no public name."""
+    original = children_of(model).get("_orig_mod")
+    return model if original is None else original
+
+
 # Through this method Module.to(), half(), cuda() and so on convert all tensors; torch has no hook around them.
 APPLY = "_apply"
 
@@ -46,6 +55,43 @@ def apply_to_tensors(
     """Convert all tensors of a module as its class does."""
     result: nn.Module = type(module)._apply(module, convert, recurse)
     return result
+
+
+def without_torch_function() -> Any:
+    """Return a context in which ``__torch_function__`` of tensor classes is not called; torch has no public one."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def untraced(function: Call) -> Call:
+    """Keep ``torch.compile`` out of a function and what it calls, as ``torch.compiler.disable`` does.
+
+    That one imports the compiler, which takes longer than loading a model.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            skip: Any = getattr(torch._dynamo, "skip_frame", torch._dynamo.graph_break)
+            skip()
+        callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(callback)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "weights are offloaded"  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, or 0 for tensors of inference mode, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def in_transform() -> bool:
+    """True inside ``torch.func`` transforms (``grad``, ``vmap``), which refuse hooks on saved tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

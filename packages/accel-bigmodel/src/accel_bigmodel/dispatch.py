@@ -16,6 +16,7 @@ from accel_state.errors import ConfigurationError, check_type
 from accel_state.humanize import counted
 from accel_state.paths import as_path
 
+from ._torch_compat import uncompiled
 from .device_map.device_map_checks import check_device_map, check_devices
 from .device_map.infer import infer_auto_device_map
 from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory, get_max_memory
@@ -24,12 +25,16 @@ from .hooks.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_prefetcher,
+    forget_offload,
+    has_offloaded_weights,
     return_outputs_to_inputs,
 )
 from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
 from .hooks.experts import largest_visit
+from .hooks.state_dicts import accept_state_dicts
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
 from .offload.parent_read_params import is_param_container, reading_module, reads_child_params
+from .offload.placeholder import Placeholder, has_values, is_placeholder
 from .offload.store import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
@@ -69,11 +74,16 @@ def cpu_offload(
             without calling them.
     """
     check_type(model, nn.Module, "cpu_offload", "Pass a model: a torch.nn.Module.")
+    inner = uncompiled(model)
     if state_dict is None:
-        state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        # One copy of a tied weight, so that what is written into it under one name is seen under the others.
+        tensors = {name: value for name, value in inner.state_dict(keep_vars=True).items()}
+        copies = {id(value): value.detach().to("cpu") for value in tensors.values()}
+        state_dict = {name: copies[id(value)] for name, value in tensors.items()}
     is_loader = isinstance(state_dict, OffloadedWeightsLoader)
     weights = state_dict if is_loader else OffloadedWeightsLoader(state_dict=state_dict)
-    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+    _offload_all(inner, execution_device, weights, offload_buffers, preload_module_classes)
+    return model
 
 
 def disk_offload(
@@ -95,11 +105,12 @@ def disk_offload(
         ConfigurationError: the directory holds weights that are not those of this model.
     """
     check_type(model, nn.Module, "disk_offload", "Pass a model: a torch.nn.Module.")
+    inner = uncompiled(model)
     if not (as_path("offload_dir", offload_dir) / OFFLOAD_INDEX_NAME).is_file():
-        offload_state_dict(offload_dir, model.state_dict())
+        offload_state_dict(offload_dir, inner.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in model.state_dict().items():
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    for name, tensor in inner.state_dict().items():
         if not offload_buffers and name not in parameters:
             continue
         found = weights.index.get(name)
@@ -111,18 +122,22 @@ def disk_offload(
                 f"{offload_dir} holds the weights of another model: {name} {how}. Give another directory, or delete "
                 "this one."
             )
-    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+    _offload_all(inner, execution_device, weights, offload_buffers, preload_module_classes)
+    return model
 
 
 def _offload_all(
-    model: Model,
+    model: nn.Module,
     execution_device: Location | None,
     weights: Mapping[str, torch.Tensor],
     offload_buffers: bool,
     preload_module_classes: Sequence[str] | None,
-) -> Model:
+) -> None:
     if execution_device is None:
-        execution_device = next(model.parameters()).device
+        first = next(model.parameters())
+        # A placeholder's weight is where its module runs.
+        execution_device = (first.stands_for.read() if isinstance(first, Placeholder) else first).device
+    forget_offload(model)
     classes = preload_module_classes
     attach_align_device_hook(
         model, execution_device, True, weights, offload_buffers=offload_buffers, preload_module_classes=classes
@@ -130,7 +145,7 @@ def _offload_all(
     return_outputs_to_inputs(model)
     attach_prefetcher(model)
     check_conversions(model)
-    return model
+    accept_state_dicts(model)
 
 
 def dispatch_model(
@@ -184,12 +199,15 @@ def dispatch_model(
     check_type(model, nn.Module, "dispatch_model", "Pass a model: a torch.nn.Module.")
     hint = "Pass a dictionary of module names to devices, such as infer_auto_device_map(model) returns."
     check_type(device_map, Mapping, "dispatch_model(device_map=...)", hint)
-    check_device_map(model, device_map)
+    inner = uncompiled(model)
+    if inner is not model:
+        device_map = {name.removeprefix("_orig_mod").removeprefix("."): place for name, place in device_map.items()}
+    check_device_map(inner, device_map)
     check_devices(device_map)
-    _undo_dispatch(model)
+    _undo_dispatch(inner)
     whole_classes = tuple(preload_module_classes or ())
-    flat_map = disjoint_device_map(model, with_shared_modules(model, device_map), whole_classes)
-    dispatcher = _Dispatcher(model, flat_map, main_device, offload_buffers)
+    flat_map = disjoint_device_map(inner, with_shared_modules(inner, device_map), whole_classes)
+    dispatcher = _Dispatcher(inner, flat_map, main_device, offload_buffers)
     dispatcher.keep_too_large_on_host(max_memory, whole_classes)
     if dispatcher.needs_hooks or force_hooks:
         dispatcher.find_offloaded_weights(state_dict, offload_dir, offload_index)
@@ -197,11 +215,13 @@ def dispatch_model(
     else:
         dispatcher.read_weights(offload_dir, offload_index)
         dispatcher.refuse_empty(())
-        model.to(as_device(next(iter(device_map.values()))))
-    model.__dict__["hf_device_map"] = dict(device_map)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        tied = find_tied_parameters(inner)
+        inner.to(as_device(next(iter(device_map.values()))))
+        retie_parameters(inner, tied)
+    inner.__dict__["hf_device_map"] = dict(device_map)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "get_encoder"):
         # Otherwise transformers' generate adds another library's hook to the encoder of a model with a device map.
-        get_encoder: Any = model.get_encoder
+        get_encoder: Any = inner.get_encoder
         encoder = get_encoder()
         if not hasattr(encoder, "_hf_hook"):
             add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
@@ -211,6 +231,8 @@ def dispatch_model(
 def _undo_dispatch(model: nn.Module) -> None:
     if model.__dict__.pop("hf_device_map", None) is not None:
         remove_hook_from_submodules(model)
+    elif has_offloaded_weights(model):
+        forget_offload(model)
 
 
 class _Dispatcher:
@@ -265,7 +287,11 @@ class _Dispatcher:
         """The tensors of a state dict that are mapped to a location and have values."""
         names = self._mapped_to(location)
         part = state if names == [""] else extract_submodules_state_dict(state, names)
-        return {name: value for name, value in part.items() if value.device.type != "meta"}
+        return {
+            name: value.to("cpu") if is_placeholder(value) else value
+            for name, value in part.items()
+            if has_values(value)
+        }
 
     def find_offloaded_weights(
         self,
@@ -335,8 +361,8 @@ class _Dispatcher:
                 index.update(dict.fromkeys(absent, entry))
             elif stored is not None:
                 in_memory.update(dict.fromkeys(absent, in_memory[stored]))
-            elif parameters[group[0]].device.type != "meta":
-                in_memory.update(dict.fromkeys(absent, parameters[group[0]].detach()))
+            elif has_values(parameters[group[0]]):
+                in_memory.update(dict.fromkeys(absent, parameters[group[0]].detach().to("cpu")))
 
     def refuse_empty(self, offloaded: Iterable[str]) -> None:
         """Refuse tensors without values, except offloaded ones."""
@@ -387,6 +413,7 @@ class _Dispatcher:
                 retie_parameters(self.model, [group])
         attach_prefetcher(self.model, room)
         check_conversions(self.model)
+        accept_state_dicts(self.model)
 
     def _place_single_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
         """Place tensors with their own map entry: those that a module whose parts are split up reads itself."""
@@ -512,14 +539,15 @@ def load_checkpoint_and_dispatch(
     """
     check_type(model, nn.Module, "load_checkpoint_and_dispatch", "Pass a model: a torch.nn.Module.")
     main_device: Location | None = None
+    inner = uncompiled(model)
     if isinstance(device_map, str):
-        device_map = named_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = named_device_map(inner, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
         # Also when no module stays on an accelerator: each of them fits on one for its forward.
         limits = get_max_memory(max_memory)
         main_device = next((place for place, limit in limits.items() if limit > 0 and place not in HOST_AND_DISK), None)
-    _undo_dispatch(model)
+    _undo_dispatch(inner)
     load_checkpoint_in_model(
-        model,
+        inner,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,

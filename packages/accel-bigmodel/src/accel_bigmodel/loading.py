@@ -25,6 +25,7 @@ from .checkpoint.tensor_files import CheckpointFile, open_file
 from .checkpoint.transformers_conversion import ConvertedFile, conversion_of, is_transformers_model
 from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
+from .offload.placeholder import has_values
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_names
 from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
@@ -345,7 +346,7 @@ def on_meta(model: nn.Module, without: Iterable[str] = ()) -> list[str]:
     """Names of the tensors on the meta device, except those given."""
     known = set(without)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in tensors if tensor.device.type == "meta" and name not in known]
+    return [name for name, tensor in tensors if not has_values(tensor) and name not in known]
 
 
 def load_into_sharded_model(

@@ -13,6 +13,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import buffers_of, non_persistent_buffers, parameters_of
+from .offload.placeholder import PlaceholderParameter, has_values
 
 Location = int | str | torch.device
 """The index of an accelerator, a torch device or its name; in device maps also "disk"."""
@@ -153,7 +154,7 @@ def set_module_tensor_to_device(
     if old is None and value is None:
         return
     target = as_device(device)
-    if value is None and old is not None and old.device.type == "meta" and target.type != "meta":
+    if value is None and old is not None and not has_values(old) and target.type != "meta":
         raise ConfigurationError(
             f"{tensor_name} is on the meta device, so it has no values to put on {device}: pass value="
         )
@@ -190,7 +191,7 @@ def _parameter_like(old: torch.Tensor | None, values: torch.Tensor, target: torc
     """A parameter with the class and attributes of ``old``, and other values."""
     if old is None:
         return nn.Parameter(values, requires_grad=values.is_floating_point())
-    if type(old) is nn.Parameter:
+    if type(old) in (nn.Parameter, PlaceholderParameter):
         differentiable = values.is_floating_point() or values.is_complex()
         return nn.Parameter(values, requires_grad=old.requires_grad and differentiable)
     # Quantized parameters pack their values, as their attributes say, when they are moved to a device.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.errors import ConfigurationError
 from accel_state.operations import find_device, send_to_device
 
-from .._torch_compat import buffers_of
+from .._torch_compat import in_transform, untraced
+from ..offload.placeholder import has_values
 from ..offload.prefetch import Prefetcher, WeightGroup
 from ..offload.store import OffloadedWeightsLoader, PrefixedDataset
 from ..tensors import (
@@ -25,11 +28,11 @@ from ..tensors import (
     as_device,
     get_non_persistent_buffers,
     named_module_tensors,
-    owner_of,
     set_module_tensor_to_device,
-    tensor_table,
 )
 from .base import ModelHook
+from .forwards import FORWARDS, Frame
+from .slots import OffloadedWriteError, Slot, device_before, is_here
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,17 @@ def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], to
     return saved_tensors_hooks(pack, unpack)
 
 
-# The replacement of each tied tensor, so that all modules that share it get the same one.
-_REPLACEMENTS: Any = WeakIdKeyDictionary()
+_HOOKS: weakref.WeakSet[AlignDevicesHook] = weakref.WeakSet()
 
 
-class OffloadedConversionError(ConfigurationError, RuntimeError):
-    """``half()``, ``to()`` or another conversion of a module whose weights are offloaded."""
+def _free_after_fork() -> None:
+    """Free what threads held that exist only in the parent process."""
+    for hook in _HOOKS:
+        hook._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_after_fork)
 
 
 class AlignDevicesHook(ModelHook):
@@ -111,13 +119,33 @@ class AlignDevicesHook(ModelHook):
         self.only: frozenset[str] | None = None
         """The names that the hook handles, if other hooks place the rest."""
         self.moves_inputs = True
-        self.slots: list[_Slot] = []
+        self.known_modules: int | None = None
+        """How many modules the model had when it was offloaded, if this hook is that of the model."""
+        self.slots: list[Slot] = []
         """The places of the offloaded weights, as of the last :meth:`update`."""
         self.prefetcher: Prefetcher | None = None
         self._prefetch_index = 0
         self._prefetched_map: Any = None  # the weights_map that the prefetcher reads
         self._acted_on: tuple[Any, ...] = ()  # the module, and the attributes that its slots and placement follow from
-        self._autograd_context: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        _HOOKS.add(self)
+        self._lock = threading.RLock()
+        self._users = 0  # forwards, in all threads, that have the values in the module
+        self._present: dict[str, torch.Tensor] = {}  # those values
+        self._present_from: Any = None  # the weights_map that they were read from
+        self._present_on: torch.device | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_lock", "_users", "_present", "_present_from", "_present_on")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    brings_values = True
 
     def __repr__(self) -> str:
         names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -165,17 +193,17 @@ class AlignDevicesHook(ModelHook):
         present = {slot.name: slot for slot in self.slots}
         # Devices that a client has assigned stay.
         for name, tensor in tensors.items():
-            self.original_devices.setdefault(name, tensor.device)
+            self.original_devices.setdefault(name, device_before(tensor))
         handled = [name for name in tensors if self.only is None or name in self.only]
         offloaded = [name for name in handled if name not in kept]
         weights = self._weights_with(module, {name: tensors[name] for name in offloaded if name not in present})
-        offloaded = [name for name in offloaded if name in weights or tensors[name].is_meta]
+        offloaded = [name for name in offloaded if name in weights or not is_here(tensors[name])]
         self._load([slot for name, slot in present.items() if name not in offloaded and slot.is_empty], self.device)
         if self.execution_device is not None:
             for name in handled:
                 if name not in offloaded:
                     set_module_tensor_to_device(module, name, self.execution_device)
-        self.slots = [present.get(name) or _Slot(module, name, tensors[name]) for name in offloaded]
+        self.slots = [present.get(name) or Slot(self, module, name, tensors[name]) for name in offloaded]
         self._prefetched_map = None
         for slot in self.slots:
             slot.clear()
@@ -186,7 +214,7 @@ class AlignDevicesHook(ModelHook):
             return self.weights_map
         held = {} if self.weights_map is None else self.weights_map
         absent = {name: value for name, value in tensors.items() if name not in held}
-        empty = [name for name, value in absent.items() if value.is_meta]
+        empty = [name for name, value in absent.items() if not has_values(value)]
         if empty:
             raise ConfigurationError(
                 f"{type(module).__name__} cannot be offloaded: {', '.join(empty)} has no values, neither in the module "
@@ -196,16 +224,16 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {**held, **{name: value.detach().to("cpu") for name, value in absent.items()}}
         return self.weights_map
 
-    def _load(self, slots: Iterable[_Slot], device: torch.device | None) -> None:
+    def _load(self, slots: Iterable[Slot], device: torch.device | None) -> None:
         """Put values into the module for good."""
         for slot in slots:
-            value = self._read(slot.name, None)
+            value = self.read(slot.name)
             assert self.weights_map is not None
             slot.restore(value, device or value.device, self.weights_map)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.prefetcher is not None:
-            self.prefetcher.cancel()
+            self.prefetcher.cancel(everything=True)
             self.prefetcher = None
         if self.offload:
             self.update(module)
@@ -218,34 +246,117 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._is_noted:
+            return self._enter(module, args, kwargs)
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         self.update(module)
+        return self._moved(args, kwargs)
+
+    @property
+    def _is_noted(self) -> bool:
+        """True if this thread notes the forward. A compiler traces the others as a part of the model."""
+        return self.offload or (self.io_same_device and not torch.compiler.is_compiling())
+
+    @untraced
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.update(module)
+        if self.known_modules is not None and not FORWARDS.frames:
+            self._check_new_modules(module)
+        frame = Frame(self, module, find_device([args, kwargs]) if self.io_same_device else None)
+        self.input_device = frame.input_device
+        FORWARDS.frames.append(frame)
+        try:
+            return self._prepare(frame, args, kwargs)
+        except BaseException:
+            self.abort_forward(module)
+            raise
+
+    def _check_new_modules(self, model: nn.Module) -> None:
+        """Refuse a module that was added to an offloaded model and has followed its placeholders to the meta device."""
+        count = sum(1 for _ in model.modules())
+        if count == self.known_modules:
+            return
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if type(tensor) in (nn.Parameter, torch.Tensor) and not has_values(tensor):
+                raise ConfigurationError(
+                    f"{name} has no values: it was added after {type(model).__name__} was offloaded, and then moved to "
+                    "the meta device, where the placeholders of offloaded weights are. Add adapters before the model "
+                    "is offloaded: model = get_peft_model(model, config), then cpu_offload(model)."
+                )
+        self.known_modules = count
+
+    def _prepare(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.slots:
             values = self.onload()
-            if torch.is_grad_enabled():
+            frame.holds_values = True
+            # Transforms of torch.func refuse hooks on what autograd saves.
+            if torch.is_grad_enabled() and not in_transform():
                 # The backward reads the weights of this forward, whatever is assigned in between.
-                read = functools.partial(self._read, device=self.device, weights=self.weights_map)
-                self._autograd_context = without_weights(values, read)
-                self._autograd_context.__enter__()
+                read = functools.partial(self.read, device=self.device, weights=self.weights_map)
+                frame.autograd_context = without_weights(values, read)
+                frame.autograd_context.__enter__()
+        return self._moved(args, kwargs)
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = self.device
         if device is None or not self.moves_inputs:
             return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        self.abort_forward(module)
-        if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        input_device = self._leave(True) if self._is_noted else self.input_device
+        if self.io_same_device and input_device is not None:
+            output = send_to_device(output, input_device, skip_keys=self.skip_keys)
         return output
 
     def abort_forward(self, module: nn.Module) -> None:
-        context, self._autograd_context = self._autograd_context, None
-        if context is not None:
-            context.__exit__(None, None, None)
-        if self.offload:
-            for slot in self.slots:
-                slot.clear()
+        if self._is_noted:
+            self._leave(False)
+
+    @untraced
+    def _leave(self, has_succeeded: bool) -> torch.device | None:
+        """Note the end of a forward, and return the device that its inputs were on."""
+        frame = FORWARDS.leave(self)
+        self.release(frame, keep_changes=has_succeeded)
+        return self.input_device if frame is None else frame.input_device
+
+    def release(self, frame: Frame | None, keep_changes: bool = False) -> None:
+        """Release the values of a forward, unless another one needs them."""
+        if frame is None:
+            return
+        try:
+            if frame.holds_values:
+                self.offload_again(keep_changes)
+        finally:
+            if frame.on_release is not None:
+                frame.on_release(frame)
+
+    def offload_again(self, keep_changes: bool = False, compare: bool = False) -> None:
+        """Undo one :meth:`onload`; the values leave the module with the last one.
+
+        Args:
+            keep_changes: what was written into the values lasts.
+            compare: find out by comparing them; otherwise what ``weight.data`` gave is not noticed.
+
+        Raises:
+            OffloadedWriteError: something was written that cannot last.
+        """
+        with self._lock:
+            self._users = max(0, self._users - 1)
+            if self._users:
+                return
+            try:
+                for slot in self.slots if keep_changes else ():
+                    slot.keep_changes(compare)
+            finally:
+                self._present, self._present_from = {}, None
+                for slot in self.slots:
+                    slot.clear()
 
     def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.update(module)
@@ -255,31 +366,76 @@ class AlignDevicesHook(ModelHook):
     def onload(self, device: torch.device | None = None, read_anew: bool = False) -> dict[str, torch.Tensor]:
         """Put the offloaded weights into the module, on ``device`` or the execution device, and return them.
 
-        With ``read_anew`` no later forward sees what is written into them.
+        :meth:`offload_again` undoes it. Several threads share the values of a forward on the CPU. With ``read_anew`` no
+        later forward sees what is written into them.
         """
-        if self.prefetcher is not None and device is None and not read_anew:
-            if self._prefetched_map is not self.weights_map:
-                self.prefetch_with(self.prefetcher, self._prefetch_index)
-                self.prefetcher.set_group(self._prefetch_index, self.weight_group())
-            values = {**self.prefetcher.take(self._prefetch_index, self.device), **self._tied_copies(self.device)}
-        else:
-            values = {slot.name: self._read(slot.name, device or self.device) for slot in self.slots}
-        # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
-        weights = {} if self.weights_map is None else self.weights_map
-        for slot in self.slots:
-            slot.fill(values[slot.name], weights)
+        target = device or self.device
+        with self._lock:
+            if self._users and not read_anew and self._has_present(target):
+                values = self._present
+                if self.prefetcher is not None:
+                    self.prefetcher.skip(self._prefetch_index)
+            else:
+                values = self._fetch(target, read_anew or device is not None)
+                self._present, self._present_from, self._present_on = values, self.weights_map, target
+                # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
+                weights = {} if self.weights_map is None else self.weights_map
+                for slot in self.slots:
+                    slot.fill(values[slot.name], weights)
+            self._users += 1
         return values
 
-    def _read(
-        self, name: str, device: torch.device | None, weights: Mapping[str, torch.Tensor] | None = None
+    def _has_present(self, device: torch.device | None) -> bool:
+        """True if the values that another forward has put into the module serve a new one."""
+        on_host = device is None or device.type == "cpu"  # elsewhere each thread has a stream of its own
+        return on_host and self._present_from is self.weights_map and self._present_on == device
+
+    def _fetch(self, device: torch.device | None, read_anew: bool) -> dict[str, torch.Tensor]:
+        if self.prefetcher is None or read_anew:
+            return {slot.name: self.read(slot.name, device) for slot in self.slots}
+        if self._prefetched_map is not self.weights_map:
+            self.prefetch_with(self.prefetcher, self._prefetch_index)
+            self.prefetcher.set_group(self._prefetch_index, self.weight_group())
+        return {**self.prefetcher.take(self._prefetch_index, device), **self._tied_copies(device)}
+
+    def read(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        """Return a weight on a device; None: where it is offloaded."""
         weights = self.weights_map if weights is None else weights
         assert weights is not None
         value = weights[name]
         if device is None:
             return value
-        tied = (self.tied_params_map or {}).get(value.data_ptr(), {}).get(device)
+        tied = None
+        if any((self.tied_params_map or {}).values()):
+            tied = (self.tied_params_map or {}).get(value.data_ptr(), {}).get(device)
         return value.to(device) if tied is None else tied.detach()
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Return a weight that is in host memory, where it can be written to; None if it is elsewhere."""
+        source, (key,) = self.source([name])
+        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
+        return held.get(key) if isinstance(held, dict) else None
+
+    def hold(self, name: str, value: torch.Tensor) -> None:
+        """Keep a weight in host memory from now on.
+
+        Raises:
+            OffloadedWriteError: the mapping of the weights takes none.
+        """
+        source, (key,) = self.source([name])
+        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
+        if not isinstance(held, dict):
+            raise OffloadedWriteError(f"{key} was written to, but {type(held).__name__} cannot hold the new values.")
+        held[key] = value.detach().to("cpu")
+
+    def prefix(self) -> str:
+        """Return what comes before the names of the weights in the mapping that holds them: the module's own name."""
+        return self.source([""])[1][0]
 
     def _tied_copies(self, device: torch.device | None) -> dict[str, torch.Tensor]:
         """The copies on a device of those weights in memory that are tied to weights which are there already."""
@@ -293,9 +449,10 @@ class AlignDevicesHook(ModelHook):
         copies = {slot: (self.tied_params_map or {}).get(held[name].data_ptr(), {}) for slot, name in in_memory}
         return {name: found[device].detach() for name, found in copies.items() if device in found}
 
-    def source(self) -> tuple[Any, list[str]]:
-        """The mapping that holds the offloaded weights, and their names in it."""
-        names, weights = [slot.name for slot in self.slots], self.weights_map
+    def source(self, names: Iterable[str] | None = None) -> tuple[Any, list[str]]:
+        """Return the mapping that holds the offloaded weights, and the names in it of all or some of them."""
+        names = [slot.name for slot in self.slots] if names is None else list(names)
+        weights = self.weights_map
         while isinstance(weights, PrefixedDataset):
             names, weights = [f"{weights.prefix}{name}" for name in names], weights.dataset
         return weights, names
@@ -310,99 +467,3 @@ class AlignDevicesHook(ModelHook):
         nbytes = sum(slot.placeholder.nbytes for slot in self.slots)
         is_lookup_table = isinstance(self._acted_on[0], (nn.Embedding, nn.EmbeddingBag))
         return WeightGroup([slot.name for slot in self.slots], source, names, nbytes, self.device, is_lookup_table)
-
-
-class _Slot:
-    """The place of an offloaded tensor in a module; between forwards it holds a placeholder on the meta device.
-
-    A tensor that anything else puts there (an assignment, ``load_state_dict(assign=True)``, ``functional_call``)
-    stays.
-    """
-
-    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        self.name = name
-        self.owner, self.key = owner_of(module, name)
-        self.table = tensor_table(self.owner, self.key)
-        self.is_buffer = self.table is buffers_of(self.owner)
-        self.placeholder = self._replace(tensor, lambda: set_module_tensor_to_device(self.owner, self.key, "meta"))
-        self.is_plain = type(self.placeholder) in {nn.Parameter, torch.Tensor}
-        self._filled: Any = None  # what fill() has put there
-
-    def _replace(self, old: torch.Tensor, replace: Callable[[], None]) -> torch.Tensor:
-        known = _REPLACEMENTS.get(old)
-        new: torch.Tensor | None = known() if known is not None else None
-        if new is None:
-            replace()
-            new = self.table[self.key]
-            if new is old:  # it was on the meta device
-                return old
-            _REPLACEMENTS[old] = weakref.ref(new)
-        self.table[self.key] = new
-        return new
-
-    def restore(self, value: torch.Tensor, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put values in permanently."""
-
-        def replace() -> None:
-            scales = self._scales(value, weights)
-            set_module_tensor_to_device(
-                self.owner, self.key, device, value=value, dtype=value.dtype, fp16_statistics=scales
-            )
-
-        self._replace(self.placeholder, replace)
-
-    def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Refuse a conversion that changes the placeholder: the values would keep their dtype and place."""
-        placeholder = self.placeholder
-        if not self.is_empty:
-            return  # the values are here, during a forward
-        try:
-            with torch.no_grad():
-                converted = convert(placeholder)
-            is_same, wanted = converted.dtype == placeholder.dtype and converted.is_meta, converted.dtype
-        except NotImplementedError:  # torch: a tensor on the meta device has no values to move
-            is_same, wanted = False, placeholder.dtype
-        if is_same:
-            return
-        change = f"converted to {wanted}" if wanted != placeholder.dtype else "moved"
-        raise OffloadedConversionError(
-            f"{type(module).__name__}.{self.name} is offloaded, so it cannot be {change}: the forward would use the "
-            "stored values unchanged. Convert while loading, load_checkpoint_and_dispatch(..., dtype=...), or call "
-            "remove_hook_from_submodules(model) and dispatch again with another device_map."
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the values are not in the module now."""
-        return self.table[self.key] is self.placeholder
-
-    def _scales(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The scales of a weight in 8 bits, which bitsandbytes keeps under a name of their own."""
-        name = self.name.removesuffix("weight") + "SCB"
-        if self.is_plain or self.is_buffer or value.dtype != torch.int8 or not self.name.endswith("weight"):
-            return None
-        return weights.get(name)
-
-    def _is_taken(self) -> bool:
-        present = self.table[self.key]
-        return present is not self.placeholder and present is not self._filled
-
-    def clear(self) -> None:
-        """Release the values."""
-        if not self._is_taken():
-            self.table[self.key] = self.placeholder
-        self._filled = None
-
-    def fill(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put values in for a forward."""
-        if self._is_taken():
-            return
-        if self.is_buffer:
-            self.table[self.key] = value
-        elif self.is_plain:
-            self.table[self.key] = nn.Parameter(value, requires_grad=False)
-        else:
-            scales = self._scales(value, weights)
-            options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
-            set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)
-        self._filled = self.table[self.key]

@@ -15,7 +15,7 @@ from ..offload.prefetch import Prefetcher
 from ..offload.store import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
 from .align import AlignDevicesHook
-from .base import SequentialHook, add_hook_to_module
+from .base import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from .experts import RoutedExpertsHook, is_routed_experts
 
 
@@ -175,13 +175,34 @@ def attach_prefetcher(model: nn.Module, room: int | None = None) -> None:
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """The hooks of a module that move its weights or inputs; several where they were appended to each other."""
-    pending, hooks = [getattr(module, "_hf_hook", None)], []
+    return [hook for hook in all_hooks(module) if isinstance(hook, AlignDevicesHook)]
+
+
+def forget_offload(model: nn.Module) -> None:
+    """Remove the hooks that offload a model, but not the hooks of others. Its placeholders still answer."""
+    for module in model.modules():
+        hooks = align_hooks(module)
+        if not any(hook.offload or hook.io_same_device for hook in hooks):
+            continue
+        for hook in hooks:
+            # Without this the values come back into memory, which may be too small for all of them.
+            hook.offload = hook.offload and not all(slot.is_plain for slot in hook.slots)
+        others = [hook for hook in all_hooks(module) if not isinstance(hook, AlignDevicesHook)]
+        remove_hook_from_module(module)
+        for other in others:
+            add_hook_to_module(module, other, append=True)
+
+
+def all_hooks(module: nn.Module) -> list[ModelHook]:
+    """Return the hooks of a module, those of sequences one by one."""
+    pending: list[Any] = [getattr(module, "_hf_hook", None)]
+    hooks: list[ModelHook] = []
     while pending:
         hook = pending.pop(0)
-        if isinstance(hook, AlignDevicesHook):
-            hooks.append(hook)
-        elif isinstance(hook, SequentialHook):
+        if isinstance(hook, SequentialHook):
             pending = [*hook.hooks, *pending]
+        elif hook is not None:
+            hooks.append(hook)
     return hooks
 
 
@@ -199,26 +220,33 @@ def has_offloaded_weights(model: nn.Module) -> bool:
 def align_module_device(module: nn.Module, execution_device: Location | None = None) -> Iterator[None]:
     """Bring the weights that a module holds directly to a device for the duration of the context.
 
-    Offloaded weights are loaded; values written into them are lost at the end. Others are moved and moved back.
+    Offloaded weights are loaded. What is written into those in host memory lasts. Others are moved and moved back.
 
     Args:
         execution_device: the device. None: load offloaded weights to the module's execution device, move no others.
+
+    Raises:
+        OffloadedWriteError: something was written into a weight that is offloaded to files.
     """
     device = None if execution_device is None else as_device(execution_device)
     offloading = [hook for hook in align_hooks(module) if hook.offload]
     parameters = dict(module.named_parameters(recurse=False)) if device is not None and not offloading else {}
     devices = {name: parameter.device for name, parameter in parameters.items()}
+    loaded: list[AlignDevicesHook] = []
+    succeeded = False
     try:
         for hook in offloading:
             hook.update(module)
             hook.onload(device, read_anew=True)
+            loaded.append(hook)
         for name in parameters:
             assert device is not None
             set_module_tensor_to_device(module, name, device)
         yield
+        succeeded = True
     finally:
-        for hook in offloading:
-            hook.abort_forward(module)
+        for hook in loaded:
+            hook.offload_again(keep_changes=succeeded, compare=True)
         for name, original in devices.items():
             current = parameters_of(module)[name]
             if current is not None and current.device.type == "meta":

@@ -19,6 +19,10 @@ _accelerate_added_attributes: list[str] = []
 """Attributes that dispatching adds to a model's own, which callers delete when they remove hooks themselves: none."""
 
 
+LOAD_HOOK = "_accel_load_hook"
+"""The attribute of a module with the handle of its hook for ``load_state_dict``."""
+
+
 class ModelHook:
     """Callbacks before and after a module's forward, and when the hook is added or removed.
 
@@ -29,6 +33,10 @@ class ModelHook:
     """
 
     no_grad = False
+    brings_values = False
+    """The weights of the module have their values only after this hook."""
+    needs_values = False
+    """The hook changes values, so one that brings them runs before it."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is added; returns the module."""
@@ -62,6 +70,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.needs_values = any(hook.needs_values for hook in hooks)
         self._no_grad = False
 
     @property
@@ -79,8 +88,15 @@ class SequentialHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        begun: list[ModelHook] = []
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                begun.append(hook)
+        except BaseException:
+            for hook in reversed(begun):
+                hook.abort_forward(module)
+            raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -197,7 +213,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     old_hook = getattr(module, "_hf_hook", None)
     if append and old_hook is not None:
         remove_hook_from_module(module)
-        hook = SequentialHook(old_hook, hook)
+        in_order = (hook, old_hook) if hook.brings_values and old_hook.needs_values else (old_hook, hook)
+        hook = SequentialHook(*in_order)
     if not hasattr(module, "_old_forward"):
         is_replaced = isinstance(module, GraphModule) or "forward" in module.__dict__
         module.__dict__["_old_forward"] = module.forward if is_replaced else _Forward(module, is_hooked=False)
@@ -234,6 +251,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if recurse:
         if isinstance(module.__dict__.get(APPLY), _CheckedApply):
             del module.__dict__[APPLY]
+        if LOAD_HOOK in module.__dict__:
+            module.__dict__.pop(LOAD_HOOK).remove()
         for child in module.children():
             remove_hook_from_module(child, recurse)
     return module

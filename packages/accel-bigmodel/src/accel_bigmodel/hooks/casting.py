@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
+from ..offload.placeholder import is_placeholder
 from ..tensors import Location, as_device, as_dtype
 from .base import ModelHook, add_hook_to_module, remove_hook_from_module
 
@@ -24,6 +26,10 @@ _CAST_LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     nn.Linear,
 )
+
+
+# Threads that run a model share the weights that are converted for a forward.
+_CONVERTING = threading.Lock()
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -39,12 +45,17 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype: torch.dtype = as_dtype(storage_dtype)
         self.compute_dtype: torch.dtype = as_dtype(compute_dtype)
         self.non_blocking = non_blocking
+        self._users = 0
+
+    needs_values = True
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        with _CONVERTING:
+            self._users += 1
+            module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -52,7 +63,10 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
     def abort_forward(self, module: nn.Module) -> None:
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        with _CONVERTING:
+            self._users = max(0, self._users - 1)
+            if not self._users:
+                module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
 def attach_layerwise_casting_hooks(
@@ -74,7 +88,7 @@ def attach_layerwise_casting_hooks(
         non_blocking: let the conversions overlap with other work.
 
     Raises:
-        ConfigurationError: a dtype that is not floating point.
+        ConfigurationError: a dtype that is not floating point; layers whose weights are offloaded.
     """
     storage_dtype, compute_dtype = as_dtype(storage_dtype), as_dtype(compute_dtype)
     for dtype in (storage_dtype, compute_dtype):
@@ -82,15 +96,23 @@ def attach_layerwise_casting_hooks(
             raise ConfigurationError(f"{dtype} cannot hold weights: both dtypes must be floating point")
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
     skipped = tuple(skip_modules_classes or ())
-    pending = [("", module)]
+    pending, layers = [("", module)], []
     while pending:
         name, child = pending.pop()
         if isinstance(child, skipped) or any(re.search(pattern, name) for pattern in patterns):
             continue
         if isinstance(child, _CAST_LAYERS):
-            add_hook_to_module(child, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            layers.append(child)
+            offloaded = [key for key, tensor in child.named_parameters(recurse=False) if is_placeholder(tensor)]
+            if offloaded:
+                raise ConfigurationError(
+                    f"{name}.{offloaded[0]} is offloaded, so its dtype cannot be changed any more: call "
+                    "attach_layerwise_casting_hooks before the model is offloaded or dispatched."
+                )
         else:
             pending += [(f"{name}.{key}" if name else key, grandchild) for key, grandchild in child.named_children()]
+    for layer in layers:
+        add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
 
 
 class CpuOffload(ModelHook):

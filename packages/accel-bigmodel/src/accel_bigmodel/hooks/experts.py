@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_state.errors import ConfigurationError
+
 from ..offload.experts import ExpertPool, ExpertWeights
 from ..offload.parent_read_params import reading_module
 from ..offload.store import Origin, are_same, origins
 from .align import AlignDevicesHook
+from .forwards import Frame
 
 # The argument with the experts of each token, as the modules of Transformers 5 name it.
 _CHOICE = "top_k_index"
@@ -77,7 +80,7 @@ class RoutedExpertsHook(AlignDevicesHook):
         self._total: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_weights": None, "_source": None, "_origins": []}
+        return {**super().__getstate__(), "_pool": None, "_weights": None, "_source": None, "_origins": []}
 
     def set_capacity(self, experts: int) -> None:
         """Keep this many experts in memory between forwards."""
@@ -98,20 +101,30 @@ class RoutedExpertsHook(AlignDevicesHook):
         self._pool = self._weights = self._source = None
         return super().detach_hook(module)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _prepare(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Other threads wait: the module has only the experts that this forward needs, and their number.
+        self._lock.acquire()
+        frame.on_release = self._end
+        if self._total is not None:
+            raise ConfigurationError(
+                f"{type(frame.module).__name__} is called within its own forward, which has only some of its experts. "
+                "Keep the layer in memory, with another device_map."
+            )
         self._forget()
-        self.update(module)
-        self._find_choice(module, args, kwargs)
-        args, kwargs = super().pre_forward(module, *args, **kwargs)
+        self._find_choice(frame.module, args, kwargs)
+        args, kwargs = super()._prepare(frame, args, kwargs)
         if self._places is not None:
-            args, kwargs = self._renumber(module, args, kwargs)
+            args, kwargs = self._renumber(frame.module, args, kwargs)
         return args, kwargs
 
-    def abort_forward(self, module: nn.Module) -> None:
-        super().abort_forward(module)
-        if self._total is not None:
-            module.__dict__["num_experts"] = self._total
-        self._forget()
+    def _end(self, frame: Frame) -> None:
+        if frame.holds_values:
+            if self._total is not None:
+                frame.module.__dict__["num_experts"] = self._total
+            self._forget()
+        self._lock.release()
 
     def _find_choice(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which experts the forward needs, unless it needs all weights."""
@@ -143,6 +156,7 @@ class RoutedExpertsHook(AlignDevicesHook):
             values = self._from_pool(weights, target)
         for slot in self.slots:
             slot.fill(values[slot.name], {})
+        self._users += 1
         return values
 
     def _in_place(self, weights: Mapping[str, ExpertWeights], device: torch.device) -> dict[str, torch.Tensor] | None:

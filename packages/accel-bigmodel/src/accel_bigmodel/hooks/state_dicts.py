@@ -9,9 +9,12 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
+from ..offload.placeholder import has_values
 from ..offload.store import OffloadedWeightsLoader
 from ..tensors import Location
-from .attach import align_hooks, align_module_device
+from .attach import align_hooks, align_module_device, has_offloaded_params
+from .base import LOAD_HOOK
+from .slots import Slot
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,15 +33,49 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in offloaded:
             value = offloaded[id(value)]
-        elif isinstance(value, torch.Tensor) and value.device.type != "meta":
+        elif isinstance(value, torch.Tensor) and has_values(value):
             value = value.detach().cpu()
         state[name] = value
-    empty = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+    empty = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not has_values(value)]
     if empty:
         raise ConfigurationError(
             f"{len(empty)} tensors have no values: {', '.join(empty[:8])}. Load the model's weights first."
         )
     return state
+
+
+def accept_state_dicts(model: nn.Module) -> None:
+    """Let ``load_state_dict`` of a model load into its offloaded weights, or refuse it before anything is loaded."""
+    modules = list(model.modules())
+    for hook in align_hooks(model):
+        hook.known_modules = len(modules)
+    for module in modules:
+        if LOAD_HOOK not in module.__dict__ and (module is model or has_offloaded_params(module)):
+            module.__dict__[LOAD_HOOK] = module.register_load_state_dict_pre_hook(_load)
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+    """Write the values of a state dict into the offloaded weights of a module.
+
+    Raises:
+        OffloadedWriteError: an offloaded weight of the module or within it is in a file.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        return
+    for path, inner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for slot in _loaded_slots(inner, state, path):
+            slot.check_writable()
+    for slot in _loaded_slots(module, state, prefix.removesuffix(".")):
+        name = f"{prefix}{slot.name}"
+        if state[name].shape == slot.placeholder.shape:  # torch refuses others
+            slot.placeholder.detach().copy_(state[name])
+            state[name] = slot.placeholder.detach()
+
+
+def _loaded_slots(module: nn.Module, state: dict[str, Any], path: str) -> list[Slot]:
+    prefix = f"{path}." if path else ""
+    slots = [slot for hook in align_hooks(module) for slot in hook.slots]
+    return [slot for slot in slots if slot.is_empty and slot.is_plain and f"{prefix}{slot.name}" in state]
 
 
 def _offloaded_values(model: nn.Module) -> dict[int, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,9 +73,10 @@ class Prefetcher:
     def __init__(self, groups: Sequence[WeightGroup], room: int | None = None) -> None:
         self._groups = list(groups)
         self._largest = max((group.held_bytes for group in groups), default=0)
-        self._room = 2 * self._largest if room is None else min(room, 2 * self._largest)
+        self.room: int = 2 * self._largest if room is None else min(room, 2 * self._largest)
+        """Bytes for weights in use and those fetched ahead."""
         self._keep: set[int] = set()
-        spare = (room or 0) - self._room
+        spare = (room or 0) - self.room
         for index, group in enumerate(groups):
             if group.held_bytes <= spare and group.is_mapped():
                 self._keep.add(index)
@@ -84,14 +86,16 @@ class Prefetcher:
         _PREFETCHERS.add(self)
 
     def _reset(self) -> None:
-        self._last = -1
+        self._lock = threading.Lock()  # for the tables, never while weights are read
+        self._place = threading.local()  # of each thread that runs the model: the group that it used last
         self._kept: dict[int, _Fetched] = {}
         self._ready: dict[int, Future[_Fetched]] = {}
+        self._wanted_by: dict[int, int] = {}  # the thread for which a group is fetched
         self._executor: ThreadPoolExecutor | None = None
         self._staging: dict[torch.device, StagedCopies] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_groups", "_largest", "_room", "_keep", "_next")}
+        return {name: getattr(self, name) for name in ("_groups", "_largest", "room", "_keep", "_next")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -100,67 +104,83 @@ class Prefetcher:
 
     def set_group(self, index: int, group: WeightGroup) -> None:
         """Take the weights of a hook from another place from now on."""
-        self._groups[index] = group
-        self._ready.pop(index, None)
-        self._keep.discard(index)
-        self._kept.pop(index, None)
+        with self._lock:
+            self._groups[index] = group
+            self._ready.pop(index, None)
+            self._keep.discard(index)
+            self._kept.pop(index, None)
 
     def take(self, index: int, device: torch.device | None) -> dict[str, torch.Tensor]:
-        """The weights of a group, on ``device``; starts fetching the groups that come next."""
+        """Return the weights of a group, on ``device``; start fetching the groups that come next."""
         group = self._groups[index]
         if group.device != device:
             self.set_group(index, replace(group, device=device))
         fetched = self._fetched(index)
-        # The step from the last group to the first is not learned: fetching it would keep memory between forwards.
-        if self._last >= 0 and index > 0:
-            self._next[self._last] = index
-        self._last = index
+        self.skip(index)
         staging = None if device is None else self._staging.get(device)
         earlier = None if staging is None else staging.receive(fetched.values, fetched.arrival)
         if len(self._kept) < len(self._groups):
             self._fetch_next(index, earlier)
         return fetched.values
 
+    def skip(self, index: int) -> None:
+        """Note that this thread uses a group now."""
+        last = self._last()
+        # The step from the last group to the first is not learned: fetching it would keep memory between forwards.
+        if last >= 0 and index > 0:
+            self._next[last] = index
+        self._place.last = index
+
+    def _last(self) -> int:
+        last: int = getattr(self._place, "last", -1)
+        return last
+
     def _fetched(self, index: int) -> _Fetched:
-        """The weights of a group as its source holds them now: kept, fetched ahead, or fetched here."""
-        group, kept = self._groups[index], self._kept.get(index)
+        """Return the weights of a group as its source holds them now: kept, fetched ahead, or fetched here."""
+        group, last = self._groups[index], self._last()
         present = origins(group.source, group.source_names)
-        if kept is not None and are_same(kept.origins, present) and not kept.were_written:
-            return kept
-        future = self._ready.pop(index, None)
-        if future is None:
-            self.cancel()  # what was fetched follows another order
-            fetched = self._fetch(index)
-        else:
+        with self._lock:
+            kept = self._kept.get(index)
+            if kept is not None and are_same(kept.origins, present) and not kept.were_written:
+                return kept
+            future = self._ready.pop(index, None)
+        fetched = None
+        if future is not None:
             fetched = future.result()
-            if not are_same(fetched.origins, present):
-                fetched = self._fetch(index)
+        elif last < 0 or self._next[last] != index:
+            self.cancel()  # what was fetched follows another order
+        if fetched is None or not are_same(fetched.origins, present):
+            fetched = self._fetch(index)
         if index in self._keep:
-            self._kept[index] = fetched
+            with self._lock:
+                self._kept[index] = fetched
         return fetched
 
-    def cancel(self) -> None:
-        """Release what was fetched ahead."""
-        for future in self._ready.values():
-            future.cancel()
-        self._ready.clear()
+    def cancel(self, everything: bool = False) -> None:
+        """Release what was fetched ahead for this thread, or for all."""
+        me = threading.get_ident()
+        with self._lock:
+            for index in [key for key in self._ready if everything or self._wanted_by.get(key) == me]:
+                self._ready.pop(index).cancel()
 
     def _fetch_next(self, current: int, earlier: Any) -> None:
-        held, index = self._groups[current].held_bytes, current
-        for _ in range(_LOOK_AHEAD):
-            index = self._next[index]
-            if index < 0 or index == current:
-                return
-            if index in self._kept:
-                continue
-            held += self._groups[index].held_bytes
-            if held > self._room:
-                return
-            if index not in self._ready:
-                if self._executor is None:
-                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-                # A weak reference, so that the thread ends when the model is released.
-                self._ready[index] = self._executor.submit(_fetch_for, weakref.ref(self), index, earlier)
+        with self._lock:
+            held, index = self._groups[current].held_bytes, current
+            for _ in range(_LOOK_AHEAD):
+                index = self._next[index]
+                if index < 0 or index == current:
+                    return
+                if index in self._kept:
+                    continue
+                held += self._groups[index].held_bytes
+                if held > self.room:
+                    return
+                if index not in self._ready:
+                    if self._executor is None:
+                        self._executor = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
+                    # A weak reference, so that the thread ends when the model is released.
+                    self._ready[index] = self._executor.submit(_fetch_for, weakref.ref(self), index, earlier)
+                    self._wanted_by[index] = threading.get_ident()
 
     def _fetch(self, index: int) -> _Fetched:
         group = self._groups[index]
@@ -174,9 +194,11 @@ class Prefetcher:
         values = {name: found[source] for name, source in zip(group.names, group.source_names, strict=True)}
         if group.device is None or _is_host(group.device):
             return _Fetched(values, None, read_from)
-        if group.device not in self._staging:
-            self._staging[group.device] = StagedCopies(group.device, self._largest)
-        return _Fetched(*self._staging[group.device].send(values), read_from)
+        with self._lock:
+            if group.device not in self._staging:
+                self._staging[group.device] = StagedCopies(group.device, self._largest)
+            staging = self._staging[group.device]
+        return _Fetched(*staging.send(values), read_from)
 
 
 def _is_host(device: torch.device | None) -> bool:
