@@ -33,7 +33,6 @@ from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_
 from .hooks.experts import largest_visit
 from .hooks.state_dicts import accept_state_dicts
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
-from .offload.parent_read_params import is_param_container, reading_module, reads_child_params
 from .offload.placeholder import Placeholder, has_values, is_placeholder
 from .offload.store import (
     OFFLOAD_INDEX_NAME,
@@ -42,7 +41,7 @@ from .offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from .sizes import compute_module_sizes, direct_members, named_tensors
+from .sizes import compute_module_sizes, direct_members, named_tensors, visiting_module
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
 from .tied_params import (
     check_tied_parameters_on_same_device,
@@ -70,8 +69,8 @@ def cpu_offload(
         execution_device: where the model runs. None: the device of its first parameter.
         offload_buffers: offload buffers too.
         state_dict: the weights. None: those of the model.
-        preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
-            without calling them.
+        preload_module_classes: classes whose modules get the weights of all their submodules at once, fetched ahead
+            together. Any module may read the weights of others without it.
     """
     check_type(model, nn.Module, "cpu_offload", "Pass a model: a torch.nn.Module.")
     inner = uncompiled(model)
@@ -175,8 +174,8 @@ def dispatch_model(
         offload_index: index of the weights on the disk, as for :class:`OffloadedWeightsLoader`.
         offload_buffers: offload buffers with their modules instead of keeping them on the main device.
         skip_keys: names of keyword arguments, or of items of outputs, that are not moved between devices.
-        preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
-            without calling them.
+        preload_module_classes: classes whose modules get the weights of all their submodules at once, fetched ahead
+            together. Any module may read the weights of others without it.
         force_hooks: attach hooks even if all modules are on one device.
         max_memory: as in :func:`get_max_memory`. What the limit of the main device leaves is the room for offloaded
             weights: those in use, those fetched ahead and, on the CPU, files that stay mapped between forwards. None:
@@ -206,7 +205,7 @@ def dispatch_model(
     check_devices(device_map)
     _undo_dispatch(inner)
     whole_classes = tuple(preload_module_classes or ())
-    flat_map = disjoint_device_map(inner, with_shared_modules(inner, device_map), whole_classes)
+    flat_map = disjoint_device_map(inner, with_shared_modules(inner, device_map))
     dispatcher = _Dispatcher(inner, flat_map, main_device, offload_buffers)
     dispatcher.keep_too_large_on_host(max_memory, whole_classes)
     if dispatcher.needs_hooks or force_hooks:
@@ -424,7 +423,7 @@ class _Dispatcher:
             if name not in first_names:
                 continue
             if self.offload[name]:
-                path = reading_module(self.model, name, preload_module_classes)
+                path = visiting_module(self.model, name, preload_module_classes)
                 key = name[len(path) + 1 :] if path else name
                 offloaded.setdefault((path, str(self.execution[name])), []).append(key)
             else:
@@ -455,27 +454,20 @@ class _Dispatcher:
         return result
 
 
-def disjoint_device_map(
-    model: nn.Module, device_map: Mapping[str, Location], whole_classes: Sequence[str] = ()
-) -> dict[str, Location]:
-    """An equivalent map without nested entries: a module that contains other entries is replaced by its parts.
-
-    A module whose tensors its parent reads is replaced by its tensors; ``whole_classes`` names classes of such parents.
-    """
+def disjoint_device_map(model: nn.Module, device_map: Mapping[str, Location]) -> dict[str, Location]:
+    """Return an equivalent map without nested entries: a module with other entries inside is replaced by its parts."""
     split: set[str] = set()
     for name in device_map:
         while name:
             name = name.rpartition(".")[0]
             split.add(name)
     flat: dict[str, Location] = {}
-    pending: list[tuple[str, Any, Location | None, bool]] = [("", model, device_map.get(""), False)]
+    pending: list[tuple[str, Any, Location | None]] = [("", model, device_map.get(""))]
     while pending:
-        name, part, location, read_by_parent = pending.pop()
-        is_container = name != "" and is_param_container(part)
-        if isinstance(part, nn.Module) and (read_by_parent or name in split or is_container):
-            inside = read_by_parent or reads_child_params(part, whole_classes)
+        name, part, location = pending.pop()
+        if isinstance(part, nn.Module) and name in split:
             for key, member in reversed(list(direct_members(name, part))):
-                pending.append((key, member, device_map.get(key, location), inside))
+                pending.append((key, member, device_map.get(key, location)))
         elif location is not None:
             flat[name] = location
     return flat

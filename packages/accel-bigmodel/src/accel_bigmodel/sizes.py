@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,21 @@ def direct_members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modul
         for key, value in table.items():
             if value is not None:
                 yield prefix + key, value
+
+
+def visiting_module(model: nn.Module, tensor: str, classes: Collection[str] | None = None) -> str:
+    """Return the name of the module whose forward an offloaded tensor is brought for.
+
+    Args:
+        tensor: its full name.
+        classes: classes of modules that get the weights of all their submodules at once.
+    """
+    module, path = model, tensor.split(".")[:-1]
+    for depth, key in enumerate(path):
+        if type(module).__name__ in (classes or ()):
+            return ".".join(path[:depth])
+        module = children_of(module)[key]
+    return ".".join(path)
 
 
 def as_names(names: Sequence[str] | str | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,6 @@ from accel_state.errors import check_type
 
 from .._torch_compat import children_of
 from ..hooks.experts import largest_visit
-from ..offload.parent_read_params import reads_child_params
 from ..sizes import Dtype, as_names, direct_members, tensor_bytes
 from ..tensors import Location
 from .device_map_checks import clean_device_map
@@ -59,7 +58,7 @@ class PlacementTree:
             unit = pending.pop()
             ordered.append(unit)
             member = unit.member
-            if isinstance(member, nn.Module) and children_of(member) and not reads_child_params(member, classes):
+            if isinstance(member, nn.Module) and children_of(member) and not _stays_whole(member, classes):
                 unit.children = [PlacementUnit(name, part, unit) for name, part in direct_members(unit.name, member)]
                 pending.extend(reversed(unit.children))
             else:
@@ -100,6 +99,14 @@ class PlacementTree:
             for name, tensor in _tensors(unit)
         }
         return largest_visit(unit.member, sizes)
+
+
+# Modules of torch that compute with the weights of their submodules, which must be on one device with them.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def _stays_whole(module: nn.Module, no_split: Collection[str]) -> bool:
+    return isinstance(module, _FUSED) or type(module).__name__ in no_split
 
 
 def _tensors(unit: PlacementUnit) -> Iterator[tuple[str, torch.Tensor]]:

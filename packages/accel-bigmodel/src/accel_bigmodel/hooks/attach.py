@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .._torch_compat import parameters_of
-from ..offload.parent_read_params import called_children, is_param_container, own_tensors, reads_child_params
 from ..offload.prefetch import Prefetcher
 from ..offload.store import PrefixedDataset
 from ..tensors import Location, TiedParamsMap, as_device, named_module_tensors, set_module_tensor_to_device
@@ -34,10 +33,10 @@ def attach_execution_device_hook(
         preload_module_classes: classes whose submodules get no hooks, because they are loaded as a whole.
     """
     has_tensors = next(iter(module.state_dict(keep_vars=True)), None) is not None
-    if has_tensors and not hasattr(module, "_hf_hook") and not is_param_container(module):
+    if has_tensors and not hasattr(module, "_hf_hook"):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
-    if not reads_child_params(module, preload_module_classes):
+    if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
             attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
 
@@ -61,36 +60,31 @@ def attach_align_device_hook(
         weights_map: offloaded weights by full name.
         offload_buffers: offload buffers too.
         module_name: full name of ``module``.
-        preload_module_classes: classes that are loaded as a whole, because their modules use weights of submodules
-            without calling them. torch's attention and encoder layers always are.
+        preload_module_classes: classes whose modules get the weights of all their submodules at once.
     """
     pending = [(module_name, module)]
     while pending:
         path, current = pending.pop()
         prefix = f"{path}." if path else ""
-        load_as_whole = offload and reads_child_params(current, preload_module_classes)
-        direct = [name for name, _ in named_module_tensors(current)]
-        read_here = direct if load_as_whole or not offload else list(own_tensors(current))
+        as_whole = offload and type(current).__name__ in (preload_module_classes or ())
+        names = {name for name, _ in named_module_tensors(current)}
         offloaded = {slot.name for hook in align_hooks(current) if hook.offload for slot in hook.slots}
-        if offload and (offloaded & set(read_here) or (load_as_whole and offloaded)):
+        if offload and (offloaded & names or (as_whole and offloaded)):
             continue  # the model holds this module under another name too
-        if load_as_whole or read_here:
-            reads_containers = len(read_here) > len(direct)
-            is_routed = offload and not load_as_whole and not reads_containers and is_routed_experts(current)
+        if as_whole or names:
+            is_routed = offload and not as_whole and is_routed_experts(current)
             hook = (RoutedExpertsHook if is_routed else AlignDevicesHook)(
                 execution_device=execution_device,
                 offload=offload,
                 weights_map=PrefixedDataset(weights_map, prefix) if weights_map is not None else None,
                 offload_buffers=offload_buffers,
-                place_submodules=load_as_whole or reads_containers,
+                place_submodules=as_whole,
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            hook.only = frozenset(read_here) if reads_containers else None
             add_hook_to_module(current, hook, append=True)
-        if not load_as_whole:
-            children = called_children(current) if offload else current.named_children()
-            pending += reversed([(prefix + name, child) for name, child in children])
+        if not as_whole:
+            pending += reversed([(prefix + name, child) for name, child in current.named_children()])
 
 
 def attach_align_device_hook_on_blocks(

@@ -14,8 +14,8 @@ from torch import nn
 from accel_state.errors import ConfigurationError
 
 from ..offload.experts import ExpertPool, ExpertWeights
-from ..offload.parent_read_params import reading_module
 from ..offload.store import Origin, are_same, origins
+from ..sizes import visiting_module
 from .align import AlignDevicesHook
 from .forwards import Frame
 
@@ -46,7 +46,7 @@ def largest_visit(module: nn.Module, sizes: Mapping[str, int], classes: Collecti
     """
     read_by: Counter[str] = Counter()
     for tensor, size in sizes.items():
-        read_by[reading_module(module, tensor, classes)] += size
+        read_by[visiting_module(module, tensor, classes)] += size
     largest = 0
     for reader, size in read_by.items():
         layer: Any = module.get_submodule(reader)
