@@ -33,7 +33,6 @@ from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_
 from .hooks.experts import largest_visit
 from .hooks.state_dicts import accept_state_dicts
 from .loading import OffloadRecord, load_checkpoint_in_model, offload_record, on_meta
-from .offload.placeholder import Placeholder, has_values, is_placeholder
 from .offload.store import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
@@ -41,6 +40,7 @@ from .offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
+from .placeholder import Placeholder, has_values, is_placeholder
 from .sizes import compute_module_sizes, direct_members, named_tensors, visiting_module
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
 from .tied_params import (

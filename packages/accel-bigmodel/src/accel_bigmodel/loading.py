@@ -25,8 +25,8 @@ from .checkpoint.tensor_files import CheckpointFile, open_file
 from .checkpoint.transformers_conversion import ConvertedFile, conversion_of, is_transformers_model
 from .device_map.device_map_checks import check_device_map, check_devices
 from .hooks.attach import has_offloaded_weights
-from .offload.placeholder import has_values
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
+from .placeholder import has_values
 from .sizes import as_names
 from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
 from .tied_params import check_tied_parameters_on_same_device, location_of, with_shared_modules

@@ -13,7 +13,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import buffers_of, non_persistent_buffers, parameters_of
-from .offload.placeholder import PlaceholderParameter, has_values
+from .placeholder import PlaceholderParameter, has_values
 
 Location = int | str | torch.device
 """The index of an accelerator, a torch device or its name; in device maps also "disk"."""

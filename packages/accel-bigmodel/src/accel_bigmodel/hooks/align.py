@@ -19,9 +19,9 @@ from accel_state.errors import ConfigurationError
 from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import in_transform, untraced
-from ..offload.placeholder import has_values
 from ..offload.prefetch import Prefetcher, WeightGroup
 from ..offload.store import OffloadedWeightsLoader, PrefixedDataset
+from ..placeholder import has_values
 from ..tensors import (
     Location,
     TiedParamsMap,
@@ -414,6 +414,11 @@ class AlignDevicesHook(ModelHook):
         if any((self.tied_params_map or {}).values()):
             tied = (self.tied_params_map or {}).get(value.data_ptr(), {}).get(device)
         return value.to(device) if tied is None else tied.detach()
+
+    @property
+    def room(self) -> int | None:
+        """Bytes for weights that are kept for later reads in a forward of the model. None: those of one weight."""
+        return None if self.prefetcher is None else self.prefetcher.room
 
     def held(self, name: str) -> torch.Tensor | None:
         """Return a weight that is in host memory, where it can be written to; None if it is elsewhere."""

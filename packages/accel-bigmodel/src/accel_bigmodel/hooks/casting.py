@@ -15,7 +15,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
-from ..offload.placeholder import is_placeholder
+from ..placeholder import is_placeholder
 from ..tensors import Location, as_device, as_dtype
 from .base import ModelHook, add_hook_to_module, remove_hook_from_module
 

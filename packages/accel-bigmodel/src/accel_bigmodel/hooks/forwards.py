@@ -6,21 +6,46 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from .align import AlignDevicesHook
-    from .slots import Slot
+
+class OffloadingHook(Protocol):
+    """A hook that brings the weights of a module for its forward."""
+
+    original_devices: dict[str, torch.device]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device where the module runs. None: where its weights are."""
+
+    @property
+    def room(self) -> int | None:
+        """Bytes for weights that are kept for later reads in a forward of the model. None: those of one weight."""
+
+    def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """Return a weight on a device; None: where it is offloaded."""
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Return a weight that is in host memory; None if it is elsewhere."""
+
+    def hold(self, name: str, value: torch.Tensor) -> None:
+        """Keep a weight in host memory from now on."""
+
+    def prefix(self) -> str:
+        """Return what comes before the names of the weights in the mapping that holds them."""
+
+    def release(self, frame: Frame | None, keep_changes: bool = False) -> None:
+        """Release the values of a forward."""
 
 
 @dataclass
 class Frame:
     """A forward of a hook's module in one thread."""
 
-    hook: AlignDevicesHook
+    hook: OffloadingHook
     module: nn.Module
     input_device: torch.device | None = None
     autograd_context: Any = None
@@ -38,18 +63,16 @@ class _Reads:
     """Values that modules have read of other modules in this forward of the model, as many as there is room for."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[Slot, torch.Tensor] = OrderedDict()
+        self._values: OrderedDict[object, torch.Tensor] = OrderedDict()
 
-    def get(self, slot: Slot) -> torch.Tensor | None:
+    def get(self, slot: object) -> torch.Tensor | None:
         """Return the value that was read of a slot."""
         return self._values.get(slot)
 
-    def keep(self, slot: Slot, value: torch.Tensor) -> None:
-        """Keep a value for the next read, and release the oldest ones beyond the room of the model's prefetcher."""
-        prefetcher = slot.hook.prefetcher
-        room = value.nbytes if prefetcher is None else max(prefetcher.room, value.nbytes)
+    def keep(self, slot: object, value: torch.Tensor, room: int | None) -> None:
+        """Keep a value for the next read, and release the oldest ones beyond ``room`` bytes, but not this one."""
         self._values[slot] = value
-        while sum(held.nbytes for held in self._values.values()) > room:
+        while len(self._values) > 1 and sum(held.nbytes for held in self._values.values()) > (room or 0):
             self._values.popitem(last=False)
 
     def clear(self) -> None:
@@ -64,7 +87,7 @@ class _Thread(threading.local):
         self.frames: list[Frame] = []
         self.reads = _Reads()
 
-    def leave(self, hook: AlignDevicesHook) -> Frame | None:
+    def leave(self, hook: OffloadingHook) -> Frame | None:
         """Remove the innermost forward of a hook, and those within it that nobody ended."""
         place = next((place for place in reversed(range(len(self.frames))) if self.frames[place].hook is hook), None)
         if place is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import buffers_of, version_of
-from ..offload.placeholder import Placeholder, placeholder_of, without_values
+from ..placeholder import Placeholder, placeholder_of, without_values
 from ..tensors import owner_of, set_module_tensor_to_device, tensor_table
-from .forwards import FORWARDS
-
-if TYPE_CHECKING:
-    from .align import AlignDevicesHook
+from .forwards import FORWARDS, OffloadingHook
 
 # The replacement of each tied tensor, so that all modules that share it get the same one.
 _REPLACEMENTS: Any = WeakIdKeyDictionary()
@@ -40,7 +37,7 @@ class Slot:
     stays.
     """
 
-    def __init__(self, hook: AlignDevicesHook, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, hook: OffloadingHook, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         self.hook = hook
         self.name = name
         self.owner, self.key = owner_of(module, name)
@@ -50,7 +47,7 @@ class Slot:
         self.placeholder = _replaced(tensor, lambda: self._new_placeholder(tensor))
         self.table[self.key] = self.placeholder
         self._filled: Any = None  # what fill() has put there
-        self._version = 0  # of the values when they were put there
+        self._filled_version = 0  # of the values when they were put there
 
     def __str__(self) -> str:
         return f"{self.hook.prefix()}{self.name} of {type(self.owner).__name__}"
@@ -74,7 +71,7 @@ class Slot:
         if value is None:
             value = self.hook.read(self.name, self.hook.device)
             if FORWARDS.frames:
-                reads.keep(self, value)
+                reads.keep(self, value, self.hook.room)
         return value
 
     def check_writable(self) -> torch.Tensor:
@@ -177,7 +174,7 @@ class Slot:
             options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
             set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)
         self._filled = self.table[self.key]
-        self._version = version_of(value)
+        self._filled_version = version_of(value)
 
     def keep_changes(self, compare: bool) -> None:
         """Keep what was written into the values since they were put in.
@@ -188,7 +185,7 @@ class Slot:
         value = self._filled
         if not self.is_plain or value is None:
             return
-        is_changed = version_of(value) != self._version
+        is_changed = version_of(value) != self._filled_version
         # Batch norm changes its statistics without counting it.
         if not (is_changed or compare or (self.is_buffer and self.owner.training)):
             return

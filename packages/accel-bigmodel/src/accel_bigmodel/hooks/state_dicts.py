@@ -9,8 +9,8 @@ from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-from ..offload.placeholder import has_values
 from ..offload.store import OffloadedWeightsLoader
+from ..placeholder import has_values
 from ..tensors import Location
 from .attach import align_hooks, align_module_device, has_offloaded_params
 from .base import LOAD_HOOK

@@ -138,10 +138,10 @@ class CheckpointingOptions(OptionGroup):
 
 
 _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
-_dynamo = functools.partial(
+_dynamo_option = functools.partial(
     option, section="dynamo_config", prefix="dynamo_", env_prefix="ACCELERATE_DYNAMO_", exported=True
 )
-_compiled = functools.partial(_dynamo, asked_when=_COMPILED, suggested=False)
+_compiled = functools.partial(_dynamo_option, asked_when=_COMPILED, suggested=False)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class DynamoOptions(OptionGroup):
     title = "compilation"
     description = "How torch.compile compiles the models that the script prepares."
 
-    backend: str | None = _dynamo(
+    backend: str | None = _dynamo_option(
         choices=DynamoBackend.list(),
         other_keys=("dynamo_backend",),
         synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
@@ -160,7 +160,7 @@ class DynamoOptions(OptionGroup):
         question="Which backend of torch.compile should be used (NO turns compilation off)?",
         suggested="NO",
     )
-    mode: str | None = _dynamo(
+    mode: str | None = _dynamo_option(
         choices=("default", "reduce-overhead", "max-autotune"),
         help="Mode of torch.compile: what it optimizes for.",
         question="Which mode do you want to use?",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._torch_compat import untraced, without_torch_function
+from ._torch_compat import untraced, without_torch_function
 
 Tensor = torch.Tensor
 
@@ -42,8 +42,6 @@ _METHODS = frozenset(
         "_has_compatible_shallow_copy_type",  # of the tensor itself, when module.to() converts it
     }
 )
-# In a forward the values are where the module runs, and code that asks for the device creates tensors there.
-_WHERE = ("device", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps")
 # These return the tensor itself if it has the dtype and device already.
 _CONVERSIONS = frozenset({"to", "type", "float", "double", "half", "bfloat16", "int", "long", "contiguous"})
 _OPERATORS = (
@@ -187,12 +185,11 @@ def _access(func: Any, how: str, attribute: str, args: Any) -> Any:
     placeholder = args[0]
     if attribute == "data":
         return detached(placeholder) if how == "__get__" else _assign(placeholder, args[1])
-    if attribute in _WHERE:
-        device = placeholder.stands_for.device_in_forward()
-        if device is None:
-            return func(*args)
+    # In a forward the values are where the module runs, and code that asks for the device creates tensors there.
+    device = placeholder.stands_for.device_in_forward()
+    if device is not None and attribute in ("device", "is_meta", f"is_{device.type}"):
         return device if attribute == "device" else attribute == f"is_{device.type}"
-    if attribute in _ATTRIBUTES or attribute.startswith(("_", "is_")):
+    if attribute == "device" or attribute in _ATTRIBUTES or attribute.startswith(("_", "is_")):
         return func(*args)
     return _compute(func, attribute, args, {})
 
