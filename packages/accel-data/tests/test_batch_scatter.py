@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_data.batch_ops import concat_batches, count_samples, slice_batch
-from accel_data.batch_scatter import BatchSplitter
+from accel_data.batch_scatter import BatchSplitter, GlobalStep
 from accel_data.lookahead import Step
 
 flags = st.booleans()
@@ -118,12 +122,125 @@ def test_rows_of_batches_without_arrays() -> None:
     assert concat_batches([["a"], ["b", "c"]]) == ["a", "b", "c"]
 
 
-def test_what_has_no_entry_per_sample_comes_from_the_first_batch() -> None:
-    one = {"x": torch.tensor([0, 1]), "scale": torch.tensor(1.0), "classes": ["a", "b", "c"], "title": "one"}
-    other = {"x": torch.tensor([2]), "scale": torch.tensor(2.0), "classes": ["d", "e", "f"], "title": "other"}
-    joined = concat_batches([one, other])
-    assert joined.pop("x").tolist() == [0, 1, 2]
-    assert joined == {"scale": torch.tensor(1.0), "classes": ["a", "b", "c"], "title": "one"}
+def parts_of_last_step(batches: list[Any], world: int = 2, batch_size: int = 4, **options: Any) -> GlobalStep:
+    """The last step of batches that are read without a sampler."""
+    splitter = BatchSplitter(world, batch_size=batch_size, **options)
+    steps = [(batch, batch is batches[-1], None, -1) for batch in batches]
+    *_, (last, padding, _) = splitter.group(iter(steps))
+    return splitter.split(last, padding, batches[0])
+
+
+@dataclass
+class Counts:
+    tokens: int
+
+
+class NotComparable:
+    """As a data frame of several rows: comparing two gives no truth value."""
+
+    def __init__(self, samples: list[int]) -> None:
+        self.samples = samples
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"NotComparable({self.samples})"
+
+
+VALUES_OF_A_BATCH: dict[str, Callable[[list[int]], Any]] = {
+    "int": len,
+    "float": lambda samples: sum(samples) / 7,
+    "0-d tensor": lambda samples: torch.tensor(sum(samples)),
+    "0-d array": lambda samples: np.array(sum(samples)),
+    "numpy scalar": lambda samples: np.int64(sum(samples)),
+    "weights": lambda samples: torch.arange(3) + sum(samples),
+    "array": lambda samples: np.arange(5) * sum(samples),
+    "set": set,
+    "frozenset": frozenset,
+    "range": lambda samples: range(samples[0], samples[-1] + 1),
+    "text": str,
+    "bytes": bytes,
+    "deque": deque,
+    "names": lambda samples: ["of", "batch", str(samples)],
+    "dictionary": lambda samples: {"inner": {"first": samples[0]}},
+    "data class": lambda samples: Counts(sum(samples)),
+    "object": lambda samples: SimpleNamespace(samples=samples),
+    "arrays of samples": lambda samples: [torch.full((sample,), sample) for sample in samples],
+    "type": lambda samples: 1 if len(samples) == 4 else 1.0,
+    "optional key": lambda samples: {"complete": True} if len(samples) == 4 else {},
+    "not comparable": NotComparable,
+    "dtype": lambda samples: torch.zeros((), dtype=torch.float32 if len(samples) == 4 else torch.int64),
+}
+
+
+@pytest.mark.parametrize("length", [14, 10, 15])  # 4 4|4 2; 4 4|2: one batch for two ranks; 4 4|4 3
+@pytest.mark.parametrize("kind", VALUES_OF_A_BATCH)
+def test_values_of_a_whole_batch_stay_with_its_samples(kind: str, length: int) -> None:
+    describe = VALUES_OF_A_BATCH[kind]
+    samples = [list(range(i, min(i + 4, length))) for i in range(0, length, 4)]
+    batches = [{"value": describe(part), "x": torch.tensor(part)} for part in samples]
+    step = parts_of_last_step(batches)
+    assert step.ragged
+    kept = samples[2:] if len(samples) == 4 else [samples[2], samples[2]]
+    for part, own in zip(step.parts, kept, strict=True):
+        assert part["x"].tolist() == own
+        assert repr(part["value"]) == repr(describe(own))
+    assert step.real == [None, None if len(samples) == 4 else 0]
+
+
+def test_equal_values_of_whole_batches_do_not_prevent_equal_parts() -> None:
+    def batch(samples: list[int]) -> dict[str, Any]:
+        constant = {"classes": ["a", "b", "c", "d", "e"], "weights": np.ones(5), "scale": torch.tensor(2.0)}
+        return {"x": torch.tensor(samples), **constant, "kinds": {"a"}, "title": "all of it", "labels": range(5)}
+
+    step = parts_of_last_step([batch([0, 1, 2, 3]), batch([4, 5, 6, 7]), batch([8, 9, 10, 11]), batch([12, 13])])
+    assert [part["x"].tolist() for part in step.parts] == [[8, 9, 10], [11, 12, 13]]
+    assert not step.ragged
+    assert all(len(part["classes"]) == len(part["weights"]) == 5 for part in step.parts)
+
+
+def test_arrays_of_samples_are_not_taken_for_arrays_of_batches() -> None:
+    # Each sample has as many boxes as its batch has samples.
+    batches = [{"x": torch.tensor([i, i]), "boxes": [torch.full((2, 4), i), torch.full((2, 4), i)]} for i in range(6)]
+    for part in parts_of_last_step(batches, world=4, batch_size=2).parts:
+        assert [box[0, 0] for box in part["boxes"]] == part["x"].tolist()
+
+
+@pytest.mark.parametrize("value", [torch.arange(6), np.arange(6), list("abcdef")])
+def test_a_value_as_long_as_the_joined_batch_is_not_divided(value: Any) -> None:
+    batches = [{"x": torch.zeros(size), "classes": value} for size in (4, 4, 4, 2)]
+    for part in parts_of_last_step(batches).parts:
+        assert list(part["classes"]) == list(value)
+    # 5 samples are completed to 6.
+    for part in parts_of_last_step([{"x": torch.zeros(size), "classes": value} for size in (4, 4, 4, 1)]).parts:
+        assert list(part["classes"]) == list(value)
+
+
+def test_slices_of_custom_functions_have_values_of_their_samples() -> None:
+    batches = [{"x": torch.arange(4) + i, "first": i} for i in (0, 4, 8, 12)]
+    step = parts_of_last_step(batches, slice_fn=by_hand)
+    assert [(part["x"][0].item(), part["first"]) for part in step.parts] == [(8, 8), (12, 12)]
+    no_samples = [{"value": torch.tensor(2)}] * 4
+    step = parts_of_last_step(no_samples, slice_fn=by_hand)
+    assert ([part["value"].item() for part in step.parts], step.real) == ([2, 2], [None, None])
+
+
+def test_values_of_samples_come_from_joined_batches_only_on_one_rank() -> None:
+    # Trainer repeats the loss for a full batch: a gather on one rank has to know the number of samples.
+    step = parts_of_last_step([{"x": torch.zeros(4), "n": 4}, {"x": torch.zeros(2), "n": 2}], world=1)
+    assert (step.parts[0]["n"], step.remainder, step.ragged) == (2, 2, False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_one_rank_gets_tensors_that_cannot_be_sent(kind: str) -> None:
+    value = torch.eye(2).to_sparse() if kind == "sparse" else torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    batches = [{"x": torch.zeros(4), "value": torch.eye(4).to_sparse()}, {"x": torch.zeros(2), "value": value}]
+    assert parts_of_last_step(batches, world=1).parts == [batches[1]]
+    assert parts_of_last_step([{"value": value}], world=1).parts[0]["value"] is value
 
 
 def test_values_are_joined_by_key_and_not_by_position() -> None:

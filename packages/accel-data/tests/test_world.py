@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from functools import partial
 from itertools import product
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from accel_data import PreparedLoader, prepare_data_loader, skip_first_batches
 from accel_data.batch_ops import count_samples, slice_batch
+from accel_data.batch_scatter import ReadError, UnsendableError
 from accel_state import testing
 from accel_state.state import PartialState
 from accel_state.testing import WorldError, run_world
@@ -369,6 +371,75 @@ def test_an_error_in_one_ranks_source_stops_the_others() -> None:
     assert not failure.value.timed_out
     assert "another rank failed to read data" in failure.value.reports[0]
     assert "LookupError: no sample on this rank" in failure.value.reports[1]
+
+
+def describe_batch(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    values = [int(sample["x"]) for sample in samples]
+    counts = {"tokens": torch.tensor(sum(values)), "n": len(values), "ids": set(values)}
+    return {"x": torch.tensor(values), "span": range(values[0], values[-1] + 1), "text": str(values), "more": [counts]}
+
+
+def describe_dispatched() -> None:
+    for length, batch_size in ((14, 4), (22, 4), (3, 2), (13, 3)):
+        plain = DataLoader(Stream(length), batch_size=batch_size, collate_fn=describe_batch)
+        loader = prepare_data_loader(plain, dispatch_batches=True)
+        seen = []
+        for batch in loader:
+            values = batch["x"].tolist()
+            assert batch.pop("x") is not None
+            expected = describe_batch([{"x": value} for value in values])
+            assert repr(batch) == repr({key: expected[key] for key in batch})
+            seen += values if loader.real_samples is None else values[: loader.real_samples]
+        parts = PartialState().collectives.all_gather_object(seen)
+        assert sorted([value for part in parts for value in part]) == list(range(length))
+
+
+def test_dispatched_values_describe_the_samples_they_come_with() -> None:
+    run_world(describe_dispatched, 2)
+
+
+def unsendable(kind: str, size: int) -> Any:
+    if kind == "sparse":
+        return torch.eye(size).to_sparse()
+    if kind == "compressed":
+        return torch.eye(size).to_sparse_csr()
+    if kind == "jagged":
+        return torch.nested.nested_tensor([torch.ones(i + 1) for i in range(size)], layout=torch.jagged)
+    if kind == "nested":
+        return torch.nested.nested_tensor([torch.ones(i + 1) for i in range(size)])
+    if kind == "quantized":
+        return torch.quantize_per_tensor(torch.ones(size), 0.1, 0, torch.qint8)
+    return {"function": lambda: size, "lock": threading.Lock(), "generator": (i for i in range(size))}[kind]
+
+
+UNSENDABLE = ("sparse", "compressed", "jagged", "nested", "quantized", "function", "lock", "generator")
+
+
+def refuse_unsendable() -> list[str]:
+    messages = []
+    for kind, length in product(UNSENDABLE, (8, 6)):  # a full step of 4 4, and one of 4 2
+        plain = DataLoader(
+            Stream(length),
+            batch_size=4,
+            collate_fn=lambda samples: {
+                "x": torch.zeros(len(samples)),
+                "inner": ({"value": unsendable(kind, len(samples))},),  # noqa: B023 - the loader is read at once
+            },
+        )
+        with pytest.raises((UnsendableError, ReadError)) as refused:
+            list(prepare_data_loader(plain, dispatch_batches=True))
+        messages.append(str(refused.value))
+    # The ranks are still in step.
+    assert PartialState().collectives.all_gather_object(1) == [1, 1]
+    return messages
+
+
+def test_values_that_cannot_be_sent_are_refused_with_their_key() -> None:
+    for messages in run_world(refuse_unsendable, 2):
+        assert len(messages) == 2 * len(UNSENDABLE)
+        for message in messages:
+            assert "batch['inner'][0]['value'] is a " in message
+            assert "dispatch_batches=False" in message
 
 
 def bytes_of_dispatched_steps(ragged: bool) -> tuple[list[int], list[int], list[int]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from accel_state.containers import is_dataclass_instance, is_namedtuple
 from accel_state.operations.nested import leaves, map_children
 
 
@@ -24,8 +26,15 @@ def count_samples(batch: Any) -> int | None:
     """Length of the batch's first array that has a dimension; without arrays, that of its first list, if any."""
     for array in leaves(batch, _is_array):
         if array.ndim:
-            return int(array.shape[0])
+            # Nested tensors of strided layout have no shape.
+            return array.size(0) if isinstance(array, torch.Tensor) else len(array)
     return _first_list_length(batch)
+
+
+def array_lengths(batch: Any) -> tuple[int, ...]:
+    """Lengths of a batch's arrays; without arrays, that of its first list."""
+    arrays = leaves(batch, _is_array)
+    return tuple(len(array) for array in arrays if array.ndim) or (_first_list_length(batch) or 0,)
 
 
 def _first_list_length(batch: Any) -> int | None:
@@ -52,11 +61,79 @@ def slice_batch(batch: Any, first: int, last: int) -> Any:
     return visit(batch)
 
 
+def members(data: Any, name: str) -> list[tuple[str, Any]] | None:
+    """The direct members of a container, each with its name in an expression; None for a leaf.
+
+    Example:
+        >>> members({"x": [1, 2]}, "batch")
+        [("batch['x']", [1, 2])]
+    """
+    if isinstance(data, Mapping):
+        return [(f"{name}[{key!r}]", value) for key, value in data.items()]
+    if isinstance(data, list | tuple) and not is_namedtuple(data):
+        return [(f"{name}[{i}]", value) for i, value in enumerate(data)]
+    if is_dataclass_instance(data):
+        return [(f"{name}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
+    return [(f"{name}.{field}", getattr(data, field)) for field in data._fields] if is_namedtuple(data) else None
+
+
+def have_equal_values(batches: Sequence[Any]) -> bool:
+    """True if the values that do not have one entry per sample are the same in all batches."""
+    first, *others = (dict(_values_of_batch(batch, count_samples(batch))) for batch in batches)
+    return all(
+        other.keys() == first.keys() and all(_equal(first[name], value) for name, value in other.items())
+        for other in others
+    )
+
+
+def _values_of_batch(value: Any, size: int | None, name: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The values of a batch that do not have one entry per sample, with their names."""
+    if _is_array(value):
+        per_sample = value.ndim > 0 and value.shape[0] == size
+    else:
+        per_sample = _is_sample_list(value) and len(value) == size
+    if per_sample:
+        return
+    found = members(value, name)
+    # Whether a nested list of arrays has an entry per sample cannot be known if its length is right.
+    if found is None or (name != "batch" and isinstance(value, list) and len(value) == size):
+        yield name, value
+    else:
+        for name_of_member, member in found:
+            yield from _values_of_batch(member, size, name_of_member)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """True if two values are certainly equal."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return value.dtype == other.dtype and np.array_equal(value, other)
+    try:
+        return bool(value == other)
+    except Exception:  # objects whose comparison is not a truth value, such as data frames
+        return False
+
+
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of several; values without one entry per sample are taken from the first batch."""
+    """One batch of the samples of several; values without one entry per sample are taken from the first batch.
+
+    Raises:
+        ValueError: the batches cannot be joined, or a value would seem to have one entry per sample afterwards.
+    """
     if len(batches) == 1:
         return batches[0]
     return _concat(batches, [count_samples(batch) for batch in batches])
+
+
+def _keep_value(value: Any, length: int, sizes: Sequence[int | None]) -> Any:
+    if length == sum(size or 0 for size in sizes):
+        raise ValueError(f"a value of a whole batch has as many entries ({length}) as there are samples")
+    return value
 
 
 def _concat(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
@@ -69,6 +146,8 @@ def _concat(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
         return _concat_arrays(values, sizes)
     if _is_sample_list(first) and [len(value) for value in values] == list(sizes):
         return [sample for value in values for sample in value]
+    if _is_sample_list(first):
+        _keep_value(first, len(first), sizes)
     if isinstance(first, Mapping):
         if any(value.keys() != first.keys() for value in values):
             raise ValueError(f"batches with different keys cannot be joined: {[list(value) for value in values]}")
@@ -87,7 +166,7 @@ def _children(value: Any) -> list[Any]:
 
 def _concat_arrays(arrays: Sequence[Any], sizes: Sequence[int | None]) -> Any:
     if any(array.ndim == 0 or array.shape[0] != size for array, size in zip(arrays, sizes, strict=True)):
-        return arrays[0]
+        return _keep_value(arrays[0], arrays[0].shape[0], sizes) if arrays[0].ndim else arrays[0]
     if len({tuple(array.shape[1:]) for array in arrays}) > 1:
         raise ValueError(
             f"arrays of shapes {[tuple(array.shape) for array in arrays]} cannot be joined along their first dimension"

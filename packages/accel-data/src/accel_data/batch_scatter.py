@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,11 @@ import torch
 
 from accel_state.collectives.packing import ByteLayout
 from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
 from accel_state.operations import get_data_structure, is_tensor_information, recursively_apply
 from accel_state.operations.nested import leaves, replace_leaves
 
-from .batch_ops import concat_batches, count_samples, slice_batch
+from .batch_ops import array_lengths, concat_batches, count_samples, have_equal_values, members, slice_batch
 from .lookahead import Step
 from .rng_state import RngStates
 from .shard_math import balanced_range
@@ -76,7 +78,13 @@ class BatchSplitter:
         sizes = [count_samples(batch) for batch in batches]
         full = len(batches) == self.batches_per_step and not padding
         full = full and (self.batch_size is None or all(size == self.batch_size for size in sizes))
+        if self.slice_fn is None and self.num_processes == 1:
+            size = sizes[0] if self.even_batches and self.batch_size is not None and not full else None
+            return GlobalStep(batches, [None], remainder=-1 if size is None else size)
         if not self.split_batches and self.slice_fn is None and (full or None in sizes):
+            return self._whole_batches(batches, sizes, padding)
+        if not self.split_batches and self.num_processes > 1 and not have_equal_values([first_batch, *batches]):
+            # Counts, names, weights, ... of a batch describe its own samples only.
             return self._whole_batches(batches, sizes, padding)
         try:
             joined = concat_batches(batches)
@@ -85,7 +93,7 @@ class BatchSplitter:
             return self._whole_batches(batches, sizes, padding)
         size = count_samples(joined)
         if size is None:
-            return self._whole_batches([joined], [None], 0)
+            return self._whole_batches(batches, sizes, padding)
         if (padding or full) and size % self.num_processes == 0:
             return self._equal_slices(joined, size, size - padding if padding else -1)
         if self.even_batches and self.batch_size is not None:
@@ -98,7 +106,8 @@ class BatchSplitter:
         real: list[int | None] = [None] * len(batches) + [0] * missing
         if padding:
             real[len(batches) - 1] = (sizes[-1] or 0) - padding
-        ragged = missing > 0 or padding > 0 or None in sizes or len(set(sizes)) > 1
+        # Not sizes: the first array of a batch, which is counted, need not have one entry per sample.
+        ragged = missing > 0 or padding > 0 or None in sizes or len({array_lengths(batch) for batch in batches}) > 1
         return GlobalStep(batches + [batches[0]] * missing, real, ragged=ragged and self.num_processes > 1)
 
     def _completed_slices(self, joined: Any, size: int, first_batch: Any) -> GlobalStep:
@@ -140,6 +149,10 @@ class ReadError(RuntimeError):
     """Rank 0 failed to read the data; the message contains its traceback."""
 
 
+class UnsendableError(ConfigurationError):
+    """A batch contains a value that rank 0 cannot send to the other ranks."""
+
+
 def send_step(collectives: Collectives, step: GlobalStep | None, has_part_per_rank: bool) -> None:
     """Send a step from rank 0 to the other ranks; None marks the end.
 
@@ -148,6 +161,9 @@ def send_step(collectives: Collectives, step: GlobalStep | None, has_part_per_ra
         step: the step.
         has_part_per_rank: whether the i-th part is that of rank i, so that each rank gets its own part only. Otherwise,
             where several ranks share a part, all ranks get all parts.
+
+    Raises:
+        UnsendableError: a value cannot be pickled. Nothing was sent.
     """
     if step is None:
         collectives.broadcast_object(None)
@@ -155,12 +171,54 @@ def send_step(collectives: Collectives, step: GlobalStep | None, has_part_per_ra
     parts = [[tensor.detach() for tensor in leaves(part)] for part in step.parts]
     layouts = [ByteLayout(part) for part in parts]
     size = max(layout.total for layout in layouts) if has_part_per_rank else 0
-    collectives.broadcast_object(replace(step, parts=get_data_structure(step.parts), message_bytes=size))
+    header = replace(step, parts=get_data_structure(step.parts), message_bytes=size)
+    try:
+        collectives.broadcast_object(header)
+    except Exception as error:
+        refuse_unpicklable(header.parts, error)
+        raise
     if size:
         packed = [layout.pack(part, size) for layout, part in zip(layouts, parts, strict=True)]
         collectives.scatter(packed[0], packed)
     elif not has_part_per_rank:
         collectives.broadcast_many(list(chain.from_iterable(parts)))
+
+
+_READ_EVERYWHERE = "With dispatch_batches=False every rank reads its own batches, and nothing is sent."
+
+
+def check_tensors(batch: Any, name: str = "batch") -> None:
+    """Raise UnsendableError if a tensor in a batch cannot be sent: sparse, nested (jagged) or quantized tensors."""
+    if not isinstance(batch, torch.Tensor):
+        for name_of_member, member in members(batch, name) or ():
+            check_tensors(member, name_of_member)
+    elif batch.is_nested or batch.is_quantized or batch.layout is not torch.strided:
+        kind = "nested" if batch.is_nested else "quantized" if batch.is_quantized else str(batch.layout)
+        raise UnsendableError(
+            f"{name} is a {kind} tensor, and rank 0 can send only dense ones. Make it dense in the collate function, "
+            f"or let every rank read. {_READ_EVERYWHERE}"
+        )
+
+
+def refuse_unpicklable(batches: Sequence[Any], error: BaseException) -> None:
+    """Raise UnsendableError for the first value that cannot be pickled, if there is one."""
+    for batch in batches:
+        name, value = _innermost_unpicklable("batch", batch)
+        if name:
+            raise UnsendableError(
+                f"{name} is a {type(value).__name__}, which cannot be pickled, so rank 0 cannot send it: {error}. "
+                f"Leave it out of the batch, or let every rank read. {_READ_EVERYWHERE}"
+            ) from error
+
+
+def _innermost_unpicklable(name: str, value: Any) -> tuple[str, Any]:
+    """The name and the value of the first member that cannot be pickled; an empty name if all can be."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        found = (_innermost_unpicklable(*member) for member in members(value, name) or ())
+        return next((member for member in found if member[0]), (name, value))
+    return "", None
 
 
 def send_error(collectives: Collectives, error: BaseException) -> None:

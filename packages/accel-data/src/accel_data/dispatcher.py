@@ -9,7 +9,15 @@ from accel_state.enums import RNGType
 from accel_state.state import PartialState
 
 from .adapter import T_co
-from .batch_scatter import BatchSplitter, GlobalStep, receive_step, send_error, send_step
+from .batch_scatter import (
+    BatchSplitter,
+    GlobalStep,
+    UnsendableError,
+    check_tensors,
+    receive_step,
+    send_error,
+    send_step,
+)
 from .batch_shard import BatchSamplerShard
 from .layout import LoaderLayout, data_ranks, has_part_per_rank
 from .loader import PreparedLoader
@@ -23,7 +31,10 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     :func:`accel_data.prepare_data_loader` makes one with ``dispatch_batches=True``. Without ``split_batches`` rank 0
     reads one batch per rank and step; with it one batch per step, which is sliced. Batches may contain tensors, arrays,
-    strings and any picklable object. An error on rank 0 is raised on every rank.
+    strings and any picklable object, but no sparse or nested tensors. An error on rank 0 is raised on every rank.
+
+    The batches of an incomplete last step are joined and divided equally. They stay whole if values that do not have
+    one entry per sample (a count, a name, weights of classes) differ between them or from the epoch's first batch.
 
     Args:
         dataset: data set to load; read on rank 0 only.
@@ -155,7 +166,11 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             if step is not None and self._shares_batches:
                 step.rng = capture_rng()
             if collectives.world_size > 1:
-                send_step(collectives, step, self._has_part_per_rank)
+                try:
+                    send_step(collectives, step, self._has_part_per_rank)
+                except UnsendableError as error:
+                    send_error(collectives, error)
+                    raise
             if step is None:
                 return
             last = step.last
@@ -166,6 +181,9 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         batches_per_step = self._batches_per_step
         local_steps = self._local_steps(iteration, skip * batches_per_step)
         for count, (batches, padding, last) in enumerate(self.splitter.group(local_steps), start=1):
+            if PartialState().num_processes > 1:
+                for batch in batches:
+                    check_tensors(batch)
             if iteration.first_batch is None:
                 iteration.first_batch = batches[0]
             step = self.splitter.split(batches, padding, iteration.first_batch)
