@@ -130,6 +130,50 @@ def test_the_loader_of_the_latest_batch_is_the_active_one() -> None:
     assert state.active_dataloader is None and state.dataloader_references == [None]
 
 
+def of_step(events: str) -> str:
+    """The loaders of the current step after events: "a" yields a batch, "A" begins and yields, "-a" ends, "." uses."""
+    state = GradientState()
+    loaders = {name: Loader() for name in "abc"}
+    for event in events.split():
+        if event == ".":
+            state.batch_used = True
+        elif event.startswith("-"):
+            state._remove_dataloader(loaders[event[1]])
+        else:
+            if event.isupper():
+                state._add_dataloader(loaders[event.lower()])
+            assert state.activate(loaders[event.lower()]) == (len(state.dataloader_references) > 2)
+    names = {id(loader): name for name, loader in loaders.items()}
+    return "".join(names[id(loader)] for loader in state.step_dataloaders)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("A", "a"),
+        ("A . B", "b"),  # an evaluation within a step
+        ("A B", "b"),  # or before it; the first step of a loop over both looks the same
+        ("A B . a b", "ab"),
+        ("A B . a b . a b", "ab"),
+        ("A B a b", "ab"),  # batches of which none was used
+        ("A B a b a b", "ab"),
+        ("A B . a b b", "ab"),
+        ("A B . a b . b", "b"),
+        ("A B . a b . a -b B", "ab"),  # the second loader begins again
+        ("A B . a b . a -b . B", "b"),
+        ("A B . a b -b . a a B", "ab"),  # it was not open for some steps
+        ("A B . a b -b . a . B", "b"),
+        ("A B . a b . -b B -b B", "b"),  # its batch was not used
+        ("A B . a b . b -b a B", "ab"),
+        ("B C . b c . -b -c . A C", "c"),  # it was read with another loader before
+        ("A . B . -b", "a"),
+        ("A B . a b . -a", "b"),
+    ],
+)
+def test_loaders_of_a_step(events: str, expected: str) -> None:
+    assert of_step(events) == expected
+
+
 def test_accumulation_settings_are_checked() -> None:
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ConfigurationError, match="not a positive integer"):

@@ -46,6 +46,16 @@ def _first_list_length(batch: Any) -> int | None:
     return next((length for length in map(_first_list_length, values) if length is not None), None)
 
 
+def is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    """True if a tensor shares memory with another one, or is it."""
+    if tensor is of:
+        return True
+    if any(type(one) is not torch.Tensor or one.layout is not torch.strided for one in (tensor, of)):
+        return False
+    first, last = of.data_ptr(), of.data_ptr() + of.numel() * of.element_size()
+    return tensor.device == of.device and 0 < first <= tensor.data_ptr() < last
+
+
 def slice_batch(batch: Any, first: int, last: int) -> Any:
     """Samples [first, last) of a batch; values without one entry per sample are kept as they are."""
     size = count_samples(batch)

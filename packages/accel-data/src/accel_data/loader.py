@@ -23,6 +23,7 @@ from accel_state.state import GradientState, PartialState
 from . import loop_hooks
 from ._torch_compat import has_live_workers, stop_workers
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin, T_co, loader_settings
+from .batch_ops import is_view
 from .batch_shard import BatchSamplerShard, EpochStart, ItemShard, ShardedSampler, sampler_arguments, sharded_sampler
 from .epoch_rng import broadcast_generator
 from .iterable_shard import IterableDatasetShard, wants_epoch
@@ -450,8 +451,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
                 attributes["end_of_dataloader"] = last
                 attributes["real_samples"] = real
                 attributes["remainder"] = remainder
-                activate(self)
-                yield move(batch)
+                yield iteration.remember(move(batch)) if activate(self) else move(batch)
                 if cut is not None:
                     cut()
                 if hook is not None:
@@ -462,6 +462,11 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
                 self.skip_batches = 0
             if self._clock.current is iteration:
                 self.end()
+
+    def yielded(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is part of the current batch, or a view of a part; known while several loaders are open."""
+        iteration = self._clock.current
+        return iteration is not None and any(is_view(tensor, of) for of in iteration.tensors())
 
     def _finish_epoch(self, epoch: int) -> None:
         """Complete a loaded epoch without remaining batches, whose order the generators of later epochs depend on."""

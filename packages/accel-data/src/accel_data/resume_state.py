@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from accel_state.errors import ConfigurationError
+from accel_state.operations.nested import leaves
 
 from .batch_shard import EpochProgress
 from .lookahead import ReadAheadTracker
@@ -153,6 +155,16 @@ class Iteration:
     finished: bool = False  # whether its last batch was handed out
     open: bool = True  # False once it ended or was abandoned
     keeps_rng: bool = False  # whether the generators are those of the loaded state, and not of the epoch's start
+    latest: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # tensors of the batch, if remembered
+
+    def remember(self, batch: Any) -> Any:
+        """Remember the tensors of the batch that is handed out, as long as they exist."""
+        self.latest = [weakref.ref(tensor) for tensor in leaves(batch)]
+        return batch
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The remembered tensors of the latest batch."""
+        return [tensor for tensor in (ref() for ref in self.latest) if tensor is not None]
 
     def rewind(self, keeps_order: bool) -> None:
         """Begin a loaded epoch with its first batch; ``keeps_order``: its order follows from the epoch's start."""

@@ -442,17 +442,19 @@ class Accelerator(AcceleratorProperties):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+    def accumulate(self, *models: nn.Module, loader: Any = None) -> AbstractContextManager[None]:
         """A block of one micro batch. Gradients are synchronised and applied if it ends an accumulation window.
 
         Args:
             *models: the models whose gradients accumulate; all prepared ones by default.
+            loader: the prepared loader whose end ends the window. By default the first that yielded a batch for this
+                step; needed if a step takes batches of several loaders that do not end together.
 
         Returns:
             The context; in it ``sync_gradients`` says whether the window ends.
 
         Raises:
-            ConfigurationError: one of them is not a module.
+            ConfigurationError: one of the models is not a module, or ``loader`` was not prepared.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -466,7 +468,7 @@ class Accelerator(AcceleratorProperties):
             False
             True
         """
-        return self._accumulation.step(models)
+        return self._accumulation.step(models, loader)
 
     def backward(
         self,
@@ -508,7 +510,9 @@ class Accelerator(AcceleratorProperties):
         scale = None if scaler is None else scaler.scale
         if elastic is not None and elastic.backward(loss, num_items, reduction, scale, **kwargs):
             return
-        micro_batch = self.gradient_state.micro_batch
+        gradient_state = self.gradient_state
+        gradient_state.batch_used = True
+        micro_batch = gradient_state.micro_batch
         if micro_batch is not None:
             self._accumulation.count_backward(micro_batch)
         # Transformers' Trainer divides the loss itself, and then sets sync_gradients itself, too.
@@ -740,21 +744,28 @@ class Accelerator(AcceleratorProperties):
         return operations.gather(tensor, collectives=collectives)
 
     @overload
-    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+    def gather_for_metrics(
+        self, input_data: T, use_gather_object: Literal[False] = False, *, loader: Any = None
+    ) -> T: ...
     @overload
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any: ...
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool, *, loader: Any = None) -> Any: ...
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None) -> Any:
         """Gather predictions and labels of the current batch, without the padding of the last batch.
 
         Args:
             input_data: nested tensors of shape (samples, ...); or a list of objects, one per sample.
             use_gather_object: treat the data as objects even if it consists of tensors.
+            loader: the prepared loader that the data comes from, while several are being iterated. By default the one
+                whose batch contains a tensor of the data (such as the labels), or else the first that yielded a batch
+                for this step, with a warning if that makes a difference.
 
         Returns:
             Over the loop, exactly the samples of the data set, in its order, on every rank.
 
         Raises:
             DistributedOperationException: the ranks pass different structures, shapes or dtypes.
+            ConfigurationError: the data has tensors of the batches of several loaders with different padding, or
+                ``loader`` was not prepared or is not being iterated.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True)
@@ -774,6 +785,7 @@ class Accelerator(AcceleratorProperties):
             use_gather_object,
             self.strategy.data_collectives,
             shares,
+            loader,
         )
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:

@@ -34,6 +34,8 @@ class GradientState(SharedState):
         keeps_gradients: whether ``zero_grad`` keeps the gradients, which an optimizer step is being computed from; None
             keeps them unless ``sync_gradients`` is set.
         micro_batch: the micro batch of the current ``accumulate`` block; None outside of blocks and for windows of one.
+        batch_used: whether a micro batch, a backward pass or a gather used the latest batch. Batches that loaders yield
+            before that belong to one step.
         is_xla_gradients_synced: on XLA, whether gradients were reduced since the last optimizer step.
     """
 
@@ -44,13 +46,19 @@ class GradientState(SharedState):
     is_xla_gradients_synced: bool = False
     keeps_gradients: bool | None = None
     micro_batch: MicroBatch | None = None
+    batch_used: bool
     _loaders: list[weakref.ref[Any]]
+    _of_step: list[weakref.ref[Any]]  # those that yielded a batch for the current step, while several are open
+    _companions: weakref.WeakSet[Any]  # those that yielded a batch for the same step as another
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         super().__init__()
         if not self.initialized:
             self.sync_gradients = True
             self._loaders = []
+            self._of_step = []
+            self._companions = weakref.WeakSet()
+            self.batch_used = True
             self.is_xla_gradients_synced = False
             self.plugin_kwargs = {}
         if gradient_accumulation_plugin is not None:
@@ -93,6 +101,22 @@ class GradientState(SharedState):
         return [None, *(loader for loader in (ref() for ref in self._loaders) if loader is not None)]
 
     @property
+    def has_several_dataloaders(self) -> bool:
+        """Whether several prepared loaders are being iterated."""
+        return len(self._loaders) > 1
+
+    @property
+    def step_dataloaders(self) -> list[Any]:
+        """The loaders being iterated that yielded a batch for the current step, in this order; or the active one.
+
+        A loop over ``zip(first, second)`` has both; an evaluation within a training step has its own loader only.
+        """
+        found = [loader for loader in (ref() for ref in self._of_step) if loader is not None]
+        if found and self.has_several_dataloaders:
+            return found
+        return self.dataloader_references[1:][-1:]
+
+    @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
         return self.active_dataloader is not None
@@ -115,18 +139,52 @@ class GradientState(SharedState):
     def _add_dataloader(self, dataloader: Any) -> None:
         """Add a loader that begins an iteration."""
         self._remove_dataloader(dataloader)
+        others = self.dataloader_references[1:]
+        if dataloader not in self._companions or not any(one in self._companions for one in others):
+            # An inner loop, or the first step of a loop over several loaders.
+            self._of_step = []
+        elif len(others) == 1:
+            self._of_step = list(self._loaders)
         # Weak, so that this list does not keep an abandoned loader and its workers alive.
         self._loaders.append(weakref.ref(dataloader))
 
-    def activate(self, dataloader: Any) -> None:
-        """Make the loader that yields a batch the active one, which keeps nested and interleaved loops apart."""
+    def activate(self, dataloader: Any) -> bool:
+        """Make the loader that yields a batch the active one, which keeps nested and interleaved loops apart.
+
+        Returns:
+            Whether several loaders are being iterated.
+        """
         loaders = self._loaders
-        if not loaders or loaders[-1]() is not dataloader:
-            self._add_dataloader(dataloader)
+        several = len(loaders) != 1 or loaders[0]() is not dataloader
+        if several:
+            self._activate_one_of_several(dataloader)
+        self.batch_used = False
+        return several
+
+    def _activate_one_of_several(self, dataloader: Any) -> None:
+        loader = weakref.ref(dataloader)
+        of_step = [] if self.batch_used else [ref for ref in self._of_step if ref() is not None]
+        before = next((i for i, ref in enumerate(of_step) if ref() is dataloader), None)
+        if before is None or before < len(of_step) - 1:
+            # A loader that yields again without any use of its batch begins a step, unless nothing else was read since.
+            of_step = [*of_step[0 if before is None else before + 1 :], loader]
+        if len(of_step) > 1:
+            self._companions.update(ref() for ref in of_step)
+        self._of_step = of_step
+        self._loaders[:] = [*self._others(self._loaders, dataloader), loader]
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Remove a loader whose iteration has ended or was abandoned."""
-        self._loaders[:] = [ref for ref in self._loaders if ref() is not None and ref() is not dataloader]
+        several = self.has_several_dataloaders
+        self._loaders[:] = self._others(self._loaders, dataloader)
+        self._of_step = self._others(self._of_step, dataloader)
+        if several and not self._of_step:
+            # The latest batch, used or not, was one of the removed loader.
+            self.batch_used = True
+
+    @staticmethod
+    def _others(loaders: list[weakref.ref[Any]], dataloader: Any) -> list[weakref.ref[Any]]:
+        return [ref for ref in loaders if ref() is not None and ref() is not dataloader]
 
     def __repr__(self) -> str:
         return (

@@ -12,6 +12,8 @@ from accel_state.operations import gather, gather_object, recursively_apply
 from accel_state.operations.nested import is_container, leaves, replace_leaves
 from accel_state.operations.ragged import gather_ragged
 
+from .open_loaders import loader_of
+
 
 def gather_for_metrics(
     data: Any,
@@ -20,24 +22,26 @@ def gather_for_metrics(
     use_gather_object: bool = False,
     collectives: Collectives | None = None,
     shares: Collectives | None = None,
+    loader: Any = None,
 ) -> Any:
     """Gather from all ranks without the padding of the last batch; see the Accelerator's method.
 
     Args:
         data: of this rank.
         state: of the process.
-        gradient_state: with the loader that is read.
+        gradient_state: with the loaders that are being iterated.
         use_gather_object: as for the Accelerator's method.
         collectives: over the ranks that get different samples; None for all ranks.
         shares: given for scripts that were written for Accelerate, which divide by the sizes of a mesh's axes
             themselves: the ranks that get different samples or parts of samples, and contribute rows. All ranks
             contribute tensors without dimensions, which are sums of what a rank has.
+        loader: as for the Accelerator's method.
     """
+    loader = loader_of(data, loader, gradient_state)
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
     if shares is not None and not as_objects and collectives.world_size != state.num_processes:
-        return _gather_shares(data, state, gradient_state, collectives, shares)
-    loader = gradient_state.active_dataloader
+        return _gather_shares(data, state, loader, collectives, shares)
     # A step of an elastic loader is divided in one process, too, with padding in several of its micro batches.
     divided = state.use_distributed or getattr(loader, "logical_shard", None) is not None
     if loader is not None and divided and getattr(loader, "ragged", False):
@@ -54,13 +58,10 @@ def gather_for_metrics(
     return replace_leaves(gathered, iter(kept))
 
 
-def _gather_shares(
-    data: Any, state: PartialState, gradient_state: GradientState, samples: Collectives, shares: Collectives
-) -> Any:
+def _gather_shares(data: Any, state: PartialState, loader: Any, samples: Collectives, shares: Collectives) -> Any:
     own = leaves(data)
     values = iter(gather([leaf for leaf in own if not leaf.ndim], collectives=state.collectives))
     rows = [leaf for leaf in own if leaf.ndim]
-    loader = gradient_state.active_dataloader
     if loader is not None and getattr(loader, "ragged", False):
         gathered = _gather_ragged(rows, loader.real_samples, shares, False)
     else:

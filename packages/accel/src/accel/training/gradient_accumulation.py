@@ -27,6 +27,7 @@ from accel_state.state.gradient import MicroBatch
 
 from ..contract.strategy import Strategy
 from ..reduction.elastic_steps import ElasticSteps
+from .open_loaders import open_loader
 
 ItemReduction = Literal["mean", "sum"]
 Models = tuple[nn.Module, ...]
@@ -175,11 +176,11 @@ class Accumulation:
         for window in [self.current] if self.current is not None else [*windows, *self._without_loader.values()]:
             window.position = position
 
-    def step(self, models: Models) -> AccumulationStep:
-        """The context of one micro batch, for these models or all prepared ones."""
+    def step(self, models: Models, loader: Any = None) -> AccumulationStep:
+        """The context of one micro batch, for these models or all prepared ones, of the loader's window if given."""
         if models and (type(models[0]).__hash__ is None or models not in self._checked):
             self._check_models(models)
-        return AccumulationStep(self, models or tuple(self._prepared_models))
+        return AccumulationStep(self, models or tuple(self._prepared_models), loader)
 
     def _check_models(self, models: Models) -> None:
         """Check the arguments of ``accumulate``, once for each combination."""
@@ -194,18 +195,21 @@ class Accumulation:
                 )
         self._checked.add(models)
 
-    def begin_step(self, models: Models) -> bool:
-        """Count a micro batch, and return whether it ends its window."""
+    def begin_step(self, models: Models, of_loader: Any = None) -> bool:
+        """Count a micro batch, and return whether it ends its window: that of a loader, or of the current one."""
+        state = self.gradient_state
+        state.batch_used = True
         if self.elastic is not None and self.elastic.shard is not None:
             return self.elastic.shard.ends_step
         self.count += 1
         if self.num_steps == 1 and not self.has_accumulated:
             # The fast path of loops that never accumulate.
             self.current = Window(models, 1, 1)
-            self.gradient_state.sync_gradients = True
+            state.sync_gradients = True
             return True
         self.has_accumulated = True
-        loader = self.gradient_state.active_dataloader
+        several = of_loader is not None or state.has_several_dataloaders
+        loader = self._loader_of_step(models, of_loader) if several else state.active_dataloader
         if loader is None:
             # A loop that fetches its batches inside the context has no loader yet where it begins.
             windows = self._latest_windows if models in self._latest_windows else self._without_loader
@@ -219,23 +223,59 @@ class Accumulation:
             window.with_gradient = next((one for one in window.parameters if one.grad is not None), None)
         self.current = window
         at_end = loader is not None and loader.end_of_dataloader and self.plugin.sync_with_dataloader
+        sync = window.position >= window.divisor
+        if several:
+            at_end = self._ends_with(loader, of_loader, sync)
         if at_end:
             self.count = 0
-        sync = at_end or window.position >= window.divisor
+        sync = at_end or sync
         if sync:
             del windows[models]
             if window.position < window.divisor:
                 self._close_short(window)
-        self.gradient_state.sync_gradients = sync
-        self.gradient_state.micro_batch = MicroBatch(window.position, bool(sync))
+        state.sync_gradients = sync
+        state.micro_batch = MicroBatch(window.position, bool(sync))
         return bool(sync)
+
+    def _loader_of_step(self, models: Models, of_loader: Any) -> Any:
+        """The loader whose window a micro batch belongs to, while several are open or if the caller names it."""
+        state = self.gradient_state
+        leader, *others = state.step_dataloaders or [None]
+        if of_loader is not None:
+            others = [one for one in (leader, *others) if one is not None]
+            leader = open_loader(of_loader, state, "accumulate") or of_loader
+        if leader is not None and models not in self._windows_of(leader):
+            # In the first step of a loop over several loaders, only the last of them is known: the window continues.
+            begun = next((w for w in (self._by_loader.get(one, {}) for one in others) if models in w), None)
+            if begun is not None:
+                self._windows_of(leader)[models] = begun.pop(models)
+        return leader
+
+    def _ends_with(self, loader: Any, of_loader: Any, is_full: bool) -> bool:
+        """Whether a window ends because its loader does, while several are open or if the caller names it."""
+        state = self.gradient_state
+        if loader is None or not self.plugin.sync_with_dataloader:
+            return False
+        if of_loader is not None:
+            return bool(loader.end_of_dataloader) and any(loader is one for one in state.dataloader_references)
+        ends = [bool(one.end_of_dataloader) for one in state.step_dataloaders]
+        if any(ends) and not all(ends) and not is_full:
+            warn_once(
+                __name__,
+                "a step with batches of several loaders is the last of one of them, and the others continue. The "
+                "accumulation window ends with the loader whose batch comes first. If another one ends the loop, pass "
+                "it: accumulate(model, loader=loader).",
+            )
+        return bool(loader.end_of_dataloader)
 
     def end_step(self, models: Models, window: Window | None) -> None:
         """Leave the context of a micro batch. A window that began before its loader belongs to the loader now."""
         self.current = self.gradient_state.micro_batch = None
         if window is not None:
             window.with_gradient = None
-        loader = self.gradient_state.active_dataloader if self._without_loader else None
+        state = self.gradient_state
+        state.batch_used = True
+        loader = next(iter(state.step_dataloaders), None) if self._without_loader else None
         if loader is not None and window is not None and self._without_loader.get(models) is window:
             del self._without_loader[models]
             self._windows_of(loader).setdefault(models, window)
@@ -314,17 +354,18 @@ class Accumulation:
 class AccumulationStep:
     """The context of one micro batch; a class rather than a generator, because every training step makes one."""
 
-    __slots__ = ("_accumulation", "_models", "_stack", "_window")
+    __slots__ = ("_accumulation", "_loader", "_models", "_stack", "_window")
 
-    def __init__(self, accumulation: Accumulation, models: Models) -> None:
+    def __init__(self, accumulation: Accumulation, models: Models, loader: Any = None) -> None:
         self._accumulation = accumulation
         self._models = models
+        self._loader = loader
         self._stack: ExitStack | None = None
         self._window: Window | None = None
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
-        sync = accumulation.begin_step(self._models) or accumulation.plugin.sync_each_batch
+        sync = accumulation.begin_step(self._models, self._loader) or accumulation.plugin.sync_each_batch
         self._window = accumulation.current
         if not sync and accumulation._skips_sync is not None:
             self._stack = ExitStack()
