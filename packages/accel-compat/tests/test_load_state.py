@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel.utils import DataLoaderConfiguration, set_seed
 from accel_compat import install, shim_path
+from accel_state.testing import run_world
 
 BATCHES = 5
 
@@ -104,3 +105,91 @@ def test_resume_continues_at_the_position(tmp_path: Path) -> None:
     loader = accelerator.prepare(DataLoader(torch.arange(10.0)[:, None], batch_size=2, shuffle=True))
     assert accelerator.resume()
     assert [batch.flatten().tolist() for batch in loader] == whole[3:BATCHES]
+
+
+EPOCHS = 3
+Seen = list[tuple[list[float], float]]
+
+
+class Run:
+    """Epochs of a loop that draws a random number in each step, as dropout does."""
+
+    def __init__(self, order: str, workers: int = 0, package: str = "accelerate") -> None:
+        set_seed(7)
+        config = DataLoaderConfiguration(use_seedable_sampler=order == "seedable")
+        self.accelerator = construct(package)(cpu=True, dataloader_config=config)
+        generator = torch.Generator().manual_seed(3) if order == "generator" else None
+        rows = torch.arange(10.0 * self.accelerator.num_processes)[:, None]
+        loader = DataLoader(rows, batch_size=2, shuffle=order != "plain", num_workers=workers, generator=generator)
+        self.loader: Any = self.accelerator.prepare(loader)
+
+    def train(self, start: int, done: int = 0, idiom: str = "none", save: tuple[int, int, Any] | None = None) -> Seen:
+        """What is seen from a batch of an epoch on, which an idiom of resuming reaches; ``save``: where and to what."""
+        seen: Seen = []
+        for epoch in range(start, EPOCHS):
+            resumes = epoch == start and idiom != "none"
+            batches: Any = self.loader
+            if resumes and idiom == "skip":
+                batches = self.accelerator.skip_first_batches(self.loader, done)
+            if resumes and idiom == "islice":
+                batches = itertools.islice(self.loader, done, None)
+            for step, batch in enumerate(batches):
+                if resumes and idiom == "continue" and step < done:
+                    continue
+                seen.append((batch.flatten().tolist(), torch.rand(()).item()))
+                if save is not None and save[:2] == (epoch, step + 1) and step + 1 < BATCHES:
+                    self.accelerator.save_state(save[2])
+                    return seen
+            if save is not None and save[:2] == (epoch, BATCHES):
+                self.accelerator.save_state(save[2])
+                return seen
+        return seen
+
+
+def compare_resumed(order: str, workers: int, at: list[tuple[int, int]], idioms: list[str], directory: Path) -> None:
+    whole = Run(order, workers).train(0)
+    for epoch, done in at:
+        run, state = Run(order, workers), directory / f"{order}-{workers}-{epoch}-{done}"
+        assert run.train(0, save=(epoch, done, state)) == whole[: epoch * BATCHES + done]
+        start, left_out = (epoch + 1, 0) if done == BATCHES else (epoch, done)
+        expected = whole[epoch * BATCHES + done :]
+        for idiom in idioms if left_out else ["none", *idioms]:
+            for resumed_run in (run, Run(order, workers)):
+                resumed_run.accelerator.load_state(state)
+                found = resumed_run.train(start, left_out, idiom)
+                label = (order, workers, epoch, done, idiom, "same object" if resumed_run is run else "new object")
+                assert found == expected, label
+
+
+STEPS = [(epoch, done) for epoch in range(2) for done in range(1, BATCHES + 1)]
+"""Every step of two epochs; the last of an epoch is saved after the loop."""
+IDIOMS = ["skip", "islice", "continue"]
+ORDERS = ["plain", "random", "seedable", "generator"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_states_of_every_step_continue_as_the_uninterrupted_run(order: str, tmp_path: Path) -> None:
+    compare_resumed(order, 0, STEPS, IDIOMS, tmp_path)
+
+
+@pytest.mark.parametrize("order", ["random", pytest.param("seedable", marks=pytest.mark.slow)])  # the same path
+def test_states_between_epochs_continue_with_workers(order: str, tmp_path: Path) -> None:
+    compare_resumed(order, 2, [(0, BATCHES), (1, 2)], ["skip"], tmp_path)
+
+
+def compare_in_a_world(directory: str) -> None:
+    install()
+    for order in ORDERS:
+        compare_resumed(order, 0, [(0, 2), (0, BATCHES), (1, BATCHES)], IDIOMS, Path(directory))
+
+
+@pytest.mark.slow  # the tests above, on two processes
+def test_states_of_two_processes_continue_as_the_uninterrupted_run(tmp_path: Path) -> None:
+    run_world(compare_in_a_world, 2, str(tmp_path))
+
+
+def test_an_epoch_of_a_script_for_accelerate_has_the_order_of_plain_pytorch() -> None:
+    found = Run("random").train(0)
+    set_seed(7)
+    loader = DataLoader(torch.arange(10.0)[:, None], batch_size=2, shuffle=True)
+    assert found == [(batch.flatten().tolist(), torch.rand(()).item()) for _ in range(EPOCHS) for batch in loader]

@@ -436,7 +436,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             if self._clock.must_finish:
                 self._finish_epoch(pending.epoch)
         iteration = self._clock.begin()
-        if self._clock.from_start and not skip and iteration.resume is not None and not iteration.resume.finished:
+        if self._clock.from_start and not skip and iteration.can_rewind:
             iteration.rewind(keeps_order=self._sharded is not None)
         self.begin()
         try:

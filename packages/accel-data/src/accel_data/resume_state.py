@@ -166,6 +166,11 @@ class Iteration:
         """The remembered tensors of the latest batch."""
         return [tensor for tensor in (ref() for ref in self.latest) if tensor is not None]
 
+    @property
+    def can_rewind(self) -> bool:
+        """Whether it begins in the middle of an epoch; between epochs, there is no order yet that could be repeated."""
+        return self.resume is not None and self.resume.position > 0 and not self.resume.finished
+
     def rewind(self, keeps_order: bool) -> None:
         """Begin a loaded epoch with its first batch; ``keeps_order``: its order follows from the epoch's start."""
         if self.resume is not None:
