@@ -127,6 +127,11 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         return self.splitter.drop_last and self.num_workers == 0
 
     @property
+    def has_padding(self) -> bool:
+        """Whether a batch of the current step has padding, or another size than those of other ranks."""
+        return self.ragged or any(real is not None for real in self._global_step.real)
+
+    @property
     def has_even_steps(self) -> bool:
         """True: every step has a batch for each rank."""
         return True

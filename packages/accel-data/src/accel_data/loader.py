@@ -179,6 +179,12 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return self.layout.ragged or (self._sharded is not None and self._sharded.ragged)
 
     @property
+    def has_padding(self) -> bool:
+        """Whether a batch of the current step has padding on some rank, or may have another size than on the others."""
+        padded = self.end_of_dataloader and (self.ragged or self.remainder > 0)
+        return padded and self.layout.num_processes > 1
+
+    @property
     def has_even_steps(self) -> bool:
         """Whether all ranks certainly have the same number of steps in an epoch."""
         if self.layout.num_processes == 1 or self.layout.synchronize_steps:

@@ -21,9 +21,13 @@ _MAX_SEED = 2**32 - 1  # numpy's limit
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the generators of python, torch (on the CPU and the device of this process) and, if installed, numpy.
 
+    By default every process draws the same numbers, so that all create the same weights. Dropout and augmentation, such
+    as noise that a data set adds to its samples, then repeat on each process, too. Pass ``device_specific=True`` for
+    different numbers, after the model was created or before a ``prepare`` that copies the weights of rank 0.
+
     Args:
         seed: 0 to 2**32 - 1.
-        device_specific: add the rank, so that processes draw different numbers.
+        device_specific: add the rank, so that processes draw different numbers; False gives each the same.
         deterministic: use only deterministic kernels in torch, which raises if an operation has none.
 
     Raises:

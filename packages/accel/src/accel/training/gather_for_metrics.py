@@ -8,6 +8,7 @@ import torch
 
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
+from accel_state.logging import warn_once
 from accel_state.operations import gather, gather_object, recursively_apply
 from accel_state.operations.nested import is_container, leaves, replace_leaves
 from accel_state.operations.ragged import gather_ragged
@@ -40,6 +41,8 @@ def gather_for_metrics(
     loader = loader_of(data, loader, gradient_state)
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
+    if not as_objects and getattr(loader, "has_padding", False):
+        _warn_about_values_of_ranks(data)
     if shares is not None and not as_objects and collectives.world_size != state.num_processes:
         return _gather_shares(data, state, loader, collectives, shares)
     # A step of an elastic loader is divided in one process, too, with padding in several of its micro batches.
@@ -56,6 +59,17 @@ def gather_for_metrics(
         # A 0-dimensional tensor is a value of a rank, not of a sample.
         kept.append(value[: loader.remainder] if local.ndim else value)
     return replace_leaves(gathered, iter(kept))
+
+
+def _warn_about_values_of_ranks(data: Any) -> None:
+    """Warn once about tensors without dimensions, which padding is part of."""
+    if any(leaf.ndim == 0 for leaf in leaves(data)):
+        warn_once(
+            __name__,
+            "gather_for_metrics got a tensor without dimensions in a last step with padding or batches of different "
+            "sizes. A mean or a sum over such a batch counts the repeated samples, and nothing can be dropped from it. "
+            "Gather one value per sample, such as a loss with reduction='none', and average afterwards.",
+        )
 
 
 def _gather_shares(data: Any, state: PartialState, loader: Any, samples: Collectives, shares: Collectives) -> Any:

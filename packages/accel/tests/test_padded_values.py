@@ -1,0 +1,78 @@
+"""Values without dimensions in a step with padding: a warning once, and none where nothing is padded."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel import Accelerator
+from accel.utils import DataLoaderConfiguration, set_seed
+from accel_state import logging as accel_logging
+from accel_state.testing import run_world
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warnings_of(rows: int, value: str, **options: Any) -> int:
+    """How often an epoch warns, of which each step gathers a value."""
+    accel_logging._already_warned.clear()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(torch.arange(1.0, rows + 1), batch_size=4))
+    messages, logger = Messages(), logging.getLogger("accel.training.gather_for_metrics")
+    logger.addHandler(messages)
+    for x in loader:
+        data = {"mean": x.mean(), "samples": x, "nested": {"losses": [x, x.sum()]}, "none": []}[value]
+        accelerator.gather_for_metrics(data)
+    logger.removeHandler(messages)
+    return sum("without dimensions" in text for text in messages.texts)
+
+
+def check_warnings() -> None:
+    state = Accelerator(cpu=True).process_state
+    several = state.num_processes > 1
+    for value, dispatch in itertools.product(("mean", "samples", "nested"), (False, True)):
+        # 8 samples a step: the last step of 20 has 4, one batch; 14: 6, 4 and 2; 13 has 5; 16 has no such step.
+        for rows in (13, 14, 20, 16):
+            expected = several and value != "samples" and rows != 16
+            if dispatch and rows % 2 == 0:
+                expected = False  # divided equally
+            label = (value, dispatch, rows)
+            assert warnings_of(rows, value, dispatch_batches=dispatch) == (expected and state.is_main_process), label
+    assert warnings_of(13, "mean", even_batches=False) == (several and state.is_main_process)
+
+
+def test_values_of_padded_batches_warn() -> None:
+    run_world(check_warnings, 2)
+
+
+def test_one_process_has_no_padding() -> None:
+    check_warnings()
+
+
+def draws() -> tuple[float, float]:
+    set_seed(5)
+    same = torch.rand(()).item()
+    set_seed(5, device_specific=True)
+    return same, torch.rand(()).item()
+
+
+def test_seeds_of_processes_differ_where_asked() -> None:
+    (same, first), (other, second) = run_world(draws, 2)
+    assert same == other == first != second
+
+
+@pytest.fixture(autouse=True)
+def _warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel_logging, "_already_warned", set())
