@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration, set_seed
+from accel_data import prepare_data_loader
 from accel_state import logging as accel_logging
 from accel_state.testing import run_world
 
@@ -59,6 +60,13 @@ def test_values_of_padded_batches_warn() -> None:
 
 def test_one_process_has_no_padding() -> None:
     check_warnings()
+
+
+def test_the_last_step_of_batches_of_different_sizes_counts_as_padded() -> None:
+    plain = DataLoader(torch.arange(8), batch_sampler=[[0], [1, 2], [3, 4, 5], [6, 7]])
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0, rng_types=[])
+    assert [loader.has_padding for _ in loader] == [False, True]
+    assert loader.remainder == -1
 
 
 def draws() -> tuple[float, float]:
