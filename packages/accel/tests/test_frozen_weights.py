@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,19 @@ def thaw(accelerator: Accelerator | None, raw: bool = False, freeze_after: bool 
 
 
 def thaw_all() -> list[list[torch.Tensor]]:
-    """With FSDP 2, where the group is added to the prepared optimizer or to the one in it, and with DDP."""
+    """With FSDP 2 and DDP, where the group is added to the prepared optimizer or to the one in it."""
     found = []
     for raw in (False, True):
         with context.isolated():
             accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
             found.append(thaw(accelerator, raw))
-    with context.isolated():
-        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-        found.append(thaw(Accelerator(cpu=True, kwargs_handlers=[handler]), freeze_after=True))
-    with context.isolated(), pytest.raises(ConfigurationError, match=r"first\.weight was trained .* is frozen now"):
-        thaw(Accelerator(cpu=True), freeze_after=True)
-    for settings in ({}, {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)}):
-        with context.isolated(), pytest.raises(ConfigurationError, match=r"first\.weight was frozen .* Use FSDP 2"):
-            thaw(Accelerator(cpu=True, **settings))
+    for raw, freeze_after, find_unused in product((False, True), repeat=3):
+        with context.isolated():
+            handler = DistributedDataParallelKwargs(find_unused_parameters=find_unused)
+            found.append(thaw(Accelerator(cpu=True, kwargs_handlers=[handler]), raw, freeze_after))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+    with context.isolated(), pytest.raises(ConfigurationError, match=r"first\.weight was frozen .* Use FSDP 2 or DDP"):
+        thaw(Accelerator(cpu=True, fsdp_plugin=plugin))
     return found
 
 

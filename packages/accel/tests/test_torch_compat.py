@@ -25,6 +25,13 @@ def test_tensor_operations() -> None:
     assert tensors[0].tolist() == [1.5, 2.0]
 
 
+def test_tensors_count_their_changes() -> None:
+    tensor = torch.zeros(2)
+    before = compat.tensor_version(tensor)
+    tensor.add_(1)
+    assert compat.tensor_version(tensor) > before
+
+
 def test_tensors_without_values() -> None:
     with FakeTensorMode():
         assert isinstance(torch.ones(1), compat.FakeTensor)

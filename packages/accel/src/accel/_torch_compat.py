@@ -141,6 +141,11 @@ def check_reducer(model: nn.parallel.DistributedDataParallel) -> None:
     model._check_reducer_finalized()
 
 
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version
+
+
 # -- loss scaling ----------------------------------------------------------------------------------------------------
 
 

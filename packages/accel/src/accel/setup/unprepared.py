@@ -113,7 +113,8 @@ def _check_parts(prepared: Preparation, loss: torch.Tensor, ranks: int) -> None:
             warn_once(
                 __name__,
                 f"the loss was computed with the {name} passed to prepare(), not with what prepare() returned: "
-                f"gradients are not averaged over the {ranks} processes. Write model = accelerator.prepare(model).",
+                f"gradients are averaged over the {ranks} processes after the backward pass instead of during it, and "
+                "buffers differ between ranks. Write model = accelerator.prepare(model).",
             )
     if foreign:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in list(foreign.values())[:3])

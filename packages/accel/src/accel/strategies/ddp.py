@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,17 +23,17 @@ from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..reduction.shard_reduction import ShardReduction
 from .first_calls import FirstCalls
-from .frozen import FrozenParameters
+from .unreduced import UnreducedGradients
 
 
 class DistributedDataParallel(TorchDDP):
     """DDP whose errors name the next step, and whose first calls are checked."""
 
     first_calls: FirstCalls | None = None
+    gradients: UnreducedGradients | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._reduced = [name for name, item in self.module.named_parameters() if item.requires_grad]
         self._free_the_process_group_last()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -56,8 +57,18 @@ class DistributedDataParallel(TorchDDP):
             and not calls.next((*args, *kwargs.values()))
         ):
             self.first_calls = None
-        with self._explained():
-            return super().__call__(*args, **kwargs)
+        synchronises = arms = self.require_backward_grad_sync
+        if self.gradients is not None and torch.is_grad_enabled():
+            arms = self.gradients.arms(self)
+        if arms == synchronises:
+            with self._explained():
+                return super().__call__(*args, **kwargs)
+        self.require_backward_grad_sync = arms
+        try:
+            with self._explained():
+                return super().__call__(*args, **kwargs)
+        finally:
+            self.require_backward_grad_sync, self.require_forward_param_sync = synchronises, True
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if the last backward pass did not reach all parameters, so that none was reduced."""
@@ -71,13 +82,6 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
-            frozen = next((name for name in self._reduced if not self.module.get_parameter(name).requires_grad), None)
-            if frozen is not None:
-                raise ConfigurationError(
-                    f"{frozen} was trained when its {type(self).__name__} was prepared and is frozen now, and DDP "
-                    "waits for its gradient. Freeze it before prepare(), use FSDP 2, or Accelerator(kwargs_handlers=["
-                    "DistributedDataParallelKwargs(find_unused_parameters=True)])."
-                ) from error
             raise RuntimeError(
                 "some parameters did not take part in the loss of the last step, and DDP waits for their gradients. If "
                 "that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
@@ -114,7 +118,8 @@ class DDPStrategy(Strategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
-        self._frozen = FrozenParameters()
+        # The key is what prepare returns.
+        self._gradients: weakref.WeakKeyDictionary[nn.Module, UnreducedGradients] = weakref.WeakKeyDictionary()
 
     def reduce_in_order(self) -> ShardReduction:
         hook = self.handlers.get(DistributedDataParallelKwargs).comm_hook
@@ -147,7 +152,8 @@ class DDPStrategy(Strategy):
         if self.is_wrapped(model):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            self._frozen.remember(model, model)
+            if not self._in_order:
+                self._gradients[model] = UnreducedGradients(model, self.state.collectives)
             return model
         settings = self.handlers.get(DistributedDataParallelKwargs)
         device = self.state.device
@@ -161,15 +167,19 @@ class DDPStrategy(Strategy):
             wrapped.require_backward_grad_sync = False
             return wrapped
         wrapped.first_calls = FirstCalls(self.state.process_index)
-        self._frozen.remember(wrapped, model)
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.gradients = self._gradients[wrapped] = UnreducedGradients(wrapped, self.state.collectives)
         return wrapped
 
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, TorchDDP)
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        self._frozen.check("DDP")
+        begun = [(model, gradients, gradients.before(model)) for model, gradients in self._gradients.items()]
         super().backward(loss, in_window, **kwargs)
+        for model, gradients, before in begun:
+            if before is not None:
+                gradients.after(model, before)
 
     def check_reduced(self, model: nn.Module) -> None:
         wrapper = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
@@ -177,7 +187,10 @@ class DDPStrategy(Strategy):
             wrapper.check_reduced()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, TorchDDP) else nullcontext()
+        if isinstance(model, TorchDDP):
+            return model.no_sync()
+        gradients = self._gradients.get(model)
+        return nullcontext() if gradients is None else _without_sync(gradients)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -188,6 +201,8 @@ class DDPStrategy(Strategy):
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         # The forward under no_sync did not prepare the reducer.
         model.reducer.prepare_for_backward([])
+        if model in self._gradients:
+            self._gradients[model].is_armed = True
         try:
             yield
         finally:
@@ -195,4 +210,27 @@ class DDPStrategy(Strategy):
 
     def join(self, models: list[Any]) -> AbstractContextManager[None]:
         joinables = [model for model in models if isinstance(model, Joinable)]
-        return Join(joinables, enable=True, throw_on_early_termination=False)
+        return self._joined(Join(joinables, enable=True, throw_on_early_termination=False))
+
+    @contextmanager
+    def _joined(self, join: Join) -> Iterator[None]:
+        for gradients in self._gradients.values():
+            gradients.refuses = (
+                "in join_uneven_inputs, ranks that have left the loop only take part in DDP's own averages: parameters "
+                "must not be unfrozen or added after prepare(), and the loss must be computed with the prepared model."
+            )
+        try:
+            with join:
+                yield
+        finally:
+            for gradients in self._gradients.values():
+                gradients.refuses = ""
+
+
+@contextmanager
+def _without_sync(gradients: UnreducedGradients) -> Iterator[None]:
+    former, gradients.sync = gradients.sync, False
+    try:
+        yield
+    finally:
+        gradients.sync = former

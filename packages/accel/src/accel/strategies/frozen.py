@@ -39,9 +39,8 @@ class FrozenParameters:
             if name is not None:
                 raise ConfigurationError(
                     f"{name} was frozen when its {type(model).__name__} was prepared and is trainable now, but "
-                    f"{strategy} would not synchronise its gradients. Use FSDP 2, which takes parameters that are "
-                    "trained later, or DDP with find_unused_parameters=True: prepare the model with all of them "
-                    "trainable, and freeze them after that."
+                    f"{strategy} would not synchronise its gradients. Use FSDP 2 or DDP, which take parameters that "
+                    "are trained later."
                 )
 
 
