@@ -57,6 +57,23 @@ def test_compiled_modules() -> None:
     ]
 
 
+def buckets_of_ddp() -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model = nn.parallel.DistributedDataParallel(layers)
+    first, second = layers.parameters()
+    orders = []
+    for _ in range(2):
+        orders.append([id(parameter) for bucket in compat.bucket_parameters(model) for parameter in bucket])
+        loss = second.sum() + first.sum() if orders[0][0] == id(second) else first.sum() + second.sum()
+        compat.finish_forward(model, loss).backward()  # the gradient of the last one arrives first
+        compat.rebuild_buckets(model)
+    assert sorted(orders[0]) == sorted(map(id, (first, second))) and orders[1] == orders[0][::-1]
+
+
+def test_buckets_of_ddp_follow_the_first_backward_pass() -> None:
+    run_world(buckets_of_ddp, 2)
+
+
 def one_layer_of_two() -> None:
     model = nn.parallel.DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
     compat.check_reducer(model)

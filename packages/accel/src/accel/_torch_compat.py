@@ -141,6 +141,22 @@ def check_reducer(model: nn.parallel.DistributedDataParallel) -> None:
     model._check_reducer_finalized()
 
 
+def bucket_parameters(model: nn.parallel.DistributedDataParallel) -> list[list[torch.Tensor]]:
+    """Return the parameters of each bucket that gradients are reduced in."""
+    return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+def rebuild_buckets(model: nn.parallel.DistributedDataParallel) -> None:
+    """Build the buckets in the order of the first backward pass; does nothing before it, or a second time."""
+    model.reducer._rebuild_buckets()
+
+
+def finish_forward(model: nn.parallel.DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
+    """Do what a forward of DDP does with its outputs, so that the reducer reduces the gradients of the loss."""
+    outputs: torch.Tensor = model._post_forward(loss)
+    return outputs
+
+
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place."""
     return tensor._version

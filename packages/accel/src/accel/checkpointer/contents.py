@@ -75,9 +75,13 @@ def collect(
         parts.append(Part(SCALER_NAME, objects.scaler.state_dict()))
     # Besides the position, a loader's state has the generators of this rank, so every rank keeps its own.
     own = {"step": step, **capture_rng(device), "dataloaders": positions}
+    for index, model in enumerate(objects.models):
+        hook = model.save_comm_hook() if hasattr(model, "save_comm_hook") else None
+        if hook is not None:
+            own.setdefault("comm_hooks", {})[index] = hook
     if with_manifest:
         own[MANIFEST_MARK] = True
-    parts.append(Part(rng_file(rank), own, each_rank=True, is_small=True))
+    parts.append(Part(rng_file(rank), own, each_rank=True, is_small="comm_hooks" not in own))
     for index, obj in enumerate(objects.registered):
         parts.append(custom_part(index, obj))
     return parts

@@ -201,6 +201,11 @@ class StateReader:
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
         self._check_rng()
+        same_ranks = self.manifest is not None and self.manifest.world_size == self._process.num_processes
+        hooks = self.own.get("comm_hooks", {}) if same_ranks else {}
+        for index, model in enumerate(models):
+            if hasattr(model, "load_comm_hook"):
+                self.changes.insert(0, partial(model.load_comm_hook, hooks.get(index)))
         if self._left:
             logger.warning(
                 "%s was loaded in part: nothing is prepared or registered for %s. load_state(strict=True) refuses such "

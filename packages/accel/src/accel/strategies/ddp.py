@@ -5,14 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from accel_state import PartialState
+from accel_state import PartialState, get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
@@ -22,8 +23,11 @@ from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from ..reduction.shard_reduction import ShardReduction
+from .comm_hook import CommHookState
 from .first_calls import FirstCalls
 from .unreduced import UnreducedGradients
+
+logger: Final = get_logger(__name__)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -31,6 +35,7 @@ class DistributedDataParallel(TorchDDP):
 
     first_calls: FirstCalls | None = None
     gradients: UnreducedGradients | None = None
+    comm_hook: CommHookState | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +65,8 @@ class DistributedDataParallel(TorchDDP):
         synchronises = arms = self.require_backward_grad_sync
         if self.gradients is not None and torch.is_grad_enabled():
             arms = self.gradients.arms(self)
+            if self.comm_hook is not None:
+                self.comm_hook.is_used |= arms
         if arms == synchronises:
             with self._explained():
                 return super().__call__(*args, **kwargs)
@@ -69,6 +76,30 @@ class DistributedDataParallel(TorchDDP):
                 return super().__call__(*args, **kwargs)
         finally:
             self.require_backward_grad_sync, self.require_forward_param_sync = synchronises, True
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register a communication hook, as in torch; its state is saved with the run's."""
+        super().register_comm_hook(state, hook)
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            self.comm_hook = CommHookState(state)
+
+    def save_comm_hook(self) -> dict[str, Any] | None:
+        """Return what the communication hook keeps on this rank; None without such a hook."""
+        return None if self.comm_hook is None else self.comm_hook.capture(self)
+
+    def load_comm_hook(self, saved: dict[str, Any] | None) -> None:
+        """Restore what :meth:`save_comm_hook` has returned on this rank. Every rank must call it."""
+        if self.comm_hook is None:
+            return
+        if saved is None:
+            logger.warning(
+                "The communication hook starts anew: the checkpoint has no state of it for rank %d of %d. A run on "
+                "the same number of processes continues with what the hook has kept.",
+                dist.get_rank(),
+                dist.get_world_size(),
+            )
+            return
+        self.comm_hook.restore(self, saved)
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if the last backward pass did not reach all parameters, so that none was reduced."""
