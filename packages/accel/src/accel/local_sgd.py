@@ -16,6 +16,7 @@ from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ConfigurationError, check_type
 
 from ._torch_compat import foreach_div_
+from .strategies.unreduced import UnreducedGradients
 from .training.muon import refuse_alone
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class LocalSGD:
             raise ConfigurationError(
                 f"LocalSGD needs the full model and its optimizer on each rank, and {type(strategy).__name__} shards "
                 "them or synchronises every step. Pass enabled=False, or train with data parallelism."
+            )
+        gradients = getattr(model, "gradients", None)
+        if self.enabled and isinstance(gradients, UnreducedGradients) and gradients.must_record(model):
+            raise ConfigurationError(
+                "DistributedDataParallelKwargs(static_graph=True) synchronises the first step, and LocalSGD leaves its "
+                "gradients on each rank. Leave static_graph out."
             )
         if self.enabled:
             refuse_alone(accelerator.prepared.optimizers, "LocalSGD")

@@ -190,6 +190,8 @@ class DDPStrategy(Strategy):
         device = self.state.device
         ids = None if device.index is None else [device.index]
         arguments = settings.ddp_arguments()
+        if self._in_order:
+            arguments.pop("static_graph", None)  # the reducer, which records the graph, is not used
         start_with_scales_of_rank_0(model, self.state.collectives)
         wrapped: Any = self.wrapper_class(model, device_ids=ids, output_device=device.index, **arguments)
         settings.register_comm_hook(wrapped)

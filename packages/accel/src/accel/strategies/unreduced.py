@@ -101,8 +101,7 @@ class UnreducedGradients:
         """
         if self._seen != registrations.count:
             self._look_again(model, before_use=True)
-        starts = model.static_graph and not self._has_been_armed  # torch has to see the first backward pass
-        if self._is_left_out or not (model.require_backward_grad_sync or starts):
+        if self._is_left_out or not (model.require_backward_grad_sync or self.must_record(model)):
             return False
         if self._is_incomplete or False in [parameter.requires_grad for parameter in self._parameters]:
             # The reducer would wait for gradients that will not come.
@@ -111,6 +110,10 @@ class UnreducedGradients:
                 return False
         self.is_armed = self._has_been_armed = True
         return True
+
+    def must_record(self, model: nn.Module) -> bool:
+        """Return whether the reducer has to see the next backward pass: the first one of a static graph."""
+        return getattr(model, "static_graph", False) and not self._has_been_armed
 
     def before(self, model: nn.Module) -> Before | None:
         """Note the gradients before a backward pass; None if it does not synchronise them.
@@ -121,7 +124,7 @@ class UnreducedGradients:
         if self._seen != registrations.count:
             self._look_again(model, before_use=False)
         is_armed = self.is_armed
-        if not (getattr(model, "require_backward_grad_sync", self.sync) or is_armed):
+        if not (getattr(model, "require_backward_grad_sync", self.sync) or is_armed or self.must_record(model)):
             self._is_pending = True
             return None
         late: list[nn.Parameter] = []
@@ -147,6 +150,11 @@ class UnreducedGradients:
                 return  # one of several passes, which reach all parameters together
             self.is_armed = False
         used = [_has_changed(*pair) for pair in zip(before.others, before.marks, strict=True)]
+        if self.must_record(model) and True in used:
+            raise ConfigurationError(
+                "with static_graph=True the first backward pass has to go through the model that prepare() returned, "
+                "which records the graph. Call that model, or leave static_graph out of DistributedDataParallelKwargs."
+            )
         if self._is_pending:
             used = [parameter.grad is not None for parameter in before.others]
         if True in used or (self._agreed and before.others):
