@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -63,6 +63,10 @@ class LocalSGD:
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
+            prepared = self.accelerator.prepared
+            prepared.local_sgd, loaded = self, prepared.local_sgd
+            if isinstance(loaded, dict):
+                self.load_state_dict(loaded)
             self._stack.enter_context(self.accelerator.no_sync(self.model))
         return self
 
@@ -70,8 +74,25 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        if self.enabled:
+            self.accelerator.prepared.local_sgd = None
         if self.enabled and kind is None:
             self._average()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps since the last average, and what differs between ranks: weights and optimizer states."""
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        optimizers = [optimizer.state_dict() for optimizer in self.accelerator.prepared.optimizers]
+        return {"steps": self.num_steps % self.local_sgd_steps, "weights": weights, "optimizers": optimizers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state that this rank has saved."""
+        self.num_steps = state_dict["steps"]
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state_dict["weights"][name])
+        for optimizer, state in zip(self.accelerator.prepared.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
 
     def step(self) -> None:
         """Call it after ``optimizer.step()``; calls while gradients accumulate are ignored."""

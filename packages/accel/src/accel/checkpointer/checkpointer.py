@@ -251,6 +251,7 @@ class Checkpointer:
             dataloaders=prepared.dataloaders,
             seeded_samplers=prepared.seeded_samplers,
             scaler=self._scaler,
+            local_sgd=prepared.local_sgd,
             registered=self.custom_objects,
         )
 
@@ -430,6 +431,11 @@ class Checkpointer:
                     optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
             elif number := NUMBERED.fullmatch(place.name):
                 self.project.iteration = int(number[1]) + 1
+            local, active = reader.own.get("local_sgd") if reader.has_same_ranks else None, prepared.local_sgd
+            if local is None or not hasattr(active, "local_sgd_steps"):
+                prepared.local_sgd = active if local is None else local
+            else:
+                active.load_state_dict(local)
             # Last, because everything before may have drawn random numbers.
             reader.restore_rng()
             if process.num_processes > 1:

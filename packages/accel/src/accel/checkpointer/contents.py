@@ -38,6 +38,7 @@ class TrainingObjects:
     dataloaders: list[Any]  # the prepared loaders
     seeded_samplers: Mapping[int, SeedableRandomSampler]  # see :func:`seeded_samplers`
     scaler: torch.amp.GradScaler | None = None  # the loss scaler
+    local_sgd: Any = None  # the LocalSGD whose block runs
     registered: Sequence[Any] = ()  # the objects of ``register_for_checkpointing``
 
 
@@ -79,9 +80,11 @@ def collect(
         hook = model.save_comm_hook() if hasattr(model, "save_comm_hook") else None
         if hook is not None:
             own.setdefault("comm_hooks", {})[index] = hook
+    if hasattr(objects.local_sgd, "local_sgd_steps"):
+        own["local_sgd"] = objects.local_sgd.state_dict()
     if with_manifest:
         own[MANIFEST_MARK] = True
-    parts.append(Part(rng_file(rank), own, each_rank=True, is_small="comm_hooks" not in own))
+    parts.append(Part(rng_file(rank), own, each_rank=True, is_small=own.keys().isdisjoint(("comm_hooks", "local_sgd"))))
     for index, obj in enumerate(objects.registered):
         parts.append(custom_part(index, obj))
     return parts

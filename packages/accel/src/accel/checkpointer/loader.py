@@ -83,6 +83,7 @@ class StateReader:
         changes: the calls that load what was checked before: weights, and the state of engines.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
+        has_same_ranks: whether as many ranks saved the state, so that each may have what it kept for itself.
         strict: whether a checkpoint with more objects than there are to load is refused.
     """
 
@@ -125,6 +126,8 @@ class StateReader:
         where = "cpu" if map_location is None else map_location
         self._map_location = process.device if where == "on_device" else where
         self._read_names: set[str] = set()
+        same = self.manifest is not None and self.manifest.world_size == process.num_processes
+        self.has_same_ranks: bool = same
         self._is_new_rank = self.manifest is not None and self._rank >= self.manifest.world_size
         self._pack = RankPack(folder) if RNG_PACK in self.names else None
         self._own_file = rng_file(self._rank)
@@ -201,8 +204,7 @@ class StateReader:
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
         self._check_rng()
-        same_ranks = self.manifest is not None and self.manifest.world_size == self._process.num_processes
-        hooks = self.own.get("comm_hooks", {}) if same_ranks else {}
+        hooks = self.own.get("comm_hooks", {}) if self.has_same_ranks else {}
         for index, model in enumerate(models):
             if hasattr(model, "load_comm_hook"):
                 self.changes.insert(0, partial(model.load_comm_hook, hooks.get(index)))

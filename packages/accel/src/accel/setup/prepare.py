@@ -57,6 +57,7 @@ class Preparation:
         self.dataloaders: list[Any] = []
         self.shard_listener: ShardListener | None = None  # of the elastic loaders
         self.seeded_samplers: dict[int, SeedableRandomSampler] = {}  # by the index of their loader
+        self.local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
         self._bytes_of_nf4: Any = None  # what became of 4-bit parameters, for optimizers that have them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -243,6 +244,7 @@ class Preparation:
     def forget(self) -> None:
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
             prepared.clear()
+        self.local_sgd = None
 
 
 def is_prepared(obj: Any) -> bool:
