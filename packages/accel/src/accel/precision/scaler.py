@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from accel_state import PartialState
 
 from .._torch_compat import is_unscaled
+from ..core.local_part import local
 
 
 class SharedGradScaler(torch.amp.GradScaler):
@@ -55,8 +56,9 @@ class SharedGradScaler(torch.amp.GradScaler):
         if self.over_ranks is not None or _has_gradients(optimizer):
             super().unscale_(optimizer)
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        overflows = super()._unscale_grads_(*args, **kwargs)
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        shares = self.over_ranks is not None
+        overflows = super()._unscale_grads_(_LocalParts(optimizer) if shares else optimizer, *args, **kwargs)
         if self.over_ranks is not None:
             # Gradients may overflow on one rank alone; either all ranks step or none does.
             local = [value.detach().float() for value in overflows.values()]
@@ -89,6 +91,27 @@ class SharedGradScaler(torch.amp.GradScaler):
         if self._stepped or new_scale is not None:
             super().update(new_scale)
         self._stepped.clear()
+
+
+class _LocalParts:
+    """The parameters of an optimizer, with this rank's part in the place of each DTensor.
+
+    torch unscales a list of gradients in one operator, which refuses DTensors together with other tensors, and DTensors
+    of several meshes.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.param_groups = [{"params": [_local_part(parameter) for parameter in parameters]}]
+
+
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None or not hasattr(parameter, "to_local"):
+        return parameter
+    gradient = local(parameter.grad)
+    part = gradient.detach()  # the same memory: only its gradient is read
+    part.grad = gradient
+    return part
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -12,6 +12,8 @@ from torch import nn
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import choose_gradient_dtypes, forms_of_parameter, fsdp2_groups
+from ..core.unwrap import clean_name
+from ..fsdp.unit_dtypes import check_trainable_dtypes
 
 
 class FrozenParameters:
@@ -74,5 +76,12 @@ def _carry_over(flags: list[_Flag], module: nn.Module, inputs: Any) -> None:
             parameter.requires_grad_(flag.value)
         if flag.value:
             changed[id(flag.group)] = flag.group
+    names = {parameter: name for name, parameter in module.named_parameters()} if changed else {}
     for group in changed.values():
+        check_trainable_dtypes([_named(holder, names) for holder in group.fsdp_params])
         choose_gradient_dtypes(group)
+
+
+def _named(holder: Any, names: dict[nn.Parameter, str]) -> tuple[str, nn.Parameter]:
+    found = next(names[form] for form in forms_of_parameter(holder) if form in names)
+    return clean_name(found), holder.sharded_param

@@ -27,7 +27,8 @@ from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
-from ..fsdp.wrap_policy import find_units
+from ..fsdp.unit_dtypes import check_requires_grad, parameters_of_units, unify_dtypes
+from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from .frozen import FrozenParameters
 from .sharded import ShardedStrategy
@@ -73,6 +74,11 @@ class FSDP1Strategy(ShardedStrategy):
         ignored = settings.ignored_in(model)
         self.warn_of_ignored(ignored)
         units = find_units(model, settings.policy_for(model), ignored)
+        untouched = {parameter for module in ignored for parameter in module.parameters()}
+        named = parameters_of_units(model, owned_by(model, units), untouched)
+        if not settings.use_orig_params:
+            check_requires_grad(named)
+        unify_dtypes(named, getattr(self.precision, "param_dtype", None))
         unit_ids = {id(unit) for unit in units}
         originals, ties = dict(model.named_parameters()), tied_names(model)
         with warnings.catch_warnings():

@@ -28,6 +28,7 @@ from ..core.unwrap import clean_name, is_compiled_module, tied_names
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
 from ..fsdp.meta_init import Materialiser, own_parameters
+from ..fsdp.unit_dtypes import check_trainable_dtypes, parameters_of_units
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
@@ -79,6 +80,11 @@ class FSDP2Strategy(ShardedStrategy):
         return self._mesh
 
     @property
+    def reduces_units(self) -> bool:
+        """Whether ``fully_shard`` shards the units, and reduces the gradients of each together."""
+        return True
+
+    @property
     def model_collectives(self) -> Collectives:
         """Collectives over the ranks that hold parts or copies of the same model."""
         return self.state.collectives
@@ -101,6 +107,10 @@ class FSDP2Strategy(ShardedStrategy):
         blocks = find_units(model, settings.policy_for(model), ignored)
         units = self._units(model, blocks)
         owned = owned_by(model, units)
+        untouched = {parameter for module in ignored for parameter in module.parameters()}
+        if self.reduces_units:
+            for named in parameters_of_units(model, owned, untouched):
+                check_trainable_dtypes(named)
         self.ties[model] = tied_names(model)
         materialiser = Materialiser(model, settings, self.state, self.model_collectives)
         # A checkpoint is inside its unit, so that the unit is gathered once for recomputation and the backward pass.
@@ -108,7 +118,6 @@ class FSDP2Strategy(ShardedStrategy):
             checkpoint_units(model, blocks, settings, sharded=units)
         checkpoints = checkpoints_in(model)
         outer = [checkpoints.get(id(unit), unit) for unit in units]
-        untouched = {parameter for module in ignored for parameter in module.parameters()}
         for unit, modules in zip([*outer, model], owned, strict=True):
             materialiser.run(modules)
             self._shard(unit, modules, untouched, materialiser)

@@ -149,6 +149,10 @@ class MeshStrategy(FSDP2Strategy):
     def mesh(self) -> DeviceMesh:
         return cast(DeviceMesh, self._mesh)
 
+    @property
+    def reduces_units(self) -> bool:
+        return self._sharding is not None
+
     def axis_rank(self, axis: str) -> int:
         return coordinate(self._mesh, axis)
 
