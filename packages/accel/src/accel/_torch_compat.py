@@ -312,6 +312,35 @@ def set_sync_gradients(modules: Sequence[Any], flags: Sequence[bool]) -> list[bo
     return before
 
 
+def attach_reductions(model: nn.Module, users: Mapping[Any, int]) -> None:
+    """Attach the hooks with which FSDP 1 reduces gradients to the nodes of a backward pass that begins.
+
+    torch attaches them in the first forward pass with gradients after a backward pass. With mixed precision each
+    forward pass has nodes of its own, so it loses gradients in silence where no backward pass follows the first one.
+
+    Args:
+        model: wrapped by FSDP 1.
+        users: the nodes of the backward pass that accumulate gradients, each with the lowest sequence number of the
+            nodes that it follows.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _post_backward_hook
+
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for module in [module for module in modules if module._handle is not None]:
+        flat: Any = module._handle.flat_param
+        node, *hooks = getattr(flat, "_post_backward_hook_state", (None,))
+        if not hooks or node in users:
+            continue
+        hooks[0].remove()
+        del flat._post_backward_hook_state
+        own = [other for other in users if other.variable is flat]
+        if own:
+            last = min(own, key=lambda other: users[other])  # the backward pass reaches the first forward pass last
+            hook = last.register_hook(functools.partial(_post_backward_hook, module, module._handle))
+            flat._post_backward_hook_state = (last, hook)
+
+
 # -- FSDP 2 ----------------------------------------------------------------------------------------------------------
 
 

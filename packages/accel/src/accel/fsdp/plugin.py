@@ -96,6 +96,8 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: class names for "transformer_based_wrap"; by default the model's
             ``_no_split_modules``.
         min_num_params: smallest number of parameter elements for "size_based_wrap" (default 100,000,000).
+        forward_methods: names of methods that use parameters and are called without ``forward``, besides ``generate``
+            and ``encode``: of the model or its units ("embed"), or of a submodule ("text_model.embed").
 
     Raises:
         ConfigurationError: an unknown value, or one that this version of FSDP does not support.
@@ -132,6 +134,7 @@ class FullyShardedDataParallelPlugin:
     sharded_state_format: str = None  # type: ignore[assignment]
     activation_checkpointing_mode: str = None  # type: ignore[assignment]
     activation_checkpointing_every: int = None  # type: ignore[assignment]
+    forward_methods: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -146,6 +149,10 @@ class FullyShardedDataParallelPlugin:
         self._set_prefetch(launched)
         self._set_switches(launched)
         self._set_checkpointing(launched)
+        if isinstance(self.forward_methods, str):
+            raise ConfigurationError(
+                f"forward_methods={self.forward_methods!r} must be a list of names, such as [{self.forward_methods!r}]."
+            )
         shard_format = self.sharded_state_format or launched.sharded_state_format
         allowed = map(str.upper, options.SHARD_FORMATS)
         self.sharded_state_format = _one_of("sharded_state_format", shard_format, allowed).lower()

@@ -20,7 +20,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_state import PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import drop_flat_gradients, flat_gradients, flat_parameters, hybrid_shard_zero2, set_sync_gradients
+from .._torch_compat import (
+    attach_reductions,
+    checkpointed_module,
+    drop_flat_gradients,
+    flat_gradients,
+    flat_parameters,
+    hybrid_shard_zero2,
+    set_sync_gradients,
+)
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
 from ..core.quantized_layers import start_with_scales_of_rank_0
@@ -30,6 +38,7 @@ from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
 from ..fsdp.unit_dtypes import check_requires_grad, parameters_of_units, unify_dtypes
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
+from . import forward_methods
 from .frozen import FrozenParameters
 from .sharded import ShardedStrategy
 
@@ -62,6 +71,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
         self._frozen = FrozenParameters()
+        self._forwards: Any = WeakIdKeyDictionary()  # with gradients, since the last backward pass
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
@@ -103,6 +113,10 @@ class FSDP1Strategy(ShardedStrategy):
         if settings.activation_checkpointing:
             checkpoint_units(wrapped, units, settings)
         self._remember(originals, wrapped)
+        if getattr(self.precision, "param_dtype", None) is not None:
+            self._forwards[wrapped] = 0
+            wrapped.register_forward_pre_hook(self._count_forward)
+        forward_methods.register(_units_of(wrapped), settings.forward_methods, lambda unit: nullcontext())
         self._frozen.remember(wrapped, wrapped)
         self.ties[wrapped] = ties
         return wrapped
@@ -197,7 +211,15 @@ class FSDP1Strategy(ShardedStrategy):
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
         self._frozen.check("FSDP 1")
+        for model, forwards in self._forwards.items():
+            if forwards > 1:
+                attach_reductions(model, _accumulating_nodes(loss))
+            self._forwards[model] = 0
         super().backward(loss, in_window, **kwargs)
+
+    def _count_forward(self, model: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forwards[model] += 1
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""
@@ -234,3 +256,25 @@ class FSDP1Strategy(ShardedStrategy):
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return self._groups.get(parameter, ())
+
+
+def _units_of(wrapped: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the wrappers of a model, outer ones first, each with the module inside; without checkpointed ones."""
+    modules = FullyShardedDataParallel.fsdp_modules(wrapped)
+    return {unit: unit.module for unit in modules if checkpointed_module(unit.module) is None}
+
+
+def _accumulating_nodes(loss: torch.Tensor) -> dict[Any, int]:
+    """Return the nodes that accumulate gradients of a loss, with the lowest sequence number of those before them."""
+    found: dict[Any, int] = {}
+    pending: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
+            elif following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found

@@ -20,7 +20,13 @@ from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import drop_unreduced_gradients, fsdp2_parameters, gathered_parameter, unreduced_gradients
+from .._torch_compat import (
+    checkpointed_module,
+    drop_unreduced_gradients,
+    fsdp2_parameters,
+    gathered_parameter,
+    unreduced_gradients,
+)
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
 from ..core.quantized_layers import start_with_scales_of_rank_0
@@ -32,6 +38,7 @@ from ..fsdp.unit_dtypes import check_trainable_dtypes, parameters_of_units
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
+from . import forward_methods
 from .frozen import follow_requires_grad
 from .sharded import ShardedStrategy
 from .unit_calls import UnitCalls
@@ -66,6 +73,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
         self._calls = UnitCalls(state)
+        self._stays_gathered: Any = WeakIdKeyDictionary()
 
     @property
     def gradients(self) -> ShardedGradients:  # type: ignore[override]
@@ -126,10 +134,12 @@ class FSDP2Strategy(ShardedStrategy):
         if blocks and self.settings.reshard_after_forward is True and isinstance(model, FSDPModule):
             # Parameters in no unit (embeddings, the head) are needed first in the backward pass.
             model.set_reshard_after_forward(False, recurse=False)
+            self._stays_gathered[model] = True
         self._sync_unsharded(model, untouched)
         if not self.stages and not self._compiles(model):  # stages have units of their own
             names = {module: clean_name(name) for name, module in model.named_modules()}
             self._calls.follow(model, [(names[unit], unit) for unit in outer])
+            self._register_methods(model)
         follow_requires_grad(model)
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
@@ -139,6 +149,24 @@ class FSDP2Strategy(ShardedStrategy):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
         return model
+
+    def _register_methods(self, model: nn.Module) -> None:
+        units = [item for item in model.modules() if isinstance(item, FSDPModule) and checkpointed_module(item) is None]
+        if model in units:
+            forward_methods.register({unit: unit for unit in units}, self.settings.forward_methods, self._keep_gathered)
+
+    @contextmanager
+    def _keep_gathered(self, unit: Any) -> Iterator[None]:
+        """Leave a unit gathered after its forward, inside the block."""
+        if unit in self._stays_gathered or self.settings.reshard_after_forward is not True:
+            yield
+            return
+        unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
 
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""
