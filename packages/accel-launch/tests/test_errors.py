@@ -52,6 +52,7 @@ def test_no_script(shell) -> None:
         (["--num_processes", "2", "--tee", "0:1,2:1", "s.py"], ["--tee 0:1,2:1", "local ranks 0 to 1"]),
         (["--main_process_port", "70000", "s.py"], ["--main_process_port", "'70000'", "65535"]),
         (["--rdzv_conf", "timeout", "s.py"], ["--rdzv_conf", "key=value"]),
+        (["--rdzv_conf", "rdzv_endpoint=h:1", "s.py"], ["--rdzv_conf", "give --rdzv_endpoint HOST:PORT instead"]),
         (["--gpu_ids", "0,0", "s.py"], ["--gpu_ids", "different GPU ids"]),
         (
             ["--num_machines", "2", "--num_processes", "3", "s.py"],

@@ -368,6 +368,25 @@ def test_a_structure_is_no_value(value: Any) -> None:
         ResourceOptions.from_mapping({"num_processes": value})
 
 
+def test_names_may_be_a_list() -> None:
+    separated = [opt for opt in OPTIONS if opt.separated]
+    assert {opt.name for opt in separated} == {opt.name for opt in OPTIONS if "separated by commas" in opt.help}
+    for opt in separated:
+        for raw in (["One", "Two"], ("One", "Two"), "One,Two"):
+            assert opt.parse(raw, opt.name) == "One,Two"
+        for wrong, message in (([1, 2], "is not a list of names"), ([], "is empty"), ({"One": 1}, "is not text")):
+            with pytest.raises(ConfigurationError, match=message):
+                opt.parse(wrong, opt.name)
+
+
+@pytest.mark.parametrize("key", ["rdzv_endpoint", "endpoint", "backend", "rdzv_id", "master_port", "max_nodes", "rank"])
+def test_settings_of_the_rendezvous_that_are_options_are_refused(key: str) -> None:
+    (opt,) = [opt for opt in OPTIONS if opt.name == "rdzv_conf"]
+    with pytest.raises(ConfigurationError, match=f"--rdzv_conf: {key} is not one of its settings; give --"):
+        opt.parse(f"timeout=3, {key}=1", "--rdzv_conf")
+    assert opt.parse("timeout=3,is_host=1", "--rdzv_conf") == "timeout=3,is_host=1"
+
+
 def test_from_mapping_with_sections_and_other_keys() -> None:
     mapping = {"dynamo_config": {"dynamo_backend": "eager"}, "other": 1}
     assert DynamoOptions.from_mapping(mapping).backend == "EAGER"

@@ -6,6 +6,7 @@ docs/reference/combinations.md.
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.fsdp.unit_dtypes import unify_dtypes
+from accel.utils import load_fsdp_model, save_fsdp_model
 from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -187,6 +189,28 @@ def test_units_of_several_dtypes_train_like_one_process_or_are_refused() -> None
         half = precision != "no" or not {BF16, FP16}.isdisjoint(model)
         assert loss == pytest.approx(train(None, precision, model), rel=1e-2 if half else 1e-6), (settings, model)
         assert saved == dtypes, (settings, model)
+
+
+def torch_warnings(folder: str) -> list[str]:
+    """What torch warns of while adapters on a frozen model are prepared, saved and loaded under FSDP 1."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **LAYERS)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+        model = Net(BF16, BF16)
+        for layer in (model.first, model.last):
+            layer.weight.requires_grad_(False)
+        model = accelerator.prepare(model)
+        save_fsdp_model(plugin, accelerator, model, folder)
+        load_fsdp_model(plugin, accelerator, model, folder)
+        accelerator.get_state_dict(model)
+        accelerator.save_state(f"{folder}/state")
+        accelerator.load_state(f"{folder}/state")
+    return [f"{item.filename}: {item.message}" for item in caught if "torch" in item.filename]
+
+
+def test_torch_warns_of_nothing_under_fsdp_1(tmp_path: Path) -> None:
+    assert run_world(torch_warnings, 2, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the clients' environment has bitsandbytes")

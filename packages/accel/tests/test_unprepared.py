@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import AutocastKwargs, DistributedDataParallelKwargs
+from accel.utils import AutocastKwargs, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accel_data import PreparedLoader
 from accel_state import AcceleratorState
 from accel_state import logging as accel_logging
@@ -60,12 +60,14 @@ def steps(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, cou
             optimizer.zero_grad()
 
 
-def all_prepared(accelerator: Accelerator) -> None:
+def all_prepared(accelerator: Accelerator, between: Callable[[], Any] = lambda: None) -> None:
     model, optimizer, loader = objects()
     scheduler = StepLR(optimizer, 1)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     with accelerator.accumulate(model):
         pass
+    steps(accelerator, model, optimizer, loader, count=1)
+    between()
     steps(accelerator, model, optimizer, loader)
     scheduler.step()
 
@@ -94,6 +96,13 @@ def optimizer_not_prepared(accelerator: Accelerator) -> None:
     model, optimizer, loader = objects()
     model, loader = accelerator.prepare(model, loader)
     steps(accelerator, model, optimizer, loader)
+
+
+def optimizer_of_a_model_not_prepared(accelerator: Accelerator) -> None:
+    """Another model is trained with its own optimizer and loss, as by plain PyTorch."""
+    other = nn.Linear(1, 1)
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+    all_prepared(accelerator, between=own.step)
 
 
 def loader_not_prepared(accelerator: Accelerator) -> None:
@@ -135,6 +144,7 @@ CASES: dict[Callable[[Accelerator], None], list[str]] = {
     model_beside_not_prepared: ["depends on 2 parameters of models that were not prepared (shapes (1, 1), (1,))"],
     result_of_prepare_not_used: ["the loss was computed with the Model passed to prepare()"],
     optimizer_not_prepared: ["SGD.step was called on an optimizer that was not prepared"],
+    optimizer_of_a_model_not_prepared: [],
     loader_not_prepared: ["the first batch of rank 0 and rank 1 is the same"],
     loader_not_prepared_beside_another: ["outside of a loop over a prepared DataLoader"],
     accumulate_not_prepared: ["accumulate got a Model that prepare() did not return"],
@@ -200,6 +210,26 @@ def test_on_one_process_only_what_goes_wrong_there_is_logged(caplog: pytest.LogC
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer_not_prepared(accelerator)
     assert "SGD.step was called on an optimizer that was not prepared" in caplog.text
+
+
+def under_fsdp(settings: dict[str, Any]) -> list[str]:
+    """Warnings about an optimizer of a sharded model, and of another model, that were not prepared."""
+    handler = Messages()
+    logging.getLogger().addHandler(handler)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+    model, optimizer, _ = objects()
+    own = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(2, 2)).mean())
+    own.step()
+    optimizer.step()
+    return [text for text in handler.texts if "not prepared" in text]
+
+
+@pytest.mark.parametrize("settings", [{"fsdp_version": 1, "use_orig_params": False}, {"fsdp_version": 2}])
+def test_an_optimizer_of_replaced_parameters_is_told(settings: dict[str, Any]) -> None:
+    (texts, _) = run_world(under_fsdp, 2, settings)
+    assert len(texts) == 1 and texts[0].startswith("SGD.step was called on an optimizer that was not prepared")
 
 
 def test_later_steps_have_no_hook() -> None:

@@ -107,6 +107,7 @@ class CheckpointingOptions(OptionGroup):
         asked_when=_UNSHARDED,
     )
     activation_checkpointing_blocks: str | None = _checkpointing(
+        separated=True,
         metavar="NAMES",
         help="Class names of the blocks, separated by commas, such as BertLayer. Left out, the model's "
         "_no_split_modules.",

@@ -43,6 +43,7 @@ class ValueSpec:
     maximum: float | None = None  # upper bound of a number, inclusive
     # turns text into the value where ``kind`` and ``choices`` are not enough. Raises ValueError
     parser: Callable[[str], Any] | None = None
+    separated: bool = False  # whether a text is a list of names with commas between them, and may be given as a list
 
     def allowed(self) -> str:
         """Describe the accepted values, for messages."""
@@ -58,7 +59,9 @@ class ValueSpec:
             return self._texts(raw)
         if self.kind is dict:
             return self._mapping(raw)
-        if self.parser is not None and isinstance(raw, (list, tuple)):
+        if (self.parser is not None or self.separated) and isinstance(raw, (list, tuple)):
+            if self.separated and not all(isinstance(entry, str) for entry in raw):
+                raise ValueError(f"{raw!r} is not a list of names")
             raw = ",".join(map(str, raw))  # the form that the value has in an environment variable
         if isinstance(raw, (dict, list, tuple)):
             raise self._not_allowed(raw)

@@ -106,6 +106,7 @@ class DeepSpeedOptions(OptionGroup):
         suggested=False,
     )
     moe_layer_cls_names: str | None = _deepspeed(
+        separated=True,
         name="deepspeed_moe_layer_cls_names",
         metavar="NAMES",
         help="Class names of mixture-of-experts layers, separated by commas, such as MixtralSparseMoeBlock.",

@@ -71,6 +71,7 @@ class FsdpOptions(OptionGroup):
         suggested="TRANSFORMER_BASED_WRAP",
     )
     transformer_layer_cls_to_wrap: str | None = _fsdp(
+        separated=True,
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         other_keys=("fsdp_config.transformer_layer_cls_to_wrap",),
         metavar="NAMES",

@@ -34,6 +34,27 @@ def parse_assignments(text: str) -> str:
     return text
 
 
+# What would have no effect, or contradict the launcher, and the option to use.
+_OWN_OPTIONS = {
+    **dict.fromkeys(("rdzv_endpoint", "endpoint"), "--rdzv_endpoint HOST:PORT"),
+    **dict.fromkeys(("rdzv_backend", "backend"), "--rdzv_backend"),
+    **dict.fromkeys(("rdzv_id", "run_id"), "--rdzv_id"),
+    **dict.fromkeys(("main_process_ip", "master_addr"), "--main_process_ip"),
+    **dict.fromkeys(("main_process_port", "master_port"), "--main_process_port"),
+    **dict.fromkeys(("min_nodes", "max_nodes", "nnodes", "num_machines"), "--num_machines"),
+    **dict.fromkeys(("machine_rank", "node_rank", "rank"), "--machine_rank"),
+}
+
+
+def parse_rendezvous(text: str) -> str:
+    """Check ``key=value,key=value``, without what other options set."""
+    for entry in parse_assignments(text).split(","):
+        key = entry.partition("=")[0].strip()
+        if key in _OWN_OPTIONS:
+            raise ValueError(f"{key} is not one of its settings; give {_OWN_OPTIONS[key]} instead")
+    return text
+
+
 def parse_host(text: str) -> str:
     """A host name or address; an IPv6 address may be in brackets."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
@@ -92,7 +113,7 @@ class RendezvousOptions(OptionGroup):
     )
     rdzv_conf: str = option(
         "",
-        parser=parse_assignments,
+        parser=parse_rendezvous,
         metavar="KEY=VALUE,...",
         help="Additional rendezvous settings, such as timeout=600 (seconds).",
     )

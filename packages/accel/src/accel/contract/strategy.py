@@ -193,6 +193,10 @@ class Strategy:
         call of :meth:`wrap`.
         """
 
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        """True if :meth:`wrap` has put another parameter in the place of this one."""
+        return False
+
     def is_wrapped(self, model: nn.Module) -> bool:
         """Whether a model was returned by :meth:`wrap`."""
         return False

@@ -57,6 +57,9 @@ class Replacements:
         if old is not new:
             self._by_old[old] = new, shard
 
+    def __contains__(self, old: torch.Tensor) -> bool:
+        return old in self._by_old
+
     def apply(self, optimizer: Optimizer) -> None:
         """Replace parameters in an optimizer's groups, and keep this rank's part of its state."""
         for group in optimizer.param_groups:

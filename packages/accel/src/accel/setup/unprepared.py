@@ -86,13 +86,20 @@ def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
     if prepared is None or not prepared.models:
         return
     own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
-    if not own.issuperset(map(id, _parameters_of(optimizer))):
+    if not own.issuperset(map(id, _parameters_of(optimizer))) and _trains_prepared(prepared, optimizer):
         warn_once(
             __name__,
             f"{type(optimizer).__name__}.step was called on an optimizer that was not prepared: it does not wait for "
             "gradients to accumulate, does not undo their scaling, and does not follow parameters that prepare() "
             "replaces. Pass it to prepare(), and use what it returns.",
         )
+
+
+def _trains_prepared(prepared: Preparation, optimizer: Optimizer) -> bool:
+    """True if an optimizer has parameters of a prepared model, or those that its preparation replaced."""
+    of_models = {id(parameter) for model in prepared.models for parameter in model.parameters()}
+    replaced = prepared.setup.strategy.has_replaced
+    return any(id(parameter) in of_models or replaced(parameter) for parameter in _parameters_of(optimizer))
 
 
 def _check_parts(prepared: Preparation, loss: torch.Tensor, ranks: int) -> None:

@@ -71,6 +71,8 @@ class FSDP1Strategy(ShardedStrategy):
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
         self._frozen = FrozenParameters()
+        # torch's own functions for state dicts call what it has deprecated.
+        warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type\(\)", category=FutureWarning)
         self._forwards: Any = WeakIdKeyDictionary()  # with gradients, since the last backward pass
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -94,6 +96,8 @@ class FSDP1Strategy(ShardedStrategy):
         with warnings.catch_warnings():
             # torch recommends DDP instead; here one script serves all strategies.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*", category=FutureWarning)
+            # One for each unit with adapters, which has no other way to be sharded.
+            warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad", category=UserWarning)
             wrapped = FullyShardedDataParallel(
                 model,
                 sharding_strategy=settings.sharding_strategy,
@@ -149,6 +153,9 @@ class FSDP1Strategy(ShardedStrategy):
                 self._flattened[original] = flat
             elif original.is_meta:
                 self.replacements.add(original, current[name], lambda tensor: tensor)
+
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._flattened or super().has_replaced(parameter)
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]

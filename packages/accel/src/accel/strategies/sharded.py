@@ -84,6 +84,9 @@ class ShardedStrategy(Strategy):
             optimizer.register_load_state_dict_post_hook(step_kinds_apart)  # a state contains the groups' settings
         step_kinds_apart(optimizer)
 
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        return parameter in self.replacements
+
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)
 
