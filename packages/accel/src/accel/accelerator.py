@@ -565,6 +565,29 @@ class Accelerator(AcceleratorProperties):
         check_type(model, nn.Module, "trigger_sync_in_backward", "Pass the model that prepare() returned.")
         return self.strategy.sync_in_backward(model)
 
+    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A block in which sharded parameters are whole, for terms of the loss that use them outside of ``forward``.
+
+        Inside, ``module.weight`` and ``module.named_parameters()`` are whole tensors in the dtype that the parameters
+        are stored in, and the gradients of what is computed with them reach the shards, averaged over the ranks as
+        others are. Every rank must enter it. The model cannot be called inside. FSDP 1 gathers values only, in
+        ``torch.no_grad()``. Where nothing is sharded, the block does nothing.
+
+        Args:
+            module: a prepared model, or a module in it, such as its output layer.
+
+        Raises:
+            ConfigurationError: not a module, or the strategy cannot gather parameters.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(model)
+            >>> with accelerator.gathered_parameters(model):
+            ...     penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        """
+        check_type(module, nn.Module, "gathered_parameters", "Pass the model that prepare() returned, or its module.")
+        return self.strategy.gathered_parameters(module)
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once per step; does nothing while they accumulate, or without a scale.
 

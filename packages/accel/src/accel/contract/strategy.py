@@ -218,6 +218,15 @@ class Strategy:
     def close(self) -> None:
         """Release what must be released before the process group is destroyed."""
 
+    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A block in which the parameters of a prepared model, or of a module in it, are whole; see the Accelerator."""
+        if self.shards_parameters:
+            raise ConfigurationError(
+                f"gathered_parameters has not been compared with one process under {type(self).__name__}. Use the "
+                "parameters in the model's forward, or train with FSDP 2."
+            )
+        return nullcontext()
+
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:

@@ -213,6 +213,20 @@ class FSDP1Strategy(ShardedStrategy):
             self.state.device.type, (world // local_world, local_world), mesh_dim_names=("dp_replicate", "dp_shard")
         )
 
+    @contextmanager
+    def gathered_parameters(self, module: nn.Module) -> Iterator[None]:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "gathered_parameters under fsdp_version=1 gathers values only: torch would lose the gradients of what "
+                "is computed with them. Enter it in torch.no_grad(), or set fsdp_version=2 (--fsdp_version 2)."
+            )
+        wrapped = next((model for model in self.ties if any(module is inner for inner in model.modules())), None)
+        if wrapped is None:
+            yield  # not sharded
+            return
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            yield
+
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FullyShardedDataParallel)
 

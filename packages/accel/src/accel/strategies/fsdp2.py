@@ -40,6 +40,7 @@ from ..kwargs.base import Handlers
 from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
 from . import forward_methods
 from .frozen import follow_requires_grad
+from .gathered_parameters import gathered
 from .sharded import ShardedStrategy
 from .unit_calls import UnitCalls
 
@@ -149,6 +150,19 @@ class FSDP2Strategy(ShardedStrategy):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
         return model
+
+    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+        if self._reduction is not None:
+            raise ConfigurationError(
+                "gathered_parameters does not support deterministic_reduction=True. Leave one of them out."
+            )
+        holders = [(parameter, reference()) for parameter, reference in self._holders.items()]
+        sharded = {id(gathered_parameter(holder)): parameter for parameter, holder in holders if holder is not None}
+        return gathered(module, lambda current: sharded.get(id(current), current), self._refuses_whole)
+
+    def _refuses_whole(self, module: nn.Module) -> bool:
+        """True if a module cannot be called while its parameters are whole."""
+        return isinstance(module, FSDPModule)
 
     def _register_methods(self, model: nn.Module) -> None:
         units = [item for item in model.modules() if isinstance(item, FSDPModule) and checkpointed_module(item) is None]

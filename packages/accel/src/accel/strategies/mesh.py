@@ -18,6 +18,7 @@ Where each axis is applied:
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -180,6 +181,19 @@ class MeshStrategy(FSDP2Strategy):
     def share_generators(self) -> None:
         if self._mesh is not None:
             share_generators(self._mesh, self.state)
+
+    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+        if self.stages or self.experts is not None or self.context is not None or self.ulysses is not None:
+            raise ConfigurationError(
+                "gathered_parameters has not been compared with one process under pp_size, ep_size, cp_size and "
+                "sp_size. Use the parameters in the model's forward, or a mesh without these axes."
+            )
+        return super().gathered_parameters(module)
+
+    def _refuses_whole(self, module: nn.Module) -> bool:
+        return super()._refuses_whole(module) or (
+            self._tp is not None and any(isinstance(item, DTensor) for item in module.parameters(recurse=False))
+        )
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         super().remap_optimizer(optimizer)

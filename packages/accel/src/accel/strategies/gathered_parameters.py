@@ -1,0 +1,82 @@
+"""Whole parameters of a model that ``fully_shard`` or tensor parallelism shards, outside of its forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from accel_state.errors import ConfigurationError
+
+from ..core.fused_dtensor import packed_shapes
+
+
+@contextmanager
+def gathered(
+    module: nn.Module, sharded_of: Callable[[torch.Tensor], torch.Tensor], refuses: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Put whole tensors in the place of sharded parameters, inside the block.
+
+    Args:
+        module: a sharded model, or a module in it.
+        sharded_of: returns the sharded parameter for what a module has in its place now.
+        refuses: whether a module must not be called with whole parameters.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Any, torch.Tensor]] = []
+    shapes = packed_shapes(module)
+    with ExitStack() as ending:
+        for prefix, owner in module.named_modules():
+            for name, current in list(owner._parameters.items()):
+                source = None if current is None else sharded_of(current)
+                if not isinstance(source, DTensor):
+                    continue
+                if id(source) not in whole:
+                    full = whole_of(source)
+                    shape = shapes.get(f"{prefix}.{name}" if prefix else name)
+                    whole[id(source)] = full if shape is None else full.reshape(shape)
+                replaced.append((owner._parameters, name, current, whole[id(source)]))
+            if refuses(owner):
+                ending.callback(owner.register_forward_pre_hook(_refuse_call, prepend=True).remove)
+        try:
+            for parameters, name, _, full in replaced:
+                parameters[name] = full  # type: ignore[assignment]
+            yield
+        finally:
+            for parameters, name, current, full in replaced:
+                if parameters.get(name) is full:
+                    parameters[name] = current
+
+
+def _refuse_call(module: nn.Module, inputs: Any) -> None:
+    raise ConfigurationError(
+        f"{type(module).__name__} was called inside gathered_parameters, where its parameters are whole. Call the "
+        "model before or after the block."
+    )
+
+
+def whole_of(parameter: DTensor) -> torch.Tensor:
+    """Return a sharded parameter as a whole tensor; its gradient is averaged over the ranks with other samples."""
+    mesh = parameter.device_mesh
+    averages = [axis != "tp" for axis in mesh.mesh_dim_names or ()]
+    # Where two axes shard one dimension, the one that sharded last is gathered first.
+    first = [placement if type(placement) is Shard else Replicate() for placement in parameter.placements]
+    gradients: list[Placement] = [Partial() if average else Replicate() for average in averages]
+    full = parameter.redistribute(placements=first).full_tensor(grad_placements=gradients)
+    count = math.prod(mesh.size(axis) for axis, average in enumerate(averages) if average)
+    if full.requires_grad:
+        full.register_hook(partial(_average, parameter, count))
+    return full
+
+
+def _average(parameter: DTensor, count: int, gradient: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is not None and parameter.device.type != "cpu":
+        # fully_shard has computed it on a stream of its own, for which autograd does not wait before it adds this one.
+        torch.get_device_module(parameter.device).synchronize()
+    return gradient / count
