@@ -14,5 +14,17 @@ def _write_and_read() -> list[str]:
     return [store.get(f"rank {rank}").decode() for rank in range(dist.get_world_size())]
 
 
+def _groups() -> list[int]:
+    import torch.distributed as dist
+
+    before = len(_torch_compat.process_groups())
+    dist.new_group()
+    return [before, len(_torch_compat.process_groups())]
+
+
+def test_process_groups_are_listed() -> None:
+    assert run_world(_groups, 2) == [[1, 2]] * 2
+
+
 def test_the_default_store_is_shared_by_all_ranks() -> None:
     assert run_world(_write_and_read, 2) == [["here", "here"]] * 2

@@ -14,6 +14,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """The process groups of this rank that were not destroyed; torch has no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def _xla() -> Any:
     return importlib.import_module("torch_xla")._XLAC
 

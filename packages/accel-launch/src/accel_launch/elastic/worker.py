@@ -50,11 +50,12 @@ def main() -> None:
             exit_code = error.code if isinstance(error.code, int) else 1
             write_report(error, exit_code, with_traceback=False)
             if has_process_group():
+                sys.last_value = error  # as after other errors: what runs at exit does not wait for other ranks
                 if not isinstance(error.code, int):
                     print(error.code, file=sys.stderr)
                 exit_without_teardown(exit_code)
         else:
-            note_end()
+            end()
         raise
     except KeyboardInterrupt:
         raise
@@ -62,12 +63,13 @@ def main() -> None:
         error.__traceback__ = strip_own_frames(error.__traceback__)
         write_report(error, 1, with_traceback=True)
         introduce_traceback()
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         if has_process_group():
             exit_without_teardown(1)
         sys.exit(1)
     else:
-        note_end()
+        end()
 
 
 def decode(word: str) -> list[str]:
@@ -221,6 +223,13 @@ def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename.endswith(own):
         traceback = traceback.tb_next
     return traceback
+
+
+def end() -> None:
+    """Report that the script has ended without an error; with its process group open, end the process, too."""
+    note_end()
+    if has_process_group():
+        exit_without_teardown(0)
 
 
 def note_end() -> None:

@@ -84,6 +84,11 @@ def schedule_of(group: dist.ProcessGroup, host: bool) -> Schedule | None:
     return _schedules.setdefault(group, Schedule(host))
 
 
+def known_groups() -> list[dist.ProcessGroup]:
+    """The process groups that still exist of those that :func:`schedule_of` was asked for."""
+    return list(_schedules)
+
+
 @dataclass
 class Call:
     """What all ranks must have in common in a call of a collective.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
+import weakref
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import devices, env, environments
-from .._torch_compat import default_store
+from .._torch_compat import default_store, process_groups
+from ..collectives.header import known_groups
 from ..collectives.refused import RefusedCollectives
 from ..collectives.registry import COLLECTIVES
 from ..collectives.single import Collectives
@@ -360,14 +365,51 @@ def _loopback_store(environment: Environment, timeout: timedelta | None) -> dist
 
 
 def _destroy_at_exit() -> None:
-    """Destroy the process group before the interpreter exits.
+    """Destroy the process group before the interpreter exits, so that gloo's threads have ended by then.
 
-    Otherwise gloo's threads race with the shutdown of the interpreter, which aborts about one run in five. Models
-    wrapped by DDP reference the group, so they are collected first.
+    They need the GIL to release tensors, and an interpreter that exits ends a thread that waits for it, which aborts
+    the process. The threads end with the last reference to the group. After an error they are left alone: what this
+    rank still sends or receives may never complete, and they end after that.
     """
-    if dist.is_available() and dist.is_initialized():
-        gc.collect()
+    if not dist.is_available():
+        return
+    gc.collect()
+    if hasattr(sys, "last_value"):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    for item in gc.get_objects():
+        if issubclass(type(item), DistributedDataParallel):
+            # Before the groups: the last of Python's references ends the threads without the GIL.
+            item.__dict__.update(logger=None, reducer=None, process_group=None)
+    groups = list(map(weakref.ref, {*process_groups(), *known_groups()}))  # also those that were destroyed
+    if dist.is_initialized():
         dist.destroy_process_group()
+    if any(group() is not None for group in groups):
+        _release_groups()
+
+
+def _release_groups() -> None:
+    """Drop what objects and functions still hold of process groups."""
+    for item in gc.get_objects():
+        if type(item) is FunctionType and item.__defaults__ and any(map(_is_group, item.__defaults__)):
+            # torch itself has `def broadcast(tensor, src, group=group.WORLD)`, in modules that it imports late.
+            item.__defaults__ = tuple(None if _is_group(one) else one for one in item.__defaults__)
+        for held in (item, *gc.get_referents(item)):
+            # The collector does not list dictionaries of process groups only, nor those of most objects.
+            if type(held) is dict and (held is item or not gc.is_tracked(held)):
+                _release(held)
+        if any(map(_is_group, gc.get_referents(item))) and hasattr(item, "__dict__"):
+            _release(item.__dict__)
+
+
+def _release(held: Any) -> None:
+    if type(held) is dict:
+        held.update((name, None) for name, value in list(held.items()) if _is_group(value))
+
+
+def _is_group(item: object) -> bool:
+    return issubclass(type(item), dist.ProcessGroup)  # isinstance runs code of proxies
 
 
 def wait_for_everyone() -> None:
