@@ -83,12 +83,13 @@ KEYS = {
         activation_checkpointing activation_checkpointing_blocks activation_checkpointing_every
         activation_checkpointing_mode activation_checkpointing_offload base_job_name command_file
         compute_environment debug distributed_type downcast_bf16 dynamo_backend ec2_instance_type
-        enable_cpu_affinity ft gpu_ids gradient_accumulation_steps iam_role_name image_uri log_dir machine_rank
-        machine_timeout main_process_ip main_process_port main_training_function max_restarts mixed_precision
-        monitor monitor_interval monitor_port multi_gpu num_cpu_threads_per_process num_machines num_processes
-        oversubscribe py_version pytorch_version rdzv_backend rdzv_conf role sagemaker_inputs_file
-        sagemaker_metrics_file same_network tee tpu tpu_cluster tpu_name tpu_use_sudo tpu_zone
-        transformers_version use_deepspeed use_fsdp use_megatron_lm use_mps_device use_parallelism_config""",
+        enable_cpu_affinity ft gpu_ids gradient_accumulation_steps hang_report_seconds iam_role_name
+        image_uri log_dir machine_rank machine_timeout main_process_ip main_process_port
+        main_training_function max_restarts mixed_precision monitor monitor_interval monitor_port multi_gpu
+        num_cpu_threads_per_process num_machines num_processes oversubscribe py_version pytorch_version
+        rdzv_backend rdzv_conf role sagemaker_inputs_file sagemaker_metrics_file same_network tee tpu
+        tpu_cluster tpu_name tpu_use_sudo tpu_zone transformers_version use_deepspeed use_fsdp
+        use_megatron_lm use_mps_device use_parallelism_config""",
 }
 # Those whose options are called otherwise: KEY=OPTION.
 OTHER_KEYS = """

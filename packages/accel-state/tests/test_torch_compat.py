@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from accel_state import _torch_compat
 from accel_state.testing import run_world
 
@@ -24,6 +26,23 @@ def _groups() -> list[int]:
 
 def test_process_groups_are_listed() -> None:
     assert run_world(_groups, 2) == [[1, 2]] * 2
+
+
+def _connect() -> tuple[bytes, int, int]:
+    import torch
+    import torch.distributed as dist
+
+    other = _torch_compat.connect_again(timedelta(seconds=30))
+    assert other is not None
+    other.set(f"other {dist.get_rank()}", "here")
+    before = _torch_compat.collectives_issued()
+    dist.all_reduce(torch.ones(3))
+    return other.get(f"other {1 - dist.get_rank()}"), before, _torch_compat.collectives_issued()
+
+
+def test_a_second_connection_to_the_store_and_the_count_of_collectives() -> None:
+    for text, before, after in run_world(_connect, 2):
+        assert (text, after - before) == (b"here", 1)
 
 
 def test_the_default_store_is_shared_by_all_ranks() -> None:

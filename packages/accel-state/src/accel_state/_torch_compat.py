@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,9 +16,33 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def connect_again(timeout: timedelta) -> dist.Store | None:
+    """Another connection to the store of the default process group; None if it is no store of a server.
+
+    Args:
+        timeout: how long one call into it may take.
+    """
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """The process groups of this rank that were not destroyed; torch has no public list of them."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def collectives_issued() -> int:
+    """How many collectives the process groups of this rank have issued; groups without a count have issued none."""
+    total = 0
+    group: Any  # torch's types leave the count out
+    for group in process_groups():
+        with suppress(RuntimeError):
+            total += int(group._get_sequence_number_for_group())
+    return total
 
 
 def _xla() -> Any:

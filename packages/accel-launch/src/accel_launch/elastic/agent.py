@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from accel_state import hang_files
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
@@ -101,6 +102,7 @@ class Agent:
         self._board: Board | None = None
         self._peers: Peers | None = None
         self._tees: list[Tee] = []
+        self._printed: set[str] = set()  # hang reports
         self._codes: dict[int, int] = {}  # exit codes by local rank of the ranks that were seen to fail
         self.ranks: list[Child] = []
         """The processes of the latest start, by local rank."""
@@ -194,6 +196,7 @@ class Agent:
         Returns:
             The result once the ranks have ended, or must; and whether they may be started again.
         """
+        self.hang_report()
         codes = {local: code for local, rank in enumerate(self.ranks) if (code := rank.poll()) is not None}
         self.succeeded = {local for local, code in codes.items() if code == 0}
         failures = {local: code for local, code in codes.items() if code}
@@ -221,6 +224,15 @@ class Agent:
             return Result(True), True  # those that are left start again
         self._left = 0
         return Result(True), False
+
+    def hang_report(self) -> str:
+        """Print a hang report of the ranks of this machine that was not printed; return the latest one, or ""."""
+        found = [report for directory in self._logs.by_rank.values() if (report := hang_files.read(directory))]
+        for text, printed in found:
+            if not printed and text not in self._printed:
+                self._printed.add(text)
+                say(text)
+        return found[-1][0] if found else ""
 
     def _ended_between_steps(self) -> bool:
         """Let ranks that save on a signal do so, before machines meet again; whether all have ended by themselves."""
@@ -357,6 +369,7 @@ class Agent:
             "TORCHELASTIC_RUN_ID": self.meetings.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": str(self._logs.by_rank[local] / "error.json"),
+            hang_files.PRINTER_VARIABLE: str(self._logs.by_rank[local] / "error.json"),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 

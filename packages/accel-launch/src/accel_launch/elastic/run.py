@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -107,8 +107,11 @@ def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
         say(f"the processes of this machine {verb}.")
         return Outcome(agent.elsewhere.code, world_size)
     if result.failed:
-        first = first_failure(agent.failures())
-        return Outcome(first.exit_code, world_size, with_hint(first, _ended_ranks(agent, logs), world_size))
+        first = with_hint(first_failure(agent.failures()), _ended_ranks(agent, logs), world_size)
+        if report := agent.hang_report():
+            hint = f"{first.hint}\naccel launch: before that, {report}"
+            first = replace(first, hint=hint.removeprefix("\naccel launch: "))
+        return Outcome(first.exit_code, world_size, first)
     return Outcome(0, world_size)
 
 

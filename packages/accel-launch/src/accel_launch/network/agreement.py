@@ -32,7 +32,7 @@ _MUST, _SHOULD = "must ", "should "
 _OWN = frozenset((
     *("machine_rank", "main_process_ip", "main_process_port", "same_network", "num_processes", "num_machines"),
     *("config_file", "gpu_ids", "log_dir", "tee", "role", "quiet", "dry_run", "json", "oversubscribe", "monitor"),
-    "monitor_port",
+    *("monitor_port", "hang_report_seconds"),
     *("enable_cpu_affinity", "multi_gpu", "num_cpu_threads_per_process", "compute_environment", "distributed_type"),
     *("mpirun_hostfile", "mpirun_ccl"),
     *("nproc_per_node", "rdzv_endpoint", "standalone", "redirects", "local_ranks_filter", "log_line_prefix_template"),

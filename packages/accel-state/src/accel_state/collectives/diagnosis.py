@@ -39,19 +39,21 @@ def caller_location() -> str:
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     while frame is not None:
-        if not _is_internal(frame):
-            return _describe(frame)
+        if not is_internal(frame):
+            return describe_frame(frame)
         outermost, frame = frame, frame.f_back
-    return _describe(outermost) if outermost is not None else "an unknown location"
+    return describe_frame(outermost) if outermost is not None else "an unknown location"
 
 
-def _is_internal(frame: FrameType) -> bool:
+def is_internal(frame: FrameType) -> bool:
+    """True if a frame is of accel or torch, or of what they wrap functions with."""
     # By module name, not path: a user's project may be in a directory named accel.
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in ("accel", "torch", "contextlib", "functools") or package.startswith("accel_")
 
 
-def _describe(frame: FrameType) -> str:
+def describe_frame(frame: FrameType) -> str:
+    """Return ``file:line in function``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -63,6 +63,13 @@ class CoreOptions(OptionGroup):
         question="Should distributed operations be checked while running for errors? This can avoid time-outs but is "
         "slower.",
     )
+    hang_report_seconds: float = option(
+        60.0,
+        minimum=0,
+        exported=True,
+        metavar="SECONDS",
+        help="Print what every rank is doing once a rank has been in one collective for so long. 0: never.",
+    )
     monitor: bool = option(
         False,
         exported=True,

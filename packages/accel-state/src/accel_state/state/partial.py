@@ -24,6 +24,7 @@ from ..devices.base import Device
 from ..enums import DistributedType
 from ..environments.base import Environment
 from ..errors import ConfigurationError
+from ..hang_reports import HangWatch
 from ..options.core import CoreOptions
 from ..options.launch import HardwareOptions
 from ..ports import is_loopback
@@ -204,6 +205,7 @@ class PartialState(ProcessControl, SharedState):
         own_rank(self.environment)
         atexit.unregister(_destroy_at_exit)
         atexit.register(_destroy_at_exit)
+        HangWatch.start(self.collectives.rank, self.collectives.world_size)
 
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
@@ -253,6 +255,7 @@ class PartialState(ProcessControl, SharedState):
         if group is not None:
             dist.destroy_process_group(group)
         else:
+            HangWatch.stop()
             self.collectives.shutdown()
             release_rank()
 
@@ -371,6 +374,7 @@ def _destroy_at_exit() -> None:
     the process. The threads end with the last reference to the group. After an error they are left alone: what this
     rank still sends or receives may never complete, and they end after that.
     """
+    HangWatch.stop()
     if not dist.is_available():
         return
     gc.collect()
