@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -70,7 +71,8 @@ def run() -> Iterator[Callable[..., str]]:
         store = HashStore()
         ranks.extend(Rank(rank, store, function) for rank, function in enumerate(functions))
         store.wait(["report/1"])
-        return store.get("report/1").decode()
+        text, _ = json.loads(store.get("report/1"))
+        return str(text)
 
     yield both
     for rank in ranks:

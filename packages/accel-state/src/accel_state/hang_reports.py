@@ -179,6 +179,8 @@ class HangWatch:
     """
 
     _running: ClassVar[HangWatch | None] = None
+    latest: ClassVar[tuple[str, frozenset[int]]] = ("", frozenset())
+    """The latest report, and the ranks that wait, by it, or have left."""
 
     def __init__(self, rank: int, world_size: int, seconds: float, store: dist.Store) -> None:
         self._rank, self._world_size, self._seconds, self._store = rank, world_size, seconds, store
@@ -273,9 +275,9 @@ class HangWatch:
         if asked > self._round:
             self._publish(asked)
         if self._unread and self._store.check([f"report/{self._unread}"]):
-            if (file := hang_files.path()) is not None:
-                hang_files.write(file, self._store.get(f"report/{self._unread}").decode(), printed=True)
+            text, idle = json.loads(self._store.get(f"report/{self._unread}"))
             self._unread = 0
+            self._receive(text, idle, printed=True)
 
     def _publish(self, number: int) -> Activity:
         self._round = self._unread = number
@@ -301,12 +303,17 @@ class HangWatch:
         silent = "no answer: it has ended, or native code holds the lock of its interpreter"
         everyone = {rank: activities.get(rank, silent) for rank in range(self._world_size)}
         text = report_text(self._rank, everyone, self._seconds)
-        self._store.set(f"report/{number}", text)
+        idle = [rank for rank, one in activities.items() if isinstance(one, str) or one.waits]
+        self._store.set(f"report/{number}", json.dumps([text, idle]))
         self._unread = 0
-        if (file := hang_files.path()) is None:
+        if hang_files.path() is None:
             print(f"accel: {text}", file=sys.stderr, flush=True)
-        else:
-            hang_files.write(file, text, printed=False)
+        self._receive(text, idle, printed=False)
+
+    def _receive(self, text: str, idle: Sequence[int], *, printed: bool) -> None:
+        HangWatch.latest = text, frozenset(idle)
+        if (file := hang_files.path()) is not None:
+            hang_files.write(file, text, printed=printed)
 
     def _said(self, number: int, rank: int) -> Activity | str | None:
         if self._store.check([f"{number}/{rank}"]):
@@ -318,5 +325,6 @@ class HangWatch:
     def _withdraw(self) -> None:
         """Take the report back from the launcher: the ranks went on, and a later error has another cause."""
         self._reported_at = -1
+        HangWatch.latest = "", frozenset()
         if (file := hang_files.path()) is not None:
             file.unlink(missing_ok=True)

@@ -83,7 +83,8 @@ def find_executable_batch_size(
     """Decorator: call a function with smaller and smaller batch sizes until it fits into memory.
     The function takes the batch size as its first parameter, which callers omit. It must create everything that uses
     device memory itself, so that the memory can be released between attempts. A later call starts with the batch size
-    that worked last. Each process of a distributed run decides independently.
+    that worked last. In a distributed run all ranks must call it; they take the same batch size, the largest that
+    fits on every rank, and results of an attempt that ran out of memory on another rank are dropped.
 
     Args:
         function: the function to decorate; None to pass the other arguments first.
@@ -96,7 +97,8 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: the function has no parameter for the batch size; or, at a call, the other arguments do not fit.
-        NoExecutableBatchSizeError: at a call, every batch size ran out of memory.
+        NoExecutableBatchSizeError: at a call, every batch size ran out of memory; or one ran out of memory on this rank
+            while the others wait for it in a collective.
         ConfigurationError: ``reduce_batch_size_fn`` returned a batch size that is not smaller.
 
     Examples:
@@ -132,18 +134,25 @@ def find_executable_batch_size(
         _check_arguments(function, signature, args, kwargs)
         batch_size, failure = first_batch_size, "none was tried"
         while batch_size > 0:
+            own = ""
             try:
                 result = function(batch_size, *args, **kwargs)
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
                 # Keep the text only: the exception references the frames, and with them the tensors, of the attempt.
-                failure = f"at batch size {batch_size}: {error}"
-            else:
+                own = f"at batch size {batch_size}: {error}"
+            # Outside the except block, where the exception and its frames are gone.
+            if own:
+                clear_device_cache(garbage_collection=True)
+            failures = _failures_of_ranks(own, function.__qualname__, batch_size)
+            if not any(failures):
                 first_batch_size = batch_size
                 return result
-            # Outside the except block, where the exception and its frames are gone.
-            clear_device_cache(garbage_collection=True)
+            if not own:
+                del result
+                clear_device_cache(garbage_collection=True)
+            failure = next(filter(None, failures))
             smaller = reduce(batch_size) if takes_last else reduce()
             if smaller >= batch_size:
                 raise ConfigurationError(
@@ -157,6 +166,22 @@ def find_executable_batch_size(
         )
 
     return with_batch_size
+
+
+def _failures_of_ranks(failure: str, name: str, batch_size: int) -> list[str]:
+    """How an attempt ended on each rank, so that all take the same batch size next."""
+    from .collectives.attempts import outcomes_of_ranks
+
+    try:
+        return outcomes_of_ranks(failure)
+    except RuntimeError as error:
+        if not failure:
+            raise
+        raise NoExecutableBatchSizeError(
+            f"{name} ran out of memory on this rank only, {failure}\nThe other ranks wait for it in a collective, so "
+            f"that no batch size below {batch_size} can be tried: {error}\nStart with a smaller starting_batch_size, "
+            "or give all ranks inputs of the same size."
+        ) from None
 
 
 def _check_arguments(
