@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,146 @@ def test_bytes_of_everything(tmp_path, capsys) -> None:
     assert run([*arguments, "--dtypes", "float32"]) == 0
     title = "2 process(es); adamw, float32 weights; mixed precision: no; tensor parallel: 2; 2 sample(s) of 16 tokens"
     assert title in capsys.readouterr().out
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+CLIP_VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 12,
+    "patch_size": 6,
+}
+LLAVA = {"model_type": "llava", "text_config": LLAMA, "vision_config": CLIP_VISION}
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 101}
+
+
+def _with(config: dict, **settings: object) -> dict:
+    """A configuration with settings; those named like a part of it are for that part."""
+    return {**config, **{k: {**config[k], **v} if k in config else v for k, v in settings.items()}}  # type: ignore[dict-item]
+
+
+def _plain_bytes(config: dict) -> tuple[int, int]:
+    """The values and float32 bytes of a plain model of a configuration that names no dtype."""
+    import transformers
+
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(config["model_type"], **settings))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in tensors)
+    return sum(item.numel() for item in model.parameters()), sum(item.nbytes for item in tensors)
+
+
+@needs_transformers_5
+@pytest.mark.parametrize(
+    ("plain", "settings"),
+    [
+        *[(LLAMA, {key: dtype}) for key in ("dtype", "torch_dtype") for dtype in ("bfloat16", "float16", "float32")],
+        *[(LLAMA, {"dtype": dtype}) for dtype in ("float64", "auto", "float8_e4m3fn", "torch.bfloat16", None)],
+        (T5, {"torch_dtype": "bfloat16"}),  # has modules that stay in float32
+        (LLAVA, {"dtype": "bfloat16"}),
+        (LLAVA, {"text_config": {"torch_dtype": "bfloat16"}}),
+        (LLAVA, {"dtype": "float16", "text_config": {"dtype": "bfloat16"}, "vision_config": {"dtype": "float32"}}),
+        (LLAMA, {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}),
+        (LLAMA, {"dtype": "float16", "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}),
+        (LLAMA, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
+    ],
+)
+def test_the_dtype_of_a_configuration_changes_no_row(tmp_path, capsys, plain, settings) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_with(plain, **settings)))
+    parameters, total = _plain_bytes(plain)
+    assert run([str(tmp_path), "--json", "--training"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == parameters
+    assert {name: row["total"] for name, row in answer["dtypes"].items()} == {
+        "float32": total,
+        "float16": total // 2,
+        "bfloat16": total // 2,
+        "float8": total // 4,
+        "int8": total // 4,
+        "int4": total // 8,
+    }
+    assert answer["dtypes"]["bfloat16"]["training_adam"] == 4 * (total // 2)
+    assert answer["training_stages"]["float16"]["model"] == total
+    if plain is not T5:
+        # q and o, k and v, three of the MLP, two norms: a block of the text model is the largest layer.
+        block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+        assert answer["dtypes"]["float32"]["largest_layer"] == 4 * block
+
+
+@needs_transformers_5
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_activations_are_measured_in_float32(tmp_path, monkeypatch, dtype) -> None:
+    import transformers
+
+    from accel_bigmodel.estimate.activations import activations_of_config
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    expected = activations_of_config(config, 2, 8)
+    config.write_text(json.dumps({**LLAMA, "dtype": dtype}))
+    assert activations_of_config(config, 2, 8) == expected
+    # A model's own code may choose a dtype.
+    build = transformers.AutoModel.from_config
+    monkeypatch.setattr(transformers.AutoModel, "from_config", lambda *args, **kwargs: build(*args, **kwargs).half())
+    assert activations_of_config(config, 2, 8) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_a_model_of_timm_counts_in_float32_too(monkeypatch, dtype) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(8, 5)
+            self.tied = self.stem
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("index", torch.zeros(7, dtype=torch.int64))
+
+    created = types.SimpleNamespace(create_model=lambda name, pretrained: Model().to(dtype))
+    monkeypatch.setitem(sys.modules, "timm", created)
+    size = model_size("timm/some_model", "timm")
+    assert (size.parameters, size.total, size.largest_layer) == (45, 4 * 48 + 7 * 8, 4 * 45)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    ],
+)
+def test_floating_headers_count_in_float32(tmp_path, dtype) -> None:
+    save_file(
+        {"h.0.w": torch.zeros(6, 4).to(dtype), "ids": torch.zeros(1, 9, dtype=torch.int32)}, tmp_path / "m.safetensors"
+    )
+    size = model_size(str(tmp_path))
+    assert (size.total, size.largest_layer, size.total_in("int8")) == (4 * 24 + 36, 4 * 24, 24 + 9)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"h.0.qweight": torch.zeros(8, 16, dtype=torch.int32)},  # GPTQ, AWQ
+        {"h.0.weight": torch.zeros(64, 1, dtype=torch.uint8)},  # 4 bits of bitsandbytes
+        {"h.0.weight": torch.zeros(8, 16, dtype=torch.int8)},  # 8 bits of bitsandbytes
+        {"h.0.blocks": torch.zeros(4, 8, 2, 16, dtype=torch.uint8)},  # MXFP4
+    ],
+)
+def test_headers_of_quantized_weights_are_refused(tmp_path, packed) -> None:
+    """They do not tell how many values an element packs, so every row would be wrong."""
+    save_file({"embed.weight": torch.zeros(100, 16), **packed}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"h.0.\w+ is quantized \([UI]\d+\).*--library_name transformers"):
+        model_size(str(tmp_path))
 
 
 def test_strategies_that_are_asked_for(checkpoint, capsys) -> None:
@@ -270,7 +411,7 @@ def _write(path: Path, text: str) -> str:
 
 
 def test_nothing_is_asked_offline(tmp_path, monkeypatch) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"\(HF_HUB_OFFLINE is set\).*unset HF_HUB_OFFLINE"):

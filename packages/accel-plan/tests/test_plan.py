@@ -356,6 +356,18 @@ def test_deepspeed_stages(tmp_path, stage) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", None), ("bf16", "bfloat16"), ("no", "bfloat16"), ("no", None)]
+)
+def test_deepspeed_gathers_layers_in_the_dtype_of_the_weights(tmp_path, precision, dtype) -> None:
+    options = {"use_deepspeed": True, "zero_stage": 3, "num_processes": 4, "mixed_precision": precision}
+    found = make_plan(PlanRequest(settings_of(**options), small(tmp_path, dtype=dtype), seq_length=16))
+    block = 2 * 48 * 48 + 2 * 48 * 16 + 3 * 48 * 64 + 2 * 48
+    width = 4 if precision == "no" and dtype is None else 2
+    assert found.memory.weights == width * found.parameters / 4
+    assert found.memory.buffers == 3 * width * block
+
+
 EIGHT = {**FSDP2, "num_processes": 8}
 
 

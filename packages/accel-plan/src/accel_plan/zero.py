@@ -50,15 +50,15 @@ def zero_memory_and_traffic(
     """
     ranks, weights = task.world_size, replica.weights
     model = build_model(task.config, task.trust_remote_code)
-    width = 0.5 if task.dtype is not None else 1.0
+    in_float32 = 4 * replica.values
     memory = memory_of_rank(
         strategy,
         weights,
         shards=ranks,
         processes=ranks,
         optimizer=optimizer,
-        master_bytes=weights / width if task.dtype is not None else 0,
-        layer=size_of_model("", "transformers", model).largest_layer * width,
+        master_bytes=in_float32 if task.dtype is not None else 0,
+        layer=size_of_model("", "transformers", model).largest_layer * weights / in_float32,
         activations=replica.activations,
     )
     calls = {

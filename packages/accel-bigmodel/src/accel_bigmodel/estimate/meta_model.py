@@ -7,18 +7,23 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel_state.errors import ConfigurationError, require
 
 from .._torch_compat import on_meta
-from ..sizes import compute_module_sizes, get_max_layer_size
+from ..sizes import compute_module_sizes, get_max_layer_size, named_tensors
 from .model import ModelSize
 
 
 def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
-    """The sizes of a model. A layer is a block that must not be split, or a module without submodules."""
-    sizes = compute_module_sizes(model)
+    """Return the sizes of a model in float32, whatever its dtype.
+
+    A layer is a block that must not be split, or a module without submodules.
+    """
+    floating = {name: torch.float32 for name, tensor in named_tensors(model) if tensor.is_floating_point()}
+    sizes = compute_module_sizes(model, special_dtypes=floating)
     declared: set[str] = set()
     for module in model.modules():
         declared.update(getattr(module, "_no_split_modules", None) or ())
@@ -29,12 +34,16 @@ def size_of_model(name: str, source: str, model: nn.Module) -> ModelSize:
 
 
 def build_transformers(config_path: Path, trust_remote_code: bool, where: AbstractContextManager[Any]) -> nn.Module:
-    """A transformers model of the class that AutoModel selects for a configuration."""
+    """Build a transformers model in float32, of the class that AutoModel selects for a configuration."""
     transformers = require("transformers", purpose=f"the model of {config_path}", install="transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(str(config_path.parent), trust_remote_code=trust_remote_code)
+        # Most configurations name the dtype of their files; "auto" and 8-bit ones are not dtypes to build a model in.
+        config = transformers.AutoConfig.from_pretrained(
+            str(config_path.parent), trust_remote_code=trust_remote_code, dtype="float32"
+        )
         with where:
-            return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+        return nn.Module.float(model)  # parts with configurations of their own; Transformers' float() refuses some
     except (ValueError, KeyError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:

@@ -56,7 +56,9 @@ class ModelSize:
 
 
 # Counted in float32, because loading converts them; others (positions, masks) keep their dtype.
-_FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+_FLOATING = ("F", "BF")  # the first letters of floating point dtypes
+# Matrices of these are quantized: one element may pack several values.
+_PACKED = {"I8", "U8", "I16", "U16", "I32", "U32"}
 _BYTES = {"I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # "model.layers.12.mlp.up_proj.weight": the layer is "model.layers.12".
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?[^.]+\.\d+)\.")
@@ -72,11 +74,20 @@ def layer_of(tensor: str) -> str:
 
 
 def size_of_tensors(name: str, tensors: TensorHeaders) -> ModelSize:
-    """The sizes of a model. A layer is a numbered block ("h.3"), or else the module that holds the tensor."""
+    """Return the sizes of a model. A layer is a numbered block ("h.3"), or else the module that holds the tensor.
+
+    Raises:
+        ConfigurationError: the weights are quantized to integers.
+    """
     layers: dict[str, int] = defaultdict(int)
     parameters = whole = 0
     for tensor, (dtype, shape) in tensors.items():
-        layers[layer_of(tensor)] += math.prod(shape) * (4 if dtype in _FLOATING else _BYTES.get(dtype, 1))
+        if dtype in _PACKED and len(shape) > 1 and shape[0] > 1:
+            raise ConfigurationError(
+                f"{name}: {tensor} is quantized ({dtype}), so the files do not tell how large the model is in another "
+                "dtype. Give a directory or repository with a config.json, and --library_name transformers."
+            )
+        layers[layer_of(tensor)] += math.prod(shape) * (4 if dtype.startswith(_FLOATING) else _BYTES.get(dtype, 1))
         parameters += math.prod(shape)
         whole += math.prod(shape) if len(shape) < 2 else 0
     largest = max(layers, key=lambda layer: layers[layer])
