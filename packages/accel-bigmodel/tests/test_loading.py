@@ -476,3 +476,27 @@ print(sorted(set(sys.modules) - before), model.weight.device)
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "[] cpu\n"
+
+
+def test_a_first_load_imports_only_what_it_uses(tmp_path: Path) -> None:
+    """Imports were most of the time of a process's first load: states, options and stores among them."""
+    file = str(tmp_path / "m.safetensors")
+    save_file(nn.Linear(2, 2).state_dict(), file)
+    code = f"""
+import sys
+import torch
+from safetensors.torch import save_file
+before = set(sys.modules)
+from accel_bigmodel import load_checkpoint_and_dispatch
+with torch.device("meta"):
+    model = torch.nn.Linear(2, 2)
+load_checkpoint_and_dispatch(model, {file!r}, device_map={{"": "cpu"}})(torch.ones(2))
+imported = {{name for name in set(sys.modules) - before if not name.startswith("accel_bigmodel")}}
+print(*sorted(imported))
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    imported = done.stdout.split()
+    assert "accel_state.errors" in imported
+    unused = ("accel_state.options", "accel_state.state.partial", "accel_state.collectives", "accel_state.environments")
+    unused += ("accel_state.storage.transfer", "accel_state.secrets", "accel_state.imports", "packaging", "psutil")
+    assert [name for name in imported if name.startswith(unused)] == []

@@ -14,8 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-from accel_state import is_torch_version
-
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
@@ -110,6 +108,8 @@ def on_meta() -> torch.device:
     The import of Dynamo in torch 2.6 computes a value. In this context it fails half-way, and Transformers ignores the
     error; whatever needs Dynamo later in the process fails then, :class:`FakeTensorMode` for one.
     """
+    from accel_state import is_torch_version  # only here: loading a model does not use it, and it takes 10 ms
+
     if is_torch_version("<", "2.7"):
         importlib.import_module("torch._dynamo")
     return torch.device("meta")

@@ -11,7 +11,6 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from accel_state.errors import ConfigurationError
-from accel_state.storage.transfer import local_copy
 from accel_state.storage.url import RemotePath, is_url
 
 SAFETENSORS = ".safetensors"
@@ -28,12 +27,18 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
     """The files of a checkpoint, each with the names that its index lists, or None without an index."""
-    path = local_copy(RemotePath(os.fspath(checkpoint))) if is_url(checkpoint) else Path(checkpoint)
+    path = _downloaded(RemotePath(os.fspath(checkpoint))) if is_url(checkpoint) else Path(checkpoint)
     if path.is_dir():
         path = _in_directory(path)
     elif not path.exists():
         path = _in_directory(_from_hub(os.fspath(checkpoint)))
     return dict(files_of_index(path)) if path.suffix == ".json" else {path: None}
+
+
+def _downloaded(checkpoint: RemotePath) -> Path:
+    from accel_state.storage.transfer import local_copy  # local checkpoints do not pay for its import
+
+    return local_copy(checkpoint)
 
 
 def _in_directory(directory: Path) -> Path:

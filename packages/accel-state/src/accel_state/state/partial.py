@@ -32,15 +32,10 @@ from ..tcp_store import serve_store
 from .joined_group import environment_of_group, is_joined, local_rank_is_known
 from .process_control import ProcessControl
 from .rank_owner import own_rank, owner_of_rank, release_rank
-from .shared import SharedState
+from .shared import SharedState, is_initialized
 
 # How long a call into the store of a process group may take: torch's own value.
 _STORE_TIMEOUT = timedelta(minutes=30)
-
-
-def is_initialized() -> bool:
-    """Whether a PartialState or an Accelerator has been created in this process."""
-    return bool(PartialState._shared_state)
 
 
 def current_rank() -> tuple[int, int]:

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import context
 
 
+def is_initialized() -> bool:
+    """Return True if a PartialState or an Accelerator has been created in this process; imports neither."""
+    return bool(context.current().process)
+
+
 class _SharedStateType(type):
     """Adds `_shared_state` to each class, which libraries read to see whether a state exists without creating one."""
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..secrets import hide_in_text
 
 # Two letters at least: `C:/x` is a path of Windows. Chained protocols (a::b://x) are URLs too, which are refused.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://(.*)", re.DOTALL)
+
+
+def _hidden(url: str) -> str:
+    from ..secrets import hide_in_text  # only for URLs: telling that a path is not one needs no argparse
+
+    return hide_in_text(url)
 
 
 class RemotePath(os.PathLike[str]):
@@ -31,7 +36,7 @@ class RemotePath(os.PathLike[str]):
             raise ConfigurationError(f"{url!r} is not a URL such as s3://bucket/run.")
         place = match[2].rstrip("/")
         parts = [part for part in place.split("/") if part]
-        shown = hide_in_text(url)
+        shown = _hidden(url)
         if not parts or "\0" in url or {"..", "."} & set(parts):
             raise ConfigurationError(f"{shown!r} names no directory of a store. Give one such as s3://bucket/run.")
         if "?" in url or "#" in url or "::" in url:
@@ -57,7 +62,7 @@ class RemotePath(os.PathLike[str]):
         return RemotePath(f"{self.url}/{name}")
 
     def __str__(self) -> str:
-        return hide_in_text(self.url)
+        return _hidden(self.url)
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
