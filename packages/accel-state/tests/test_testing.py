@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import re
@@ -56,7 +57,8 @@ def describe_environment() -> dict[str, str | None]:
         "DROPPED",
         "OUTER",
     )
-    return {key: os.environ.get(key) for key in keys} | {"threads": str(torch.get_num_threads())}
+    method = multiprocessing.get_start_method(allow_none=True)
+    return {key: os.environ.get(key) for key in keys} | {"threads": str(torch.get_num_threads()), "method": method}
 
 
 def swap(pair: Pair) -> Pair:
@@ -257,6 +259,7 @@ def test_ranks_have_the_variables_of_torchrun_and_one_thread(monkeypatch):
             "DROPPED": None,
             "OUTER": "set by the test",
             "threads": "1",
+            "method": None,  # the platform's default, as in a rank of the launcher
         }
 
 

@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import re
@@ -116,6 +117,8 @@ def _prepare(environment: dict[str, str], dump: Descriptor, stdout: Descriptor, 
     os.environ.update(environment)
     faulthandler.register(DUMP_SIGNAL, file=dump.number, all_threads=True)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    # The platform's default, as in a rank of the launcher, not the server: workers of loaders would import torch again.
+    multiprocessing.set_start_method(None, force=True)
     import torch
 
     torch.set_num_threads(1)
