@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from workspace import ROOT
 SCRIPT = ROOT / "examples" / "resume.py"
 RANKS, KILLS = 2, 2
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the data are scikit-learn's")
 
 
 def check_pages(printed: list[str]) -> None:

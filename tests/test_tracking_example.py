@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,13 +16,12 @@ from workspace import ROOT
 from accel_track import LoggerType, get_available_trackers
 from accel_track.serialize import flatten
 
-pytest.importorskip("sklearn")
-
 # Other libraries take ten seconds to import, in two processes on a busy machine.
 # Trains the example with each installed library, some of which take ten seconds to import; test_backends is faster.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the data are scikit-learn's"),
     pytest.mark.skipif(
         len(get_available_trackers()) < 3, reason="scripts/test-trackers has an environment with libraries of trackers"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from workspace import ROOT
 
 from accel_state.testing import WorldError
 
-pytest.importorskip("sklearn")
 SCRIPT = ROOT / "examples" / "world_size.py"
 DIGEST = re.compile(r"(\d) ranks, sha256 ([0-9a-f]{16})")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the data are scikit-learn's")
 
 
 def run(folder: Path, *words: object, processes: int = 1) -> list[str]:
