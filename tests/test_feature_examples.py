@@ -178,7 +178,7 @@ def output_of(example: Example, folder: Path | None) -> list[str]:
         pytest.param(
             example,
             id=" ".join([Path(example.script).stem, *example.words]),
-            # Some seconds each. Two are in the fast tier, and digits.py, which is really launched (test_examples.py).
+            # Some seconds each. Two are in the fast tier, and digits.py (test_examples.py also really launches it).
             marks=() if example.fast else pytest.mark.slow,
         )
         for example in RUNS
