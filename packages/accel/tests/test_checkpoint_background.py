@@ -36,7 +36,7 @@ class Odd:
         return {"value": deque([1])}
     def load_state_dict(self, state): ...
 accelerator = Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Linear(1500, 1500))
+model = accelerator.prepare(torch.nn.Linear(3, 3))
 if sys.argv[2] == "failing":
     accelerator.register_for_checkpointing(Odd())
 accelerator.save_state(sys.argv[1], blocking=False)
@@ -134,7 +134,7 @@ def test_an_error_surfaces_at_the_next_call_and_only_once(tmp_path: Path, surfac
 
 
 @pytest.mark.timeout(300)  # a fresh interpreter, which a busy machine keeps waiting
-@pytest.mark.parametrize("how", ["well", "failing"])
+@pytest.mark.parametrize("how", ["well", pytest.param("failing", marks=pytest.mark.slow)])
 def test_the_process_waits_for_it_before_it_ends(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", EXITING, str(tmp_path / "state"), how]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)

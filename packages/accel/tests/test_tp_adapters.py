@@ -31,7 +31,7 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is in th
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="NF4Tensor is torchao's")
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="4-bit weights are bitsandbytes'")
 
-STEPS, SAVED_AT, BATCH, LENGTH, VOCABULARY, WIDTH = 20, 10, 4, 16, 64, 128
+STEPS, SAVED_AT, BATCH, LENGTH, VOCABULARY, WIDTH = 6, 3, 4, 16, 64, 128
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 OWN_PLAN = {
     **{f"*.{name}.{part}": "colwise" for name in COLUMNS for part in ("base", "up")},
