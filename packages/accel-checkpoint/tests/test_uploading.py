@@ -15,7 +15,18 @@ import pytest
 import torch
 from s3_server import client, keys, s3_server, uploads
 
-from accel_checkpoint import CheckpointError, Uploader, list_checkpoints, load, newest, save, uploading
+from accel_checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    Uploader,
+    list_checkpoints,
+    load,
+    newest,
+    save,
+    save_process,
+    uploading,
+)
+from accel_checkpoint.manifest import MANIFEST_NAME
 from accel_state.errors import ConfigurationError
 from accel_state.storage.store import Store
 from accel_state.storage.url import RemotePath
@@ -65,55 +76,62 @@ def test_copies_are_equal_and_old_ones_deleted(tmp_path: Path, place: str, monke
     assert newest(tmp_path, place) == path  # both have it
 
 
+# Uploads checkpoints of so many elements, waits for all but the last, and ends.
 SCRIPT = """
 import sys, torch
-from pathlib import Path
 from accel_checkpoint import Uploader, save
 uploader = Uploader(sys.argv[2], keep=2)
-generator = torch.Generator().manual_seed(0)
-for number in (1, 2):
-    size = 1000 if number == 1 else 12_000_000
-    state = {"weights": torch.rand(size, generator=generator), "number": number}
-    path = save(state, f"{sys.argv[1]}/checkpoint_{number}", step=number)
-    if number == 1:
-        uploader.upload(path)
-        uploader.wait()
-    else:
-        print("saved", flush=True)
-        uploader.upload(path)
+for number, size in enumerate(map(int, sys.argv[3:])):
+    uploader.wait()
+    path = save({"weights": torch.arange(size), "number": number}, f"{sys.argv[1]}/checkpoint_{number}", step=number)
+    uploader.upload(path)
+print("saved", flush=True)
 """
 
 
-def started(folder: Path, place: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, str(folder), place]
+def started(folder: Path, place: str, *sizes: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(folder), place, *map(str, sizes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "saved\n"
     return process
 
 
 def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path, place: str) -> None:
-    process = started(tmp_path, place)
-    prefix = place.removeprefix("s3://bucket/") + "/checkpoint_2/"
+    process = started(tmp_path, place, 1000, 6_000_000)
+    prefix = place.removeprefix("s3://bucket/") + "/checkpoint_1/"
     begun = time.monotonic()
     while not keys(prefix) and not uploads():
         assert time.monotonic() < begun + 60
+        time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     # The copy does not exist, and the checkpoint does.
-    assert names(place) == ["checkpoint_1"] and newest(tmp_path, place) == tmp_path / "checkpoint_2"
-    assert newest(tmp_path / "lost", place) == RemotePath(f"{place}/checkpoint_1")
+    assert names(place) == ["checkpoint_0"] and newest(tmp_path, place) == tmp_path / "checkpoint_1"
+    assert newest(tmp_path / "lost", place) == RemotePath(f"{place}/checkpoint_0")
     time.sleep(0.5)  # the process that uploads sees within 50 ms that its parent is gone
     with Uploader(place) as uploader:
-        uploader.upload(tmp_path / "checkpoint_2")
+        uploader.upload(tmp_path / "checkpoint_1")
     uploader.close()
-    found, expected = load(f"{place}/checkpoint_2"), load(tmp_path / "checkpoint_2")
+    found, expected = load(f"{place}/checkpoint_1"), load(tmp_path / "checkpoint_1")
     assert torch.equal(found["weights"], expected["weights"]) and not uploads()
     assert len({key.split("/")[0] for key in keys(prefix)}) == 2  # one set of files, and the marker
 
 
 def test_the_interpreter_waits_at_its_end(tmp_path: Path, place: str) -> None:
-    assert started(tmp_path, place).wait(60) == 0
-    assert names(place) == ["checkpoint_1", "checkpoint_2"]
+    assert started(tmp_path, place, 1000).wait(60) == 0
+    assert names(place) == ["checkpoint_0"]
+
+
+def test_a_save_into_a_store_is_sent_by_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_process, "MIN_BYTES", 0)
+    saver = AsyncSaver()
+    saver.save({"value": torch.arange(9)}, "s3://bucket/run/state")
+    saver.wait()
+    assert torch.equal(load("s3://bucket/run/state")["value"], torch.arange(9))
+    assert save_process.saves.started
+    for key in keys("run/state/"):  # the other process made these, which are not in a store of this one
+        assert key == MANIFEST_NAME or key.startswith("data-")
+    save_process.saves.stop()
 
 
 def test_a_run_that_went_on_elsewhere(tmp_path: Path, place: str) -> None:
