@@ -6,6 +6,7 @@ Imports inside functions and for type checkers count too.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -64,6 +65,7 @@ def _imported(module: str, file: Path, tree: ast.Module, known: set[str]) -> set
     return (found & known) - {module}
 
 
+@functools.cache
 def _graph() -> dict[str, set[str]]:
     modules = _modules()
     return {name: _imported(name, file, tree, set(modules)) for name, (file, tree) in modules.items()}

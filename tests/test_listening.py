@@ -164,14 +164,13 @@ def test_a_rank_for_each_launcher(tmp_path: Path) -> None:
     check(tmp_path, ACCEL, commands, 2, 3, MASTER_ADDR="127.0.0.1", MASTER_PORT="29549")
 
 
+@pytest.mark.slow  # two and four processes that import torch and torchft
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 @pytest.mark.parametrize(
     ("words", "ready", "least"),
     [
         ([], 2, 9),
-        pytest.param(
-            ["--processes_per_replica=2", "--use_fsdp", "--fsdp_version=2"], 4, 15, marks=pytest.mark.slow
-        ),  # four processes
+        (["--processes_per_replica=2", "--use_fsdp", "--fsdp_version=2"], 4, 15),
     ],
     ids=["whole", "sharded"],
 )
