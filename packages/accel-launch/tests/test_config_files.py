@@ -1,9 +1,8 @@
-"""Configuration files of this version of the format and of older ones: read, updated, shown and passed to processes."""
+"""Configuration files of this version of the format and of older ones: read, updated and shown."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_launch.accelerators.registry import find_visible
 from accel_launch.cli import main
 from accel_launch.config.read import load_settings
 from accel_launch.config.update import update_file
-from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
@@ -182,28 +179,6 @@ def test_show_has_every_setting_and_its_source(tmp_path: Path, capsys: pytest.Ca
             key = place.removesuffix(f" in {path}").split(":")[0].split(".")[-1]
             assert place.endswith(f" in {path}")
             assert key in lines[int(number) - 1] or any(f", line {number}: " in note for note in report["notes"])
-
-
-@ALL
-def test_dry_run_passes_the_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    text, _, variables = CONFIGS[name]
-    if "gpu_ids: 0" in text and not find_visible(all_variables()).count:
-        pytest.skip("gpu_ids asks for GPUs, and this machine has none")
-    if "mpirun" in text and shutil.which("mpirun") is None:
-        pytest.skip("there is no MPI here")
-    monkeypatch.chdir(tmp_path)
-    Path("hostfile").write_text("one\ntwo\nthree\nfour\n")
-    path = write(tmp_path, text.replace("/data/hostfile", str(tmp_path / "hostfile")))
-    Path("s.py").write_text("raise SystemExit('a dry run starts nothing')")
-    assert main(["launch", "--dry_run", "--json", "--config_file", str(path), "s.py"]) == 0
-    starts = json.loads(capsys.readouterr().out)
-    assert starts
-    for start in starts:
-        wire = " ".join([*start["command"], *(f"{key}={value}" for key, value in start["environment"].items())])
-        missing = [f"{key}={value}" for key, value in variables.items() if f"{key}={value}" not in wire]
-        assert not missing
 
 
 @pytest.mark.parametrize(
