@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import run_launched
+from forks import run_alone, run_launched
 from torch import nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -93,9 +93,11 @@ def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: 
     assert rows == [(step, "loss") for step in range(10)]
 
 
-def test_one_process_trains_without_it_and_says_so(site: Path, tmp_path: Path) -> None:
-    result = run(site, sys.executable, str(site / "train.py"), str(tmp_path), "object", ACCELERATE_USE_CPU="true")
-    assert "PeriodicAveraging trains a model over several processes" in result.stderr
+def test_one_process_trains_without_it_and_says_so(
+    site: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_alone(site / "train.py", tmp_path, "object", folder=tmp_path, ACCELERATE_USE_CPU="true")
+    assert "PeriodicAveraging trains a model over several processes" in capfd.readouterr().err
 
 
 @pytest.mark.slow  # starts two interpreters that import torch; test_command loads an extension in the fast tier
