@@ -84,8 +84,9 @@ uploader = Uploader(sys.argv[2], keep=2)
 for number, size in enumerate(map(int, sys.argv[3:])):
     uploader.wait()
     path = save({"weights": torch.arange(size), "number": number}, f"{sys.argv[1]}/checkpoint_{number}", step=number)
+    if number == len(sys.argv) - 4:
+        print("saved", flush=True)
     uploader.upload(path)
-print("saved", flush=True)
 """
 
 

@@ -58,7 +58,8 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         shares = self.over_ranks is not None
-        overflows = super()._unscale_grads_(_LocalParts(optimizer) if shares else optimizer, *args, **kwargs)
+        parts: Any = _LocalParts(optimizer) if shares else optimizer
+        overflows = super()._unscale_grads_(parts, *args, **kwargs)
         if self.over_ranks is not None:
             # Gradients may overflow on one rank alone; either all ranks step or none does.
             local = [value.detach().float() for value in overflows.values()]

@@ -105,7 +105,7 @@ def register(
 
 def _unit_of(owner: nn.Module, units: Mapping[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
     """Return the innermost unit that contains a module, and the module inside the unit."""
-    return next((unit, inner) for unit, inner in reversed(units.items()) if owner in set(inner.modules()))
+    return next((unit, inner) for unit, inner in reversed(list(units.items())) if owner in set(inner.modules()))
 
 
 def _submodule(model: nn.Module, path: str, name: str) -> nn.Module:

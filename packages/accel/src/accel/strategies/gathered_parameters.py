@@ -46,7 +46,7 @@ def gathered(
                 ending.callback(owner.register_forward_pre_hook(_refuse_call, prepend=True).remove)
         try:
             for parameters, name, _, full in replaced:
-                parameters[name] = full  # type: ignore[assignment]
+                parameters[name] = full
             yield
         finally:
             for parameters, name, current, full in replaced:
