@@ -159,6 +159,21 @@ def test_a_line_that_waits_for_the_device_counts_as_waiting() -> None:
     assert [one.waits for one in found] == [True, False]
 
 
+def test_a_later_call_of_a_line_is_another_one() -> None:
+    watch, moved = HangWatch(0, 2, 60, HashStore()), []
+
+    def look() -> bool:
+        return watch._has_moved(sys._getframe(1))
+
+    def call() -> None:
+        for _ in range(3):
+            moved.append(look())  # at one instruction
+
+    for _ in range(3):
+        call()
+    assert moved == [True, False, False] * 3
+
+
 def test_ranks_that_do_the_same_share_a_line() -> None:
     late = Activity("user code", "s.py:3 in main", False, "", 70.0)
     wait = Activity("gather", "s.py:9 in main", True, "all_gather", 60.4)

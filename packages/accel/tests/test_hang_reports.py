@@ -156,26 +156,3 @@ def test_the_launcher_prints_it_once_and_again_with_the_error(seconds: str, tmp_
     assert live.index("accel launch: rank ") < live.index("failed first")
     check(live, *expected)
     check(again, *expected)
-
-
-@pytest.mark.slow
-def test_many_calls_of_a_line_are_not_one_long_call(processes: Processes, tmp_path: Path) -> None:
-    """Steps that are in one line for most of their time, ten times as long as the limit: each is another call."""
-    rest = """
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(context, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        time.sleep(0.05)
-        return gradient
-
-for _ in range(60):
-    Slow.apply(torch.ones(3, requires_grad=True)).sum().backward()
-"""
-    ranks = start(processes, write(tmp_path, rest, 60), "0.3")
-    for rank in ranks:
-        error = rank.communicate(200)[1]
-        assert rank.returncode == 0 and "has been in backward" not in error, error
