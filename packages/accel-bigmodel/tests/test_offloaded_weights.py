@@ -310,6 +310,46 @@ def test_threads_generate_with_one_model(offload: Callable[..., nn.Module], tmp_
     in_threads(4, serve)
 
 
+class Waits(nn.Module):
+    """Stops in its forward until another thread has looked at its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+        self.started, self.looked = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.started.set()
+        assert self.looked.wait(60)
+        assert self.weight.device.type == "cpu"
+        return self.norm(x @ self.weight + self.weight[0])
+
+
+@pytest.mark.parametrize("offload", [on_cpu, on_disk])
+def test_a_thread_does_not_see_the_weights_of_another_one(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inner = Waits()
+    inner.looked.set()
+    with torch.no_grad():
+        expected = inner(SQUARE)
+        inner.norm.reset_running_stats()
+    inner.looked.clear()
+    inner.started.clear()
+    model = offload(nn.Sequential(inner), tmp_path)
+    outputs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: outputs.append(model(SQUARE)))
+    thread.start()
+    try:
+        assert inner.started.wait(60)
+        assert inner.weight.device.type == "meta" and inner.weight.is_meta
+    finally:
+        inner.looked.set()
+        thread.join()
+    torch.testing.assert_close(outputs[0].detach(), expected)
+    torch.testing.assert_close(inner.norm.running_mean, 0.1 * (SQUARE @ inner.weight + inner.weight[0]).mean(0))
+
+
 class Tree(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -134,11 +134,12 @@ class AlignDevicesHook(ModelHook):
         self._lock = threading.RLock()
         self._users = 0  # forwards, in all threads, that have the values in the module
         self._present: dict[str, torch.Tensor] = {}  # those values
+        self._is_filled = False  # they are in the module, and not only with the threads that use them
         self._present_from: Any = None  # the weights_map that they were read from
         self._present_on: torch.device | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_lock", "_users", "_present", "_present_from", "_present_on")
+        left_out = ("_lock", "_users", "_present", "_present_from", "_present_on", "_is_filled")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -292,8 +293,8 @@ class AlignDevicesHook(ModelHook):
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.slots:
-            values = self.onload()
-            frame.holds_values = True
+            values = self.onload(into_module=self._fills(frame.module))
+            frame.values = values
             # Transforms of torch.func refuse hooks on what autograd saves.
             if torch.is_grad_enabled() and not in_transform():
                 # The backward reads the weights of this forward, whatever is assigned in between.
@@ -301,6 +302,16 @@ class AlignDevicesHook(ModelHook):
                 frame.autograd_context = without_weights(values, read)
                 frame.autograd_context.__enter__()
         return self._moved(args, kwargs)
+
+    def _fills(self, module: nn.Module) -> bool:
+        """True if the values of a forward take the place of the placeholders, which costs operations least.
+
+        In the threads of a server the placeholders stay, and answer with the values. Otherwise a thread outside of any
+        forward would see the weights appear and disappear, and their device change, while it looks.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return True
+        return getattr(module, "_hf_hook", self).needs_values or not all(slot.is_plain for slot in self.slots)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = self.device
@@ -330,7 +341,7 @@ class AlignDevicesHook(ModelHook):
         if frame is None:
             return
         try:
-            if frame.holds_values:
+            if frame.values is not None:
                 self.offload_again(keep_changes)
         finally:
             if frame.on_release is not None:
@@ -354,7 +365,7 @@ class AlignDevicesHook(ModelHook):
                 for slot in self.slots if keep_changes else ():
                     slot.keep_changes(compare)
             finally:
-                self._present, self._present_from = {}, None
+                self._present, self._present_from, self._is_filled = {}, None, False
                 for slot in self.slots:
                     slot.clear()
 
@@ -363,7 +374,9 @@ class AlignDevicesHook(ModelHook):
         for slot in self.slots:
             slot.check_conversion(module, convert)
 
-    def onload(self, device: torch.device | None = None, read_anew: bool = False) -> dict[str, torch.Tensor]:
+    def onload(
+        self, device: torch.device | None = None, read_anew: bool = False, into_module: bool = True
+    ) -> dict[str, torch.Tensor]:
         """Put the offloaded weights into the module, on ``device`` or the execution device, and return them.
 
         :meth:`offload_again` undoes it. Several threads share the values of a forward on the CPU. With ``read_anew`` no
@@ -378,10 +391,15 @@ class AlignDevicesHook(ModelHook):
             else:
                 values = self._fetch(target, read_anew or device is not None)
                 self._present, self._present_from, self._present_on = values, self.weights_map, target
+                self._is_filled = False
+                for slot in self.slots:
+                    slot.note(values[slot.name])
+            if into_module and not self._is_filled:
                 # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
                 weights = {} if self.weights_map is None else self.weights_map
                 for slot in self.slots:
                     slot.fill(values[slot.name], weights)
+                self._is_filled = True
             self._users += 1
         return values
 

@@ -119,8 +119,11 @@ class RoutedExpertsHook(AlignDevicesHook):
             args, kwargs = self._renumber(frame.module, args, kwargs)
         return args, kwargs
 
+    def _fills(self, module: nn.Module) -> bool:
+        return True  # the weights may be those of some experts, whose shape a placeholder does not have
+
     def _end(self, frame: Frame) -> None:
-        if frame.holds_values:
+        if frame.values is not None:
             if self._total is not None:
                 frame.module.__dict__["num_experts"] = self._total
             self._forget()
@@ -146,9 +149,11 @@ class RoutedExpertsHook(AlignDevicesHook):
         kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
         self._keeps_order = kind in (None, "eager") and choice.shape[-1] > 2
 
-    def onload(self, device: torch.device | None = None, read_anew: bool = False) -> dict[str, torch.Tensor]:
+    def onload(
+        self, device: torch.device | None = None, read_anew: bool = False, into_module: bool = True
+    ) -> dict[str, torch.Tensor]:
         if self._chosen is None or device is not None or read_anew:
-            return super().onload(device, read_anew)
+            return super().onload(device, read_anew, into_module)
         weights = self.expert_weights()
         target = self.device or torch.device("cpu")
         values = None if self.capacity else self._in_place(weights, target)

@@ -49,7 +49,7 @@ class Frame:
     module: nn.Module
     input_device: torch.device | None = None
     autograd_context: Any = None
-    holds_values: bool = False
+    values: dict[str, torch.Tensor] | None = None
     on_release: Callable[[Frame], None] | None = None
 
     def leave_autograd(self) -> None:
@@ -86,6 +86,13 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.reads = _Reads()
+
+    def value_of(self, hook: OffloadingHook, name: str) -> torch.Tensor | None:
+        """Return a weight that a forward of this thread has; None if none has it."""
+        for frame in reversed(self.frames):
+            if frame.hook is hook and frame.values is not None:
+                return frame.values.get(name)
+        return None
 
     def leave(self, hook: OffloadingHook) -> Frame | None:
         """Remove the innermost forward of a hook, and those within it that nobody ended."""

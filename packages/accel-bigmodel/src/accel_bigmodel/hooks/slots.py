@@ -66,6 +66,9 @@ class Slot:
 
     def read(self) -> torch.Tensor:
         """Return the values on the device where the module runs, read once in a forward of the model."""
+        value = FORWARDS.value_of(self.hook, self.name)
+        if value is not None:
+            return value
         reads = FORWARDS.reads
         value = reads.get(self)
         if value is None:
@@ -96,6 +99,10 @@ class Slot:
         Raises:
             OffloadedWriteError: they are not in host memory.
         """
+        present = FORWARDS.value_of(self.hook, self.name)
+        if present is not None:
+            yield present  # the end of the forward decides
+            return
         held = self.check_writable()
         value = self.hook.read(self.name, self.hook.device)
         yield value
@@ -160,6 +167,10 @@ class Slot:
         if not self._is_taken():
             self.table[self.key] = self.placeholder
         self._filled = None
+
+    def note(self, value: torch.Tensor) -> None:
+        """Note the values of a forward whose thread has them, while the placeholder stays."""
+        self._filled, self._filled_version = value, version_of(value)
 
     def fill(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         """Put values in for a forward."""
