@@ -33,11 +33,12 @@ from accel_state.paths import LinkError
 
 @pytest.fixture(autouse=True)
 def no_lock_is_left() -> Iterator[None]:
+    before, atomic_dir._held = atomic_dir._held, set()
     yield
-    held, atomic_dir._held = atomic_dir._held, set()
-    for descriptor in held:
+    left, atomic_dir._held = atomic_dir._held, before
+    for descriptor in left:
         os.close(descriptor)
-    assert not held
+    assert not left
 
 
 def _written(path: Path, text: str = "new", **others: str) -> CheckpointDirectory:

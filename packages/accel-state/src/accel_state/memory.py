@@ -170,7 +170,7 @@ def find_executable_batch_size(
 
 def _failures_of_ranks(failure: str, name: str, batch_size: int) -> list[str]:
     """How an attempt ended on each rank, so that all take the same batch size next."""
-    from .collectives.attempts import outcomes_of_ranks
+    from .attempts import outcomes_of_ranks
 
     try:
         return outcomes_of_ranks(failure)

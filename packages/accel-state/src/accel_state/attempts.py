@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .._torch_compat import connect_again
-from ..hang_reports import HangWatch
+from ._torch_compat import connect_again
+from .hang_reports import HangWatch
 
 _CALL_TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
