@@ -393,6 +393,29 @@ def test_an_exception_in_a_nested_forward_leaves_nothing_behind(tmp_path: Path) 
     assert torch.func.grad(lambda y: y.square().sum())(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("offload", [on_cpu, on_disk])
+def test_hooks_of_a_layer_end_in_any_order(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
+    """PEFT brings the adapters and the layer, merges, and ends the adapters' hooks first."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Adapter(nn.Linear(6, 6), follow=False))
+    model = offload(copy.deepcopy(plain), tmp_path)
+    x = SQUARE.clone().requires_grad_()
+    adapter = model[0]
+    modules = [adapter.down, adapter.up, adapter.base_layer]
+    for module in modules:
+        module._hf_hook.pre_forward(module)
+    for one in (plain[0], adapter):
+        one.merge()
+    for module in modules[:2]:
+        module._hf_hook.post_forward(module, torch.tensor([]))
+    hook = adapter.base_layer._hf_hook
+    hook.weights_map = {name: value.to("cpu") for name, value in adapter.base_layer.named_parameters()}
+    hook.post_forward(adapter.base_layer, torch.tensor([]))
+    torch.testing.assert_close(model(x), plain(x))
+    assert adapter.down.weight.is_meta and adapter.base_layer.weight.device.type == "meta"
+    assert torch.func.grad(lambda y: y.square().sum())(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 @modes
 def test_transforms(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -650,5 +673,7 @@ def test_adapters_after_the_offload(offload: Callable[..., nn.Module], tmp_path:
                 model[0].merge()
         # The values of an adapter that was moved to the meta device are gone.
         model[1] = Adapter(model[1], follow=True)
+        with pytest.raises(ConfigurationError, match="before the model is offloaded"):
+            model[1].base_layer.weight @ model[1].down.weight.T
         with pytest.raises(ConfigurationError, match=r"1\.down\.weight.*before"):
             model(SQUARE)

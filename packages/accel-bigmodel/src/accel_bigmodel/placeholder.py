@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accel_state.errors import ConfigurationError
+
 from ._torch_compat import untraced, without_torch_function
 
 Tensor = torch.Tensor
@@ -222,6 +224,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     target = next(iter((*args, *kwargs.values())), None) if writes else None
     written = list(_placeholders([target, kwargs.get("out")]))
+    _check_operands(name, target, args, kwargs)
     if not written:
         return func(*_read(args), **_read(kwargs))
     with contextlib.ExitStack() as stack:
@@ -232,12 +235,29 @@ def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return result if same is None else same
 
 
-def _placeholders(value: Any) -> Iterator[Placeholder]:
-    if isinstance(value, Placeholder):
+def _check_operands(name: str, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse to compute with the values and a tensor that lost its own, of which torch makes uninitialised memory."""
+    tensors = [tensor for tensor in _tensors([args, list(kwargs.values())]) if tensor is not target]
+    placeholder = next((tensor for tensor in tensors if isinstance(tensor, Placeholder)), target)
+    lost = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta]
+    if lost and isinstance(placeholder, Placeholder) and not placeholder.stands_for.read().is_meta:
+        raise ConfigurationError(
+            f"{name} of {placeholder.stands_for}, which is offloaded, and a tensor of shape "
+            f"{tuple(lost[0].shape)} on the meta device, which has no values. What was moved to the device of an "
+            "offloaded weight has lost them: add adapters before the model is offloaded."
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _placeholders(item)
+            yield from _tensors(item)
+
+
+def _placeholders(value: Any) -> Iterator[Placeholder]:
+    return (tensor for tensor in _tensors(value) if isinstance(tensor, Placeholder))
 
 
 def _read(value: Any, present: dict[int, Tensor] | None = None) -> Any:

@@ -317,7 +317,11 @@ class AlignDevicesHook(ModelHook):
         device = self.device
         if device is None or not self.moves_inputs:
             return args, kwargs
-        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        # A module among the arguments has hooks of its own, or is where its caller wants it.
+        modules = {key: value for key, value in kwargs.items() if isinstance(value, nn.Module)}
+        others = {key: value for key, value in kwargs.items() if key not in modules}
+        moved = tuple(value if isinstance(value, nn.Module) else send_to_device(value, device) for value in args)
+        return moved, {**send_to_device(others, device, skip_keys=self.skip_keys), **modules}
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         input_device = self._leave(True) if self._is_noted else self.input_device

@@ -37,9 +37,6 @@ class OffloadingHook(Protocol):
     def prefix(self) -> str:
         """Return what comes before the names of the weights in the mapping that holds them."""
 
-    def release(self, frame: Frame | None, keep_changes: bool = False) -> None:
-        """Release the values of a forward."""
-
 
 @dataclass
 class Frame:
@@ -95,18 +92,13 @@ class _Thread(threading.local):
         return None
 
     def leave(self, hook: OffloadingHook) -> Frame | None:
-        """Remove the innermost forward of a hook, and those within it that nobody ended."""
+        """Remove the innermost forward of a hook; those within it stay, since clients end hooks in any order."""
         place = next((place for place in reversed(range(len(self.frames))) if self.frames[place].hook is hook), None)
         if place is None:
             return None
-        frame, *inner = self.frames[place:]
-        for other in reversed([frame, *inner]):
-            other.leave_autograd()  # contexts end in reverse order
-        # The next hooks of the same module end after this one.
-        self.frames[place:] = [other for other in inner if other.module is frame.module]
-        for other in inner:
-            if other.module is not frame.module:
-                other.hook.release(other)
+        for frame in reversed(self.frames[place:]):
+            frame.leave_autograd()  # contexts end in reverse order
+        frame = self.frames.pop(place)
         if not self.frames:
             self.reads.clear()
         return frame
