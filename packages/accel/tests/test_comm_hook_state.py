@@ -138,11 +138,11 @@ def run(folder: Path, name: str, options: dict[str, Any], save_at: int | None, r
         return [parameter.detach() for parameter in net.parameters()]
 
 
-def run_all(folder: Path) -> list[str]:
+def run_all(folder: Path, hooks: list[tuple[str, dict[str, Any]]], moments: list[int]) -> list[str]:
     wrong = []
-    for number, (name, options) in enumerate(HOOKS):
+    for number, (name, options) in enumerate(hooks):
         undisturbed = run(folder, name, options, None, False)
-        for save_at in (1, 2, 4):
+        for save_at in moments:
             place = folder / f"{number}_{save_at}"
             saved = run(place, name, options, save_at, False)
             resumed = run(place, name, options, save_at, True)
@@ -153,8 +153,13 @@ def run_all(folder: Path) -> list[str]:
     return wrong
 
 
-def test_hooks_continue_with_their_states(tmp_path: Path) -> None:
-    for wrong in run_world(run_all, 2, tmp_path, timeout=200):
+@pytest.mark.parametrize(
+    ("hooks", "moments"), [([HOOKS[0], HOOKS[8]], [4]), pytest.param(HOOKS, [1, 2, 4], marks=pytest.mark.slow)]
+)
+def test_hooks_continue_with_their_states(
+    hooks: list[tuple[str, dict[str, Any]]], moments: list[int], tmp_path: Path
+) -> None:
+    for wrong in run_world(run_all, 2, tmp_path, hooks, moments, timeout=200):
         assert not wrong, "\n".join(wrong)
 
 

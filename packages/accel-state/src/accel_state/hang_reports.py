@@ -38,7 +38,7 @@ _CALL_TIMEOUT = timedelta(seconds=10)
 
 _WRAPPERS = frozenset(("wrapper", "decorate_context", "inner", "wrapped", "__enter__", "__exit__", "_fn"))
 _CALLS = frozenset(("__call__", "_wrapped_call_impl", "_call_impl", "forward"))
-_COLLECTIVES = ("torch.distributed", "accel_state.collectives")
+_COLLECTIVES = ("torch.distributed", "accel_state.collectives", "accel_state.attempts")
 _LOADERS = ("accel_data", "torch.utils.data")
 # What waits for a device, or for a collective that was started before, without a frame of its own.
 _DEVICE_WAIT = re.compile(r"\.(item|tolist|cpu|numpy|wait|synchronize)\(")
