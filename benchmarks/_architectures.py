@@ -217,7 +217,7 @@ ARCHITECTURES: list[Architecture] = [
         *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "pegasus_x"),
         *("plbart", "led", "bigbird_pegasus"),
     ),
-    *_transformers("AutoModelForSeq2SeqLM", _pairs, _T5, "t5", "mt5", "umt5", "longt5", "switch_transformers"),
+    *_transformers("AutoModelForSeq2SeqLM", _pairs, _T5, "t5", "mt5", "umt5", "longt5"),
     *_transformers(
         "AutoModelForSpeechSeq2Seq",
         _mel(40),
@@ -234,7 +234,7 @@ ARCHITECTURES: list[Architecture] = [
         "AutoModelForImageClassification",
         _pixels,
         _VISION,
-        *("vit", "deit", "beit", "dinov2", "dinov2_with_registers", "vit_msn", "data2vec-vision", "ijepa"),
+        *("vit", "beit", "dinov2", "dinov2_with_registers", "vit_msn", "data2vec-vision", "ijepa"),
     ),
     *_transformers(
         "AutoModelForImageClassification",

@@ -209,6 +209,12 @@ def test_the_device_of_a_weight_in_a_forward_and_a_method_outside_it(
     torch.testing.assert_close(model.encode(SQUARE), plain.encode(SQUARE))
 
 
+def test_an_input_that_was_created_on_the_device_of_placeholders_is_refused() -> None:
+    model = cpu_offload(nn.Sequential(nn.Linear(6, 6)), "cpu")
+    with pytest.raises(ConfigurationError, match=r"model\.device.*device_map"):
+        model(torch.ones(1, 6, device=model[0].weight.device))
+
+
 def test_a_weight_is_read_from_the_disk_once_in_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accel_bigmodel.offload.store import OffloadedWeightsLoader
 

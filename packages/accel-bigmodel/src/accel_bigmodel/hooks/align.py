@@ -320,8 +320,15 @@ class AlignDevicesHook(ModelHook):
         # A module among the arguments has hooks of its own, or is where its caller wants it.
         modules = {key: value for key, value in kwargs.items() if isinstance(value, nn.Module)}
         others = {key: value for key, value in kwargs.items() if key not in modules}
-        moved = tuple(value if isinstance(value, nn.Module) else send_to_device(value, device) for value in args)
-        return moved, {**send_to_device(others, device, skip_keys=self.skip_keys), **modules}
+        try:
+            moved = tuple(value if isinstance(value, nn.Module) else send_to_device(value, device) for value in args)
+            return moved, {**send_to_device(others, device, skip_keys=self.skip_keys), **modules}
+        except NotImplementedError as error:
+            raise ConfigurationError(
+                "an offloaded model got a tensor on the meta device, which has no values. Was it created on "
+                "model.device? Outside of a forward that is where placeholders are. Create it on the device of the inputs, or let a "
+                'device_map keep the first module of the model in memory ("cpu").'
+            ) from error
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         input_device = self._leave(True) if self._is_noted else self.input_device
