@@ -326,8 +326,8 @@ class AlignDevicesHook(ModelHook):
         except NotImplementedError as error:
             raise ConfigurationError(
                 "an offloaded model got a tensor on the meta device, which has no values. Was it created on "
-                "model.device? Outside of a forward that is where placeholders are. Create it on the device of the inputs, or let a "
-                'device_map keep the first module of the model in memory ("cpu").'
+                "model.device? Outside of a forward that is where placeholders are. Create it on the device of the "
+                'inputs, or let a device_map keep the first module of the model in memory ("cpu").'
             ) from error
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
