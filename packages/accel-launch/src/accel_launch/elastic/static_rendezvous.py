@@ -142,6 +142,7 @@ class StaticRendezvous(Meetings):
             raise RendezvousStateError(reason)
         for machine in board.others():
             if machine.state.is_final:
+                board.raise_if_refused()  # it may have come with the record of this machine, after the first look
                 verb = "failed" if machine.state is State.FAILED else "ended"
                 reason = f": {machine.cause.text}" if machine.cause is not None else ""
                 raise RendezvousClosedError(
