@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -26,6 +27,7 @@ from accel_launch.elastic.static_rendezvous import StaticRendezvous
 from accel_launch.elastic.tcp_store import serve
 from accel_launch.network.peers import Peers
 from accel_launch.network.records import KILLED, Cause, State
+from accel_launch.network.waiting import Waiting
 from accel_launch.supervisor import Child, SignalWatch
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
@@ -196,14 +198,30 @@ def _fails_to_meet(handler: StaticRendezvous) -> Exception:
 
 
 @pytest.mark.parametrize("quits", [0, 1])
-def test_a_machine_that_gives_up_before_the_first_round_ends_the_others(machines, wait_until, quits: int) -> None:
+def test_a_machine_that_gives_up_before_the_first_round_ends_the_others(
+    machines, wait_until, quits: int, monkeypatch
+) -> None:
     """Those that wait already, and one that comes late."""
     three = machines(3)
+
+    may_quit = threading.Event()
+
+    class UntilTold(Waiting):
+        """The wait of the machine that gives up: over when the others are here, and the test has seen it."""
+
+        @property
+        def is_over(self) -> bool:
+            return self._limit == 0.5 and may_quit.is_set()
+
+    monkeypatch.setattr("accel_launch.elastic.static_rendezvous.Waiting", UntilTold)
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(_fails_to_meet, three.handlers[1 - quits])
         quitting = pool.submit(_gives_up, three.handlers[quits])
-        wait_until(lambda: all(one.board is not None for one in three.handlers[:2]), "both wait", 30)
+        wait_until(
+            lambda: (hub := three.handlers[0].board) is not None and {0, 1} <= {*hub.machines()}, "both are here", 30
+        )
         board = three.handlers[0].board
+        may_quit.set()
         wait_until(lambda: board.refusal is not None, "the others are told", 30)
         errors = [_fails_to_meet(three.handlers[2]), waiting.result(30)]
         quitting.result(30)

@@ -206,9 +206,10 @@ class StaticRendezvous(Meetings):
     def withdraw(self, cause: Cause) -> None:
         board = self.board
         if board is not None and board.refusal is None and not board.me.started:
-            board.post(state=State.FAILED, cause=cause)
+            # First the refusal: others that only see a failed machine take it for one whose processes had run.
             if isinstance(board, Hub) and self.round <= 0:
                 board.refuse(f"{board.me.named()}: {cause.text}", cause.code)
+            board.post(state=State.FAILED, cause=cause)
         self.leave()
 
     def leave(self) -> None:
