@@ -13,25 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_modules import BENCHMARKS, loaded_benchmark
 from torch import nn
 
 from accel_state.errors import ConfigurationError
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1" if name.startswith("HF") else "error")
-    spec = importlib.util.spec_from_file_location("bigmodel_architectures", BENCHMARKS / "bigmodel_architectures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bigmodel_architectures", module)
-    spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("_architectures", None)
+    with loaded_benchmark("bigmodel_architectures", monkeypatch) as module:
+        yield module
 
 
 class Small(nn.Module):

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_modules import BENCHMARKS, loaded_benchmark
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers")
 
 
 @pytest.fixture
-def combinations(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    before = set(sys.modules)
-    spec = importlib.util.spec_from_file_location("combinations", BENCHMARKS / "combinations.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "combinations", module)
-    spec.loader.exec_module(module)
-    yield module
-    for name in set(sys.modules) - before:
-        if name.startswith("_combination"):
-            del sys.modules[name]
+def combinations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with loaded_benchmark("combinations", monkeypatch) as module:
+        yield module
 
 
 def test_draws_follow_from_the_seed_and_their_number(combinations: Any) -> None:

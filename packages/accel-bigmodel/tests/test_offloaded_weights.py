@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -356,6 +358,96 @@ def test_a_thread_does_not_see_the_weights_of_another_one(offload: Callable[...,
     torch.testing.assert_close(inner.norm.running_mean, 0.1 * (SQUARE @ inner.weight + inner.weight[0]).mean(0))
 
 
+class Meets(nn.Linear):
+    """Lets calls meet inside its forward, as the first number of their input says."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.both, self.may_end = threading.Barrier(2), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] < 2:
+            self.both.wait(60)
+        if x[0, 0] == 1:
+            assert self.may_end.wait(60)
+        return super().forward(x)
+
+
+def meeting(model: nn.Module, layer: Meets) -> list[torch.Tensor]:
+    """Outputs of a call that ends while another one is inside, of one that begins then, and of the other one."""
+    inputs = [torch.full((2, 6), float(number)) for number in range(3)]
+    outputs: list[Any] = [None] * 3
+
+    def call(number: int) -> None:
+        outputs[number] = model(inputs[number]).detach()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for number in (0, 1):
+        threads[number].start()
+    threads[0].join()
+    threads[2].start()
+    threads[2].join()
+    layer.may_end.set()
+    threads[1].join()
+    return outputs
+
+
+def test_forwards_at_the_same_time_share_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_bigmodel.offload.store import OffloadedWeightsLoader
+
+    torch.manual_seed(0)
+    layer = Meets()
+    plain = [F.linear(torch.full((2, 6), float(number)), layer.weight, layer.bias).detach() for number in range(3)]
+    model = on_disk(nn.Sequential(layer), tmp_path)
+    read: list[str] = []
+    original = OffloadedWeightsLoader.read_many
+
+    def reading(self: Any, keys: Any, read_now: bool = False) -> Any:
+        read.extend(keys := list(keys))
+        return original(self, keys, read_now)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "read_many", reading)
+    torch.testing.assert_close(meeting(model, layer), plain)
+    assert read.count("0.weight") == 1
+
+
+@pytest.mark.parametrize("offload", [None, on_cpu, on_disk])
+def test_a_layer_stays_converted_while_a_thread_computes(offload: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = Meets()
+    model: nn.Module = nn.Sequential(layer)
+    attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+    weight, bias = layer.weight.float(), layer.bias.float()
+    plain = [F.linear(torch.full((2, 6), float(number)), weight, bias).detach() for number in range(3)]
+    if offload is not None:
+        model = offload(model, tmp_path)
+    torch.testing.assert_close(meeting(model, layer), plain)
+    assert layer.weight.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent(tmp_path: Path) -> None:
+    model = on_disk(nn.Sequential(nn.Linear(6, 6)), tmp_path)
+    expected = model(SQUARE).detach()
+    held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with model[0]._hf_hook._lock:
+            held.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if torch.equal(model(SQUARE), expected) else 1)
+    may_end.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
 class Tree(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -683,3 +775,24 @@ def test_adapters_after_the_offload(offload: Callable[..., nn.Module], tmp_path:
             model[1].base_layer.weight @ model[1].down.weight.T
         with pytest.raises(ConfigurationError, match=r"1\.down\.weight.*before"):
             model(SQUARE)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, in a way that torch does not count as a change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls.data.add_(1)
+        return x + self.calls
+
+
+def test_a_buffer_that_is_changed_in_training_without_notice(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Counts())
+    disk_offload(model, tmp_path, "cpu", offload_buffers=True)
+    for _ in range(3):
+        model(SQUARE)
+    assert get_state_dict_offloaded_model(model)["1.calls"] == 3

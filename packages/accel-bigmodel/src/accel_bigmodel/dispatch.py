@@ -27,6 +27,7 @@ from .hooks.attach import (
     attach_prefetcher,
     forget_offload,
     has_offloaded_weights,
+    note_modules,
     return_outputs_to_inputs,
 )
 from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
@@ -40,7 +41,7 @@ from .offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from .placeholder import Placeholder, has_values, is_placeholder
+from .placeholder import Placeholder, has_values
 from .sizes import compute_module_sizes, direct_members, named_tensors, visiting_module
 from .tensors import Location, TiedParamsMap, as_device, set_module_tensor_to_device
 from .tied_params import (
@@ -76,7 +77,7 @@ def cpu_offload(
     inner = uncompiled(model)
     if state_dict is None:
         # One copy of a tied weight, so that what is written into it under one name is seen under the others.
-        tensors = {name: value for name, value in inner.state_dict(keep_vars=True).items()}
+        tensors = inner.state_dict(keep_vars=True)
         copies = {id(value): value.detach().to("cpu") for value in tensors.values()}
         state_dict = {name: copies[id(value)] for name, value in tensors.items()}
     is_loader = isinstance(state_dict, OffloadedWeightsLoader)
@@ -145,6 +146,7 @@ def _offload_all(
     attach_prefetcher(model)
     check_conversions(model)
     accept_state_dicts(model)
+    note_modules(model)
 
 
 def dispatch_model(
@@ -287,7 +289,7 @@ class _Dispatcher:
         names = self._mapped_to(location)
         part = state if names == [""] else extract_submodules_state_dict(state, names)
         return {
-            name: value.to("cpu") if is_placeholder(value) else value
+            name: value.to("cpu") if isinstance(value, Placeholder) else value
             for name, value in part.items()
             if has_values(value)
         }
@@ -413,6 +415,7 @@ class _Dispatcher:
         attach_prefetcher(self.model, room)
         check_conversions(self.model)
         accept_state_dicts(self.model)
+        note_modules(self.model)
 
     def _place_single_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
         """Place tensors with their own map entry: those that a module whose parts are split up reads itself."""

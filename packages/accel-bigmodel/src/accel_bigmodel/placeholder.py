@@ -138,11 +138,6 @@ def has_values(tensor: Tensor) -> bool:
     return isinstance(tensor, Placeholder) or not tensor.is_meta
 
 
-def is_placeholder(tensor: Tensor) -> bool:
-    """True if a tensor stands for offloaded values, which an operation on it reads."""
-    return isinstance(tensor, Placeholder)
-
-
 def without_values(tensor: Tensor) -> Tensor:
     """Return a plain tensor on the meta device like a placeholder, for which nothing answers; others as they are."""
     with without_torch_function():

@@ -349,14 +349,8 @@ class AlignDevicesHook(ModelHook):
 
     def release(self, frame: Frame | None, keep_changes: bool = False) -> None:
         """Release the values of a forward, unless another one needs them."""
-        if frame is None:
-            return
-        try:
-            if frame.values is not None:
-                self.offload_again(keep_changes)
-        finally:
-            if frame.on_release is not None:
-                frame.on_release(frame)
+        if frame is not None and frame.values is not None:
+            self.offload_again(keep_changes)
 
     def offload_again(self, keep_changes: bool = False, compare: bool = False) -> None:
         """Undo one :meth:`onload`; the values leave the module with the last one.

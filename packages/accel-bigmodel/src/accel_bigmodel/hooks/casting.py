@@ -15,7 +15,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 from accel_state.operations import send_to_device
 
-from ..placeholder import is_placeholder
+from ..placeholder import Placeholder
 from ..tensors import Location, as_device, as_dtype
 from .base import ModelHook, add_hook_to_module, remove_hook_from_module
 
@@ -103,7 +103,9 @@ def attach_layerwise_casting_hooks(
             continue
         if isinstance(child, _CAST_LAYERS):
             layers.append(child)
-            offloaded = [key for key, tensor in child.named_parameters(recurse=False) if is_placeholder(tensor)]
+            offloaded = [
+                key for key, tensor in child.named_parameters(recurse=False) if isinstance(tensor, Placeholder)
+            ]
             if offloaded:
                 raise ConfigurationError(
                     f"{name}.{offloaded[0]} is offloaded, so its dtype cannot be changed any more: call "

@@ -106,7 +106,6 @@ class RoutedExpertsHook(AlignDevicesHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Other threads wait: the module has only the experts that this forward needs, and their number.
         self._lock.acquire()
-        frame.on_release = self._end
         if self._total is not None:
             raise ConfigurationError(
                 f"{type(frame.module).__name__} is called within its own forward, which has only some of its experts. "
@@ -122,12 +121,16 @@ class RoutedExpertsHook(AlignDevicesHook):
     def _fills(self, module: nn.Module) -> bool:
         return True  # the weights may be those of some experts, whose shape a placeholder does not have
 
-    def _end(self, frame: Frame) -> None:
-        if frame.values is not None:
-            if self._total is not None:
-                frame.module.__dict__["num_experts"] = self._total
-            self._forget()
-        self._lock.release()
+    def release(self, frame: Frame | None, keep_changes: bool = False) -> None:
+        try:
+            super().release(frame, keep_changes)
+        finally:
+            if frame is not None:
+                if frame.values is not None:
+                    if self._total is not None:
+                        frame.module.__dict__["num_experts"] = self._total
+                    self._forget()
+                self._lock.release()
 
     def _find_choice(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which experts the forward needs, unless it needs all weights."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +46,6 @@ class Frame:
     input_device: torch.device | None = None
     autograd_context: Any = None
     values: dict[str, torch.Tensor] | None = None
-    on_release: Callable[[Frame], None] | None = None
 
     def leave_autograd(self) -> None:
         """Leave the context that autograd is in, if it is in one."""

@@ -46,10 +46,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def accept_state_dicts(model: nn.Module) -> None:
     """Let ``load_state_dict`` of a model load into its offloaded weights, or refuse it before anything is loaded."""
-    modules = list(model.modules())
-    for hook in align_hooks(model):
-        hook.known_modules = len(modules)
-    for module in modules:
+    for module in model.modules():
         if LOAD_HOOK not in module.__dict__ and (module is model or has_offloaded_params(module)):
             module.__dict__[LOAD_HOOK] = module.register_load_state_dict_pre_hook(_load)
 

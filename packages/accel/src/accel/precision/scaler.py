@@ -57,16 +57,16 @@ class SharedGradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
 
     def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        shares = self.over_ranks is not None
-        parts: Any = _LocalParts(optimizer) if shares else optimizer
+        if self.over_ranks is None:
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+        parts: Any = _LocalParts(optimizer)
         overflows = super()._unscale_grads_(parts, *args, **kwargs)
-        if self.over_ranks is not None:
-            # Gradients may overflow on one rank alone; either all ranks step or none does.
-            local = [value.detach().float() for value in overflows.values()]
-            any_local = torch.stack([value.to(local[0].device) for value in local]).amax(0) if local else torch.zeros(1)
-            any_rank = self.over_ranks(any_local)
-            for value in overflows.values():
-                value.copy_(any_rank)
+        # Gradients may overflow on one rank alone; either all ranks step or none does.
+        own = [value.detach().float() for value in overflows.values()]
+        any_own = torch.stack([value.to(own[0].device) for value in own]).amax(0) if own else torch.zeros(1)
+        any_rank = self.over_ranks(any_own)
+        for value in overflows.values():
+            value.copy_(any_rank)
         return overflows
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
