@@ -182,6 +182,26 @@ def test_a_parent_reads_the_weight_of_a_child(ways: list[str], depth: int, mode:
             torch.testing.assert_close(one(SQUARE), plain(SQUARE))
 
 
+class Marked(torch.Tensor):
+    """A class of tensors with functions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        is_product = func is torch.Tensor.matmul and result is not NotImplemented
+        return result + 1 if is_product else result
+
+
+def test_an_operand_with_functions_of_its_own(tmp_path: Path) -> None:
+    plain = nn.Linear(6, 6)
+    model = on_disk(copy.deepcopy(plain), tmp_path)
+    with torch.no_grad():
+        for call in (lambda w: w.matmul(SQUARE.as_subclass(Marked)), lambda w: SQUARE.as_subclass(Marked).matmul(w)):
+            found = call(model.weight)
+            assert type(found) is Marked
+            torch.testing.assert_close(found.as_subclass(torch.Tensor), call(plain.weight).as_subclass(torch.Tensor))
+
+
 class Devices(nn.Module):
     """Creates tensors on the device of a weight of a child, and moves its input there."""
 

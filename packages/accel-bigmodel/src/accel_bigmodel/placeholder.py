@@ -46,22 +46,12 @@ _METHODS = frozenset(
 )
 # These return the tensor itself if it has the dtype and device already.
 _CONVERSIONS = frozenset({"to", "type", "float", "double", "half", "bfloat16", "int", "long", "contiguous"})
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
+_IN_PLACE = frozenset(
+    {
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+        *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    }
 )
-_IN_PLACE = frozenset({"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS)})
 
 
 class Placeholder(Tensor):
@@ -76,16 +66,15 @@ class Placeholder(Tensor):
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        with without_torch_function():
-            if name in ("__get__", "__set__", "__delete__"):
-                return _access(func, name, func.__self__.__name__, args)
-            if name == "detach":
-                return detached(args[0])
-            if _is_query(func, name):
-                return func(*args, **kwargs)
-            if name in _CONVERSIONS and _keeps(func, *args, **kwargs):
-                return args[0]
-            return _compute(func, name, args, kwargs)
+        if name in ("__get__", "__set__", "__delete__"):
+            return _access(func, name, func.__self__.__name__, args)
+        if name == "detach":
+            return detached(args[0])
+        if _is_query(func, name):
+            return _ask(func, *args, **kwargs)
+        if name in _CONVERSIONS and args and isinstance(args[0], Placeholder) and _keeps(func, *args, **kwargs):
+            return args[0]
+        return _compute(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = _copy_of(self, memo)
@@ -170,6 +159,12 @@ def _copy_of(placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
     return other
 
 
+def _ask(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with placeholders as they are."""
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
 def _is_query(func: Any, name: str) -> bool:
     """True if a function asks about a tensor, not for its values; private methods of tensors do."""
     if name in _METHODS or (name.startswith("is_") and name != "is_nonzero"):
@@ -187,7 +182,7 @@ def _access(func: Any, how: str, attribute: str, args: Any) -> Any:
     if device is not None and attribute in ("device", "is_meta", f"is_{device.type}"):
         return device if attribute == "device" else attribute == f"is_{device.type}"
     if attribute == "device" or attribute in _ATTRIBUTES or attribute.startswith(("_", "is_")):
-        return func(*args)
+        return _ask(func, *args)
     return _compute(func, attribute, args, {})
 
 
@@ -207,9 +202,9 @@ def _assign(placeholder: Placeholder, new: Tensor) -> None:
 
 def _keeps(convert: Any, placeholder: Any, *args: Any, **kwargs: Any) -> bool:
     """True if a conversion changes neither dtype nor device."""
-    plain = placeholder.detach() if isinstance(placeholder, Placeholder) else placeholder
+    plain = without_values(placeholder)
     try:
-        return convert(plain, *args, **kwargs) is plain
+        return _ask(convert, plain, *args, **kwargs) is plain
     except NotImplementedError:  # torch: a tensor on the meta device has no values to move
         return False
 
