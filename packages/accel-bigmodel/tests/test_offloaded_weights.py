@@ -714,6 +714,14 @@ def test_a_model_is_offloaded_again(
         assert torch.equal(value, plain.state_dict()[name]), name
 
 
+def test_weights_in_files_stay_there_when_they_are_offloaded_again(tmp_path: Path) -> None:
+    model = on_disk(nn.Sequential(nn.Linear(6, 6)), tmp_path)
+    expected, placeholder = model(SQUARE), model[0].weight
+    disk_offload(model, tmp_path / "offload", "cpu")
+    assert model[0].weight is placeholder, "the weight was in memory in between"
+    torch.testing.assert_close(model(SQUARE), expected)
+
+
 @modes
 @pytest.mark.parametrize("again", [on_cpu, on_disk, by_map])
 def test_a_component_of_two_models(

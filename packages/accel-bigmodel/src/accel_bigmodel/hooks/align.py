@@ -389,7 +389,7 @@ class AlignDevicesHook(ModelHook):
         """
         target = device or self.device
         with self._lock:
-            if self._users and not read_anew and self._has_present(target):
+            if not read_anew and self._has_present(target):
                 values = self._present
                 if self.prefetcher is not None:
                     self.prefetcher.skip(self._prefetch_index)
