@@ -84,7 +84,10 @@ def untraced(function: Call) -> Call:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place, or 0 for tensors of inference mode, which do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def in_transform() -> bool:
