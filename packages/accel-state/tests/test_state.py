@@ -151,6 +151,7 @@ def of_step(events: str) -> str:
     ("events", "expected"),
     [
         ("A", "a"),
+        ("A A", "a"),  # it begins again before its end
         ("A . B", "b"),  # an evaluation within a step
         ("A B", "b"),  # or before it; the first step of a loop over both looks the same
         ("A B . a b", "ab"),
@@ -166,6 +167,8 @@ def of_step(events: str) -> str:
         ("A B . a b . -b B -b B", "b"),  # its batch was not used
         ("A B . a b . b -b a B", "ab"),
         ("B C . b c . -b -c . A C", "c"),  # it was read with another loader before
+        ("A B . a b . a b C", "c"),  # an evaluation before the step of two loaders
+        ("A B C . a b c . b -c C", "bc"),  # one of three loaders begins again, in a step without the first
         ("A . B . -b", "a"),
         ("A B . a b . -a", "b"),
     ],

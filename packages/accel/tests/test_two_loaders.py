@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator
 from accel_data import skip_first_batches
+from accel_state import GradientAccumulationPlugin
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -86,8 +87,9 @@ def windows_of(steps: list[Any], size: int) -> list[list[Any]]:
 class Run:
     """A model that is trained with accumulation."""
 
-    def __init__(self, steps: int, *loaders: DataLoader[Any]) -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    def __init__(self, steps: int, *loaders: DataLoader[Any], sync_with_dataloader: bool = True) -> None:
+        plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=sync_with_dataloader)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         network = model()
         self.model, self.optimizer, *self.loaders = self.accelerator.prepare(network, sgd(network), *loaders)
 
@@ -155,6 +157,126 @@ def test_a_named_loader_may_be_skipped_in_closed_or_fetched_in_the_block() -> No
     run.check(windows_of(pairs, 2))
     with pytest.raises(ConfigurationError, match="prepare\\(\\) did not return"):
         run.accelerator.accumulate(run.model, loader=first).__enter__()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(1.0, 7.0).unsqueeze(1))
+
+
+def test_a_named_loader_may_have_no_length() -> None:
+    stream, other = DataLoader(Stream(), batch_size=2), batches(14, 2, -0.5)
+    run = Run(2, other, stream)
+    for y, x in zip(run.loaders[1], run.loaders[0], strict=False):
+        run.step(x, y, loader=run.loaders[1])
+    run.check(windows_of(list(zip(other, stream, strict=False)), 2))
+
+
+def test_a_named_loader_that_has_ended_ends_no_window() -> None:
+    first, second = batches(8, 2), batches(6, 2)
+    run = Run(2, first, second)
+    assert len(list(run.loaders[1])) == 3 and run.loaders[1].end_of_dataloader
+    for x in run.loaders[0]:
+        run.step(x, loader=run.loaders[1])
+    run.check(windows_of([(x,) for x in first], 2))
+
+
+def test_a_named_loader_keeps_its_windows_between_its_iterations() -> None:
+    real, others, noise = batches(6, 2), batches(6, 2, 2.0), batches(4, 2, -0.5)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    critic, generator = model(), model()
+    critic, generator, *rest = accelerator.prepare(critic, generator, sgd(critic), sgd(generator), real, others, noise)
+    of_critic, of_generator, first, second, third = rest
+    for x in itertools.chain(first, second):
+        for network, optimizer, loader in ((critic, of_critic, None), (generator, of_generator, third)):
+            with accelerator.accumulate(network, loader=loader):
+                # No iteration of the third loader is open where a block begins.
+                accelerator.backward(loss_of(network, x if loader is None else next(iter(loader))))
+                optimizer.step()
+                optimizer.zero_grad()
+    expected = [window for loader in (real, others) for window in windows_of([(x,) for x in loader], 2)]
+    torch.testing.assert_close(weights(critic), plain(expected))
+    torch.testing.assert_close(weights(generator), plain(windows_of([(next(iter(noise)),)] * 6, 2)))
+
+
+@pytest.mark.parametrize("named", ["-0-1-0", "--1--1", "01-10-"])
+def test_a_window_continues_when_another_loader_is_named(named: str) -> None:
+    first, second = batches(14, 2), batches(14, 2, -0.5)  # 7 batches each
+    run = Run(3, first, second)
+    for (x, y), name in zip(zip(*run.loaders, strict=False), named, strict=False):
+        run.step(x, y, loader=None if name == "-" else run.loaders[int(name)])
+    run.check(windows_of(list(zip(first, second, strict=False))[:6], 3))
+
+
+@pytest.mark.parametrize("named", [None, 0, 1])
+def test_windows_of_two_loaders_may_go_on_after_their_end(named: int | None) -> None:
+    first, second = batches(6, 2), batches(6, 2, -0.5)  # 3 batches each
+    run = Run(2, first, second, sync_with_dataloader=False)
+    for _ in range(2):
+        for x, y in zip(*run.loaders, strict=True):
+            run.step(x, y, loader=None if named is None else run.loaders[named])
+    run.check(windows_of(list(zip(first, second, strict=True)) * 2, 2))
+
+
+def test_a_named_loader_may_be_fetched_in_the_block() -> None:
+    first = batches(16, 2)
+    run = Run(3, first)
+    fetched = iter(run.loaders[0])
+    for _ in range(6):
+        with run.accelerator.accumulate(run.model, loader=run.loaders[0]):
+            run.accelerator.backward(loss_of(run.model, next(fetched)))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    run.check(windows_of([(x,) for x in first][:6], 3))
+
+
+def test_a_window_without_a_loader_stays_open_during_the_loop_of_another_model() -> None:
+    rows = batches(8, 2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    critic, generator = model(), model()
+    critic, generator, *rest, loader = accelerator.prepare(critic, generator, sgd(critic), sgd(generator), rows)
+    noise = -torch.ones(2, 1)
+
+    def step(network: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        with accelerator.accumulate(network):
+            accelerator.backward(loss_of(network, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(generator, rest[1], noise)
+    for x in loader:
+        step(critic, rest[0], x)
+    step(generator, rest[1], noise / 2)
+    torch.testing.assert_close(weights(critic), plain(windows_of([(x,) for x in rows], 2)))
+    torch.testing.assert_close(weights(generator), plain([[(noise,), (noise / 2,)]]))
+
+
+def test_a_window_that_begins_anew_has_no_gradients_to_miss(caplog: pytest.LogCaptureFixture) -> None:
+    first = batches(10, 2)
+    run = Run(3, first)
+    with caplog.at_level(logging.WARNING):
+        for number, x in enumerate(run.loaders[0]):
+            if number == 2:
+                run.accelerator.step = 0
+                run.model.zero_grad()
+            run.step(x)
+    assert not caplog.records
+    run.check([[(x,) for x in first][2:]])
+
+
+@pytest.mark.parametrize("rows", [(14, 8), (10, 10)])  # one ends with a full window, or both with a short one
+def test_loaders_that_end_where_a_window_does_need_no_name(
+    rows: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = batches(rows[0], 2), batches(rows[1], 2, -0.5)
+    run = Run(2, first, second)
+    with caplog.at_level(logging.WARNING):
+        for x, y in zip(*run.loaders, strict=False):
+            run.step(x, y)
+    assert not caplog.records
+    run.check(windows_of(list(zip(first, second, strict=False)), 2))
 
 
 @pytest.mark.parametrize("used_first", [True, False])
@@ -338,3 +460,22 @@ def test_a_gather_in_a_nested_loop_does_not_warn(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         check_other_loops()
     assert not caplog.records
+
+
+def test_a_tensor_of_several_batches_does_not_tell_the_loader_of_a_gather(caplog: pytest.LogCaptureFixture) -> None:
+    shared = torch.arange(4.0)
+
+    def with_shared(rows: int) -> DataLoader[Any]:
+        return DataLoader(torch.arange(rows), batch_size=4, collate_fn=lambda samples: (torch.stack(samples), shared))
+
+    accelerator = Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        for (x, same), (y, _) in zip(*accelerator.prepare(with_shared(8), with_shared(7)), strict=True):
+            assert same is shared
+            for rows in (x, y):
+                kept, gathered_rows = accelerator.gather_for_metrics((shared, rows))
+                assert kept.tolist() == shared[: len(rows)].tolist() and gathered_rows.tolist() == rows.tolist()
+        assert not caplog.records
+        for (_, same), _ in zip(*accelerator.prepare(with_shared(8), with_shared(7)), strict=True):
+            assert len(accelerator.gather_for_metrics(same)) == 4  # of the first, which has no padding
+    assert [record.message.count("loader=loader") for record in caplog.records] == [1]

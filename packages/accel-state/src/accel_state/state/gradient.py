@@ -112,9 +112,7 @@ class GradientState(SharedState):
         A loop over ``zip(first, second)`` has both; an evaluation within a training step has its own loader only.
         """
         found = [loader for loader in (ref() for ref in self._of_step) if loader is not None]
-        if found and self.has_several_dataloaders:
-            return found
-        return self.dataloader_references[1:][-1:]
+        return found or self.dataloader_references[1:][-1:]
 
     @property
     def in_dataloader(self) -> bool:

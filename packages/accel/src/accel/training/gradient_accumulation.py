@@ -240,13 +240,14 @@ class Accumulation:
     def _loader_of_step(self, models: Models, of_loader: Any) -> Any:
         """The loader whose window a micro batch belongs to, while several are open or if the caller names it."""
         state = self.gradient_state
-        leader, *others = state.step_dataloaders or [None]
+        loaders = state.step_dataloaders
+        leader = next(iter(loaders), None)
         if of_loader is not None:
-            others = [one for one in (leader, *others) if one is not None]
-            leader = open_loader(of_loader, state, "accumulate") or of_loader
+            found = open_loader(of_loader, state, "accumulate")
+            leader = of_loader if found is None else found
         if leader is not None and models not in self._windows_of(leader):
             # In the first step of a loop over several loaders, only the last of them is known: the window continues.
-            begun = next((w for w in (self._by_loader.get(one, {}) for one in others) if models in w), None)
+            begun = next((w for w in (self._by_loader.get(one, {}) for one in loaders) if models in w), None)
             if begun is not None:
                 self._windows_of(leader)[models] = begun.pop(models)
         return leader
@@ -257,7 +258,7 @@ class Accumulation:
         if loader is None or not self.plugin.sync_with_dataloader:
             return False
         if of_loader is not None:
-            return bool(loader.end_of_dataloader) and any(loader is one for one in state.dataloader_references)
+            return bool(loader.end_of_dataloader) and loader in state.dataloader_references
         ends = [bool(one.end_of_dataloader) for one in state.step_dataloaders]
         if any(ends) and not all(ends) and not is_full:
             warn_once(
@@ -270,15 +271,17 @@ class Accumulation:
 
     def end_step(self, models: Models, window: Window | None) -> None:
         """Leave the context of a micro batch. A window that began before its loader belongs to the loader now."""
-        self.current = self.gradient_state.micro_batch = None
-        if window is not None:
-            window.with_gradient = None
         state = self.gradient_state
+        self.current = state.micro_batch = None
         state.batch_used = True
-        loader = next(iter(state.step_dataloaders), None) if self._without_loader else None
-        if loader is not None and window is not None and self._without_loader.get(models) is window:
-            del self._without_loader[models]
-            self._windows_of(loader).setdefault(models, window)
+        if window is None:
+            return
+        window.with_gradient = None
+        if self._without_loader and self._without_loader.get(models) is window:
+            loader = next(iter(state.step_dataloaders), None)
+            if loader is not None:
+                del self._without_loader[models]
+                self._windows_of(loader).setdefault(models, window)
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
         """The windows of a loader, which the next step then finds without a lookup."""
