@@ -20,19 +20,4 @@ class MegatronSettings(Protocol):
         """Number of pipeline stages."""
 
 
-__getattr__: Callable[[str], Any] = names_of_extra(
-    __name__,
-    "accel_megatron",
-    "megatron",
-    (
-        "AbstractTrainStep",
-        "BertTrainStep",
-        "GPTTrainStep",
-        "MegatronLMDummyDataLoader",
-        "MegatronLMDummyScheduler",
-        "MegatronLMPlugin",
-        "T5TrainStep",
-        "avg_losses_across_data_parallel_group",
-        "gather_across_data_parallel_groups",
-    ),
-)
+__getattr__: Callable[[str], Any] = names_of_extra(__name__, "accel_megatron", "megatron")

@@ -2,4 +2,7 @@
 
 from accel_state._lazy import attach
 
-__getattr__, __dir__, __all__ = attach(__name__)
+from ..core.deferred import without_missing_extras
+
+__getattr__, __dir__, _names = attach(__name__)
+__all__ = without_missing_extras(_names)
