@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from accel_state.env import read_str
+from accel_state.errors import MissingDependencyError
 from accel_state.ports import reserved_port
+from accel_state.torchft_version import torchft_version
 
 from ..remedies import HOST_NAME
 from .result import Check, CheckResult, fail, ok, warn
@@ -232,10 +234,10 @@ def _version(name: str) -> str:
 
 def check_torchft() -> Iterator[CheckResult]:
     """Whether replicas of --ft can be started here."""
-    if importlib.util.find_spec("torchft") is None:
-        yield fail("torchft", "not installed, and --ft needs it", "pip install 'accel[ft]', on every machine")
-    else:
-        yield ok("torchft", importlib.metadata.version("torchft"))
+    try:
+        yield ok("torchft", torchft_version("--ft"))
+    except MissingDependencyError as error:
+        yield fail("torchft", str(error), "do so on every machine")
 
 
 CHECKS: Sequence[tuple[str, Check]] = (

@@ -15,6 +15,7 @@ from accel_state import run_token
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
 from accel_state.ports import LOOPBACK
+from accel_state.torchft_version import torchft_version
 
 from ..elastic.causes import interruption
 from ..elastic.checks import check_rendezvous
@@ -34,7 +35,7 @@ from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .base import Launcher, MachineCommand
 from .rank import worker_command
 from .replica_reports import ForeignReports
-from .replicas import Replica, Supervision, require_torchft
+from .replicas import Replica, Supervision
 
 _OUTPUT_OPTIONS = ("tee", "redirects", "log_dir", "local_ranks_filter")
 
@@ -156,7 +157,7 @@ class FaultTolerantLauncher(Launcher):
         options, numbers = plan.settings.group(FaultToleranceOptions), numbers_here(plan)
         if plan.num_machines > 1:
             check_rendezvous(plan.rendezvous, plan.num_machines)
-        require_torchft()
+        torchft_version("--ft")
         visible_devices(plan, numbers[0])  # before anything is started, an error if there are too few
         token = run_token.make_token() if plan.num_machines == 1 else run_token.read_token().decode()
         with scratch_directory() as directory, SignalWatch() as watch:

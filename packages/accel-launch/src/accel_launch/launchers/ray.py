@@ -14,6 +14,7 @@ from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options import FaultToleranceOptions, Source
+from accel_state.torchft_version import torchft_version
 
 from ..entrypoint import Entrypoint
 from ..launch_context import is_explicit
@@ -26,7 +27,6 @@ from .ray_actors import RayJob
 from .ray_cluster import Request, amounts, connected
 from .ray_ft import run_replicas
 from .ray_run import run_on_ray
-from .replicas import require_torchft
 
 _CHOSEN = (*(name for name in CHOSEN_BY_CLUSTER if name not in ("num_machines", "main_process_port")), "gpu_ids")
 
@@ -37,7 +37,7 @@ class RayLauncher(Launcher):
     def run(self, plan: LaunchPlan) -> int:
         machines, runtime_env = _machines(plan), plan.settings["ray_runtime_env"]
         if plan.settings["ft"]:
-            require_torchft()
+            torchft_version("--ft")
         given, screen = _resources(plan), (sys.stdout, sys.stderr)
         with SignalWatch() as watch, connected(plan.settings["ray"], runtime_env, plan.debug) as cluster:
             share = plan.settings["processes_per_replica"] if plan.settings["ft"] else 1

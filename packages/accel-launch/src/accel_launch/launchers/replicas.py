@@ -12,9 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
-from accel_state.errors import MissingDependencyError
 from accel_state.options import FaultToleranceOptions
 
 from ..elastic.report import shell_exit_code, signal_name
@@ -280,13 +278,6 @@ class Supervision(ABC):
             before = now
             if code is not None:
                 return code
-
-
-def require_torchft() -> None:
-    """Raise MissingDependencyError unless the lighthouse can be started here."""
-    # Not imported: that would import torch.
-    if find_spec("torchft") is None:
-        raise MissingDependencyError("--ft needs the module torchft. Install it with: pip install 'accel[ft]'")
 
 
 def ending(code: int) -> str:

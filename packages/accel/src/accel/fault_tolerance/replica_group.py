@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import time
@@ -17,10 +18,11 @@ import torch
 
 from accel_state import env, get_logger, run_token
 from accel_state.collectives.single import Collectives
-from accel_state.errors import ConfigurationError, require
+from accel_state.errors import ConfigurationError
 from accel_state.options import CoreOptions, FaultToleranceOptions
 from accel_state.ports import LOOPBACK
 from accel_state.tcp_store import serve_store
+from accel_state.torchft_version import torchft_version
 
 from .._torch_compat import forget_quorum, managers_that_listen_at
 from .lighthouse_watch import LighthouseWatch
@@ -60,7 +62,7 @@ def check_environment() -> None:
             f"strategy 'ft' needs torchft's lighthouse, whose address is in {LIGHTHOUSE}. Start the script with "
             "`accel launch --ft --num_replicas N`."
         )
-    require("torchft", purpose="strategy 'ft'", install="accel[ft]")
+    torchft_version("strategy 'ft'")
 
 
 class _FreshKeys:
@@ -83,7 +85,7 @@ class _FreshKeys:
     def __init__(self, pg: Any, network: Network, address: str, timeout: timedelta) -> None:
         self._network, self._address, self._timeout = network, address, timeout
         self._configure = pg.configure
-        process_group = require("torchft.process_group", purpose="strategy 'ft'", install="accel[ft]")
+        process_group: Any = importlib.import_module("torchft.process_group")
         self._connect = process_group.create_store_client
         self._issued: tuple[Any, str] | None = None
         pg.configure = self.configure
@@ -139,7 +141,7 @@ class ReplicaGroup:
         state: Callable[[], Any],
         load: Callable[[Any], None],
     ) -> None:
-        torchft = require("torchft", purpose="strategy 'ft'", install="accel[ft]")
+        torchft: Any = importlib.import_module("torchft")
         self.number: int = int(env.read_str(REPLICA) or 0)
         directory = env.read_str(DIRECTORY)
         self._processes = processes
