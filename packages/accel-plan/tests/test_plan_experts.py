@@ -95,7 +95,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RankPlan:
     return planned(tmp_path_factory.mktemp("alone"), "qwen", 3, dp_shard=4, ep=1)
 
 
-@pytest.mark.parametrize(("kind", "mixtures"), [("qwen", 3), ("deepseek", 5)])
+# Tracing the six layers of a DeepSeek takes 4 s.
+DEEPSEEK = pytest.param("deepseek", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "mixtures"), [("qwen", 3), pytest.param("deepseek", 5, marks=pytest.mark.slow)])
 def test_tokens_are_exchanged_four_times_a_layer(distributed: Any, kind: str, mixtures: int) -> None:
     """To the experts and back, in the forward and in the backward pass; and the counts of tokens before them."""
     exchanged = [one for one in distributed(kind).collectives if one.kind == "all-to-all"]
@@ -127,7 +131,7 @@ def test_products_of_experts_have_flops(tmp_path: Path, alone: RankPlan, precisi
     assert {item.kind for item in items} == {PRODUCT}
 
 
-@pytest.mark.parametrize("kind", ["qwen", "deepseek"])
+@pytest.mark.parametrize("kind", ["qwen", DEEPSEEK])
 def test_tokens_are_waited_for_and_experts_take_their_time(distributed: Any, kind: str) -> None:
     """Tokens travel along an axis of data, on whose reductions nothing in a backward pass waits."""
     found = distributed(kind)

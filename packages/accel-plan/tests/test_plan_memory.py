@@ -25,7 +25,7 @@ from accel_plan.models import build_model, model_config
 from accel_plan.peak import more_blocks, peak_of
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
-from accel_plan.reserve import Reserve
+from accel_plan.reserve import Reserve, reserve_of
 from accel_plan.step import build_optimizer
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import find_profile
@@ -84,11 +84,11 @@ def measured(model_folder: str, optimizer: str, implementation: str, options: di
 @pytest.mark.parametrize(
     ("optimizer", "implementation", "changed", "phase", "options"),
     [
-        ("adamw", "for_loop", {}, BACKWARD, {}),
+        pytest.param("adamw", "for_loop", {}, BACKWARD, {}, marks=pytest.mark.slow),
         ("adamw", "for_loop", {}, BACKWARD, {"activation_checkpointing": "true"}),
         # Few activations, so that the optimizer's temporaries are the peak: one copy of all parameters with foreach.
         ("adamw", "foreach", {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 3000}, STEP, {}),
-        ("sgd_momentum", "foreach", {"vocab_size": 20_000}, BACKWARD, {}),
+        pytest.param("sgd_momentum", "foreach", {"vocab_size": 20_000}, BACKWARD, {}, marks=pytest.mark.slow),
     ],
 )
 def test_one_process_allocates_what_was_planned(tmp_path, optimizer, implementation, changed, phase, options) -> None:
@@ -252,6 +252,7 @@ def request_of(model: str, options: dict[str, str], **asked: Any) -> PlanRequest
     return PlanRequest(load_settings(options, environ={"HF_HOME": "nowhere"}), model, seq_length=LENGTH, **asked)
 
 
+@pytest.mark.slow  # traces six plans; the fast test below has stubs in their place
 def test_each_of_the_changes_makes_the_plan_fit(tmp_path) -> None:
     model = folder_of(tmp_path, num_hidden_layers=1)
     options = {**FSDP2, "num_processes": "2"}
@@ -273,13 +274,12 @@ def test_a_part_of_the_device_is_left_free(tmp_path) -> None:
     model = folder_of(tmp_path, num_hidden_layers=1)
     device = replace(find_profile("h100-sxm"), context_bytes=1000, communicator_bytes=200, allocator_share=0.25)
     options = {**FSDP2, "num_processes": "2", "mixed_precision": "bf16"}
-    asked = {"hardware": device, "batch_size": 2}
-    plan = planned(model, options, **asked)
+    plan = planned(model, options, hardware=device, batch_size=2)
     # One communicator of all ranks, and one of the axis.
     assert plan.reserve == Reserve(1000, 400, round(0.25 * plan.total))
     assert plan.needed == plan.total + 1400 + round(0.25 * plan.total)
-    alone = planned(model, {"mixed_precision": "bf16"}, **asked)
-    assert alone.reserve == Reserve(1000, 0, round(0.25 * alone.total))
+    assert reserve_of(device, plan.collectives, 1, 1000) == Reserve(1000, 200, 250)
+    assert reserve_of(device, (), 1, 1000) == Reserve(1000, 0, 250)
     limit = plan.needed
     text = as_text(replace(plan, memory_limit=limit)).splitlines()
     place = text.index("left free on h100-sxm (bytes):")
@@ -287,18 +287,14 @@ def test_a_part_of_the_device_is_left_free(tmp_path) -> None:
     assert numbers == [1000, 400, plan.reserve.allocator] and text[place + 5].endswith("with 0 bytes left")
     assert "does not fit" not in "".join(text)
     assert ": 1 bytes too much" in as_text(replace(plan, memory_limit=limit - 1))
-    request = request_of(model, options, memory_limit=limit - 1, **asked)
-    changed = changes_that_fit(plan, request)
-    halved = planned(model, {**options, "gradient_accumulation_steps": "2"}, hardware=device, batch_size=1)
-    assert changed.fits and changed.changes[0].total == halved.needed < limit
     # A profile that says nothing of it, such as a file with the numbers of a data sheet.
     silent = replace(device, context_bytes=0, communicator_bytes=0, allocator_share=0.0)
-    bare = planned(model, options, hardware=silent, batch_size=2, memory_limit=plan.total)
-    assert bare.reserve is None and bare.needed == bare.total == plan.total
+    assert reserve_of(silent, plan.collectives, 2, plan.total) is None
+    bare = replace(plan, reserve=None, memory_limit=plan.total)
     assert "with 0 bytes left for the device's context and allocator" in as_text(bare)
 
 
-def test_a_limit_that_nothing_meets(tmp_path, monkeypatch) -> None:
+def test_a_limit_that_nothing_meets_and_one_that_a_change_meets(tmp_path, monkeypatch) -> None:
     """Of changes that take no less together with those before them, nothing is said."""
     request = request_of(
         folder_of(tmp_path, num_hidden_layers=1), {**FSDP2, "num_processes": "2"}, batch_size=2, memory_limit=1000
@@ -314,3 +310,5 @@ def test_a_limit_that_nothing_meets(tmp_path, monkeypatch) -> None:
         ("--optimizer_implementation fused", 10000),
         ("--batch_size 1", 5000),
     ]
+    found = changes_that_fit(plan, replace(request, memory_limit=6000))
+    assert found.fits and not found.together and {change.total for change in found.changes} == {5000}

@@ -283,8 +283,8 @@ def test_the_command_takes_the_settings_of_a_pipeline(tmp_path, capsys) -> None:
     ("sizes", "pipeline", "fsdp"),
     [
         ({"pp": 2, "dp_shard": 2}, {}, True),
-        ({"pp": 2, "dp_shard": 2}, {}, False),
-        ({"pp": 2, "cp": 2}, {}, True),
+        pytest.param({"pp": 2, "dp_shard": 2}, {}, False, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "cp": 2}, {}, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_pipeline_whose_memory_was_not_as_planned_has_no_peak(tmp_path, sizes, pipeline, fsdp) -> None:
