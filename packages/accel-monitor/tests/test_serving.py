@@ -119,7 +119,7 @@ def test_requests_that_cannot_be_answered(server: Server, tmp_path: Path) -> Non
 
 
 def test_idle_connections_do_not_keep_others_out_for_ever(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 1.0)
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.2)
     idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(40)]
     deadline = time.monotonic() + 60
     while True:

@@ -291,8 +291,8 @@ def test_a_failure_shows_every_rank():
 def test_a_timeout_says_where_each_rank_stood(tmp_path, clock):
     clock(lambda ranks: len(os.listdir(tmp_path)) == len(ranks))
     began = time.monotonic()
-    with pytest.raises(WorldError, match="2 of 2 ranks.*after 2 s: ranks 0, 1") as caught:
-        run_world(wait_in_collective, 2, 1, str(tmp_path), timeout=2)
+    with pytest.raises(WorldError, match="2 of 2 ranks.*after 0.2 s: ranks 0, 1") as caught:
+        run_world(wait_in_collective, 2, 1, str(tmp_path), timeout=0.2)
     assert time.monotonic() - began < 100
     waiting, absent = caught.value.reports
     sleep_line = line_of_absence()
@@ -325,8 +325,8 @@ def test_a_rank_that_is_slow_to_say_where_it_stands_is_heard_out():
 
 def test_a_timeout_tells_finished_ranks_from_others(tmp_path, clock):
     clock(lambda ranks: (tmp_path / "2").exists() and all(rank.results.poll() for rank in ranks[:2]))
-    with pytest.raises(WorldError, match="1 of 3 ranks.*after 1 s: rank 2") as caught:
-        run_world(hang_on, 3, 2, str(tmp_path), timeout=1)
+    with pytest.raises(WorldError, match="1 of 3 ranks.*after 0.2 s: rank 2") as caught:
+        run_world(hang_on, 3, 2, str(tmp_path), timeout=0.2)
     assert caught.value.reports[:2] == ["finished", "finished"]
     assert "in hang_on" in caught.value.reports[2]
 
@@ -361,7 +361,7 @@ def test_nothing_is_left_running(tmp_path, clock, what):
         run_world(leave_child_and, 2, str(pid_file), 1, what)
     else:
         with pytest.raises(WorldError):
-            run_world(leave_child_and, 2, str(pid_file), 1, what, timeout=3)
+            run_world(leave_child_and, 2, str(pid_file), 1, what, timeout=0.2)
     assert wait_until_dead([int(pid_file.read_text())]) == []
 
 
