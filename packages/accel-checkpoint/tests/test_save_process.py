@@ -184,6 +184,7 @@ def test_a_process_that_is_killed_and_the_next_one(tmp_path: Path) -> None:
     assert load(tmp_path / "state") == {"value": 3} and pid() == starting
 
 
+@pytest.mark.slow  # starts two interpreters; a process that is killed is fast
 def test_it_ends_with_the_rank_and_in_the_middle_of_a_file(tmp_path: Path) -> None:
     """It waits for the other end of a pipe that is in the place of the file."""
     rank = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "state"), "hang"])
@@ -197,6 +198,7 @@ def test_it_ends_with_the_rank_and_in_the_middle_of_a_file(tmp_path: Path) -> No
     assert load(tmp_path / "state") == {"value": 2} and os.listdir(tmp_path) == ["state"]
 
 
+@pytest.mark.slow  # starts two interpreters; test_checkpoint_background.py waits for an Accelerator's save
 def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "state"), "exit"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)

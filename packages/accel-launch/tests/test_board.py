@@ -78,6 +78,7 @@ def joined(cable: Any, wait_until: Any) -> Iterator[tuple[Any, Any, Any]]:
         hub.close(0)
 
 
+@pytest.mark.slow  # 6 s of silence; a cut in both directions is fast
 def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until, monkeypatch) -> None:
     """With lost packets TCP retries later and later, and the launcher that does not arrive hears the other one well."""
     monkeypatch.setattr(member, "_RENEW_SECONDS", 2.0)

@@ -120,6 +120,7 @@ def test_a_missing_lighthouse_is_waited_for_in_words_and_given_up(machines, free
     assert any("waiting for the machine of rank 0 at 127.0.0.1" in text for text in machines.said)
 
 
+@pytest.mark.slow  # 7 s of silence; test_board.py cuts a machine off in a fast test
 def test_a_machine_that_is_cut_off_waits_in_words_and_gives_up(machines, cable, wait_until) -> None:
     """The others continue without it; it ends when machine rank 0 has not been back for the time limit."""
     hub = machines(0, 0, short=True)
