@@ -133,11 +133,10 @@ def test_a_dropped_accelerator_is_freed_at_once() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "fp16", "bf16"])
-def test_an_accelerator_can_be_pickled(mixed_precision: str, tmp_path: Path) -> None:
+def test_an_accelerator_can_be_pickled(tmp_path: Path) -> None:
     accelerator = Accelerator(
         cpu=True,
-        mixed_precision=mixed_precision,
+        mixed_precision="fp16",  # with a scaler
         gradient_accumulation_steps=3,
         log_with="jsonl",
         project_dir=tmp_path,
@@ -152,7 +151,7 @@ def test_an_accelerator_can_be_pickled(mixed_precision: str, tmp_path: Path) -> 
             accelerator.backward(model(batch).sum())
         copied, *prepared = pickle.loads(pickle.dumps((accelerator, *objects)))
         break
-    assert copied.state.mixed_precision == mixed_precision and copied.gradient_accumulation_steps == 3
+    assert copied.state.mixed_precision == "fp16" and copied.gradient_accumulation_steps == 3
     assert copied.device == accelerator.device and copied.preemption is None
     assert copied._models[0] is prepared[0] and copied._optimizers[0] is prepared[1]
     assert copied.step == accelerator.step

@@ -209,6 +209,7 @@ def version_1(folder: Path) -> tuple[list[str], bool]:
     return messages, is_new
 
 
+@pytest.mark.slow  # two worlds; version 2, whose windows are resumed, is fast
 def test_version_1_warns_and_starts_a_new_window(tmp_path: Path) -> None:
     run_world(save, 2, {"v2": KINDS["v2"]}, tmp_path, timeout=250)
     messages, is_new = run_world(version_1, 2, tmp_path, timeout=250)[0]

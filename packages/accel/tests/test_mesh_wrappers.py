@@ -174,17 +174,9 @@ def test_wrapped_models_train_as_one_process_does() -> None:
     check([(make, axis) for axis in ("cp_size", "sp_size") for make in makers])
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [(compiled_in_place, "sp_size")],
-        # Three models take 9 s to compile: one of them shows that it works.
-        pytest.param([(compiled_wrapper, "sp_size"), (compiled_own, "cp_size")], marks=pytest.mark.slow),
-    ],
-    ids=["in place", "others"],
-)
-def test_models_compiled_before_prepare_train_as_one_process_does(cases: Any) -> None:
-    check(cases)
+@pytest.mark.slow  # compiles three models, 15 s; test_facade.py compiles in the fast tier
+def test_models_compiled_before_prepare_train_as_one_process_does() -> None:
+    check([(compiled_in_place, "sp_size"), (compiled_wrapper, "sp_size"), (compiled_own, "cp_size")])
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="the clients' environment has PEFT")

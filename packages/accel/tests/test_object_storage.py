@@ -200,6 +200,7 @@ def test_a_run_that_comes_back_from_another_machine(tmp_path: Path) -> None:
     again.end_training()
 
 
+@pytest.mark.slow  # two processes that upload; the copies of two ranks are fast
 def test_an_older_state_that_is_loaded_is_not_uploaded_again(tmp_path: Path) -> None:
     place = "s3://bucket/older"
     accelerator, _, _ = trained(naming(tmp_path, upload_to=place), 1)
@@ -223,6 +224,7 @@ def test_a_state_whose_upload_was_cut_off_is_uploaded_by_the_next_run(tmp_path: 
     assert [info.path.name for info in list_checkpoints(place) if info.complete] == ["checkpoint_0"]
 
 
+@pytest.mark.slow  # two processes that upload; the copies of two ranks are fast
 def test_named_states_and_their_copies(tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path / "run"), upload_to="s3://bucket/named")
     accelerator, model, optimizer = trained(project, 1)

@@ -206,6 +206,7 @@ def with_experts() -> tuple[list[dict[str, Any]], int, str]:
     return trained, backward.get_total_flops(), str(raised.value)
 
 
+@pytest.mark.slow  # four models; dense models are fast
 def test_distributed_experts_that_are_gathered_inside_of_a_checkpoint() -> None:
     found, flops, refused = run_world(with_experts, 2, timeout=250)[0]
     for kind, run in zip(("deepseek", "gpt oss"), found, strict=True):

@@ -73,6 +73,7 @@ def test_in_debug_mode_a_rank_that_leaves_out_a_unit_is_an_error_at_once(skipped
     assert all(f"blocks.{skipped}" in error and other in error and "x + 0 * block(x)" in error for error in named)
 
 
+@pytest.mark.slow  # waits for a timeout of 8 s; debug mode names the unit in a fast test
 def test_a_backward_pass_that_does_not_complete_names_the_unit_that_was_left_out() -> None:
     errors = run_world(train, 2, 1, False, timeout=100, state=False)
     assert any(
