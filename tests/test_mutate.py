@@ -71,6 +71,7 @@ def test_a_sample_is_drawn_again_with_the_same_seed() -> None:
     assert drawn(changes, None, 0) == drawn(changes, 99, 0) == changes
 
 
+@pytest.mark.slow  # three runs of pytest; what is changed is fast
 def test_a_changed_copy_fails_and_an_endless_one_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=_variables(), capture_output=True, text=True, check=True)

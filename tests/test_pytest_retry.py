@@ -169,6 +169,7 @@ def test_timing(): pass
 """
 
 
+@pytest.mark.slow  # eight runs of pytest, as those below
 def test_tiers_and_their_order(run: Run, tmp_path: Path) -> None:
     _write(tmp_path, TIERS)
 

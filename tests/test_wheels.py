@@ -172,6 +172,7 @@ def test_the_public_surface_works_from_the_wheel(
     assert re.search(r"\b\d+ passed", output), output
 
 
+@pytest.mark.slow  # installs the launcher, which the gate does in its part "wheels"
 def test_the_command_works_where_only_the_launcher_is_installed(install: Callable[[str], Path], tmp_path: Path) -> None:
     python = install("accel-launch")
     script = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
