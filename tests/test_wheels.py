@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -108,10 +109,22 @@ def install(wheels: Path, torch_only: Path, tmp_path_factory: pytest.TempPathFac
         folder = tmp_path_factory.mktemp(distribution)
         python = empty_environment(folder / "env")
         site_packages(python).joinpath("torch.pth").write_text(f"{torch_only}\n")
-        _pip(python, "install", "-qq", "--no-compile", "--find-links", wheels, distribution, folder=folder)
+        folder.joinpath("dist").symlink_to(wheels)
+        _pip(python, "install", "-qq", "--no-compile", *_shown_first(_readme(distribution)), folder=folder)
         return python
 
     return install_one
+
+
+def _readme(distribution: str) -> Path:
+    return ROOT / "packages" / distribution / "README.md"
+
+
+def _shown_first(page: Path) -> list[str]:
+    """The arguments of the first ``pip install`` that a page shows."""
+    command = re.search(r"pip install (.*)", page.read_text(encoding="utf-8"))
+    assert command is not None, page
+    return shlex.split(command[1], comments=True)
 
 
 def _chosen(python: Path, wheels: Path, distribution: str, folder: Path) -> dict[str, dict]:
@@ -126,6 +139,21 @@ def _chosen(python: Path, wheels: Path, distribution: str, folder: Path) -> dict
 
 def test_every_distribution_is_installed_alone() -> None:
     assert set(TOGETHER) == {project.name for project in projects()}
+
+
+def test_no_page_installs_the_unrelated_accel_of_the_public_index() -> None:
+    shown = {
+        page: "accel" for page in (ROOT / "README.md", ROOT / "docs" / "install.md", ROOT / "docs" / "quickstart.md")
+    }
+    for name in TOGETHER:
+        shown |= {_readme(name): name, ROOT / "docs" / "packages" / f"{name}.md": name}
+    for page, name in shown.items():
+        assert _shown_first(page) == ["--find-links", "dist", f"{name}>=1.0"], page
+        assert "scripts/wheels" in page.read_text(encoding="utf-8"), page
+    for page in (*shown, ROOT / "examples" / "README.md", *ROOT.glob("docs/*/*.md")):
+        for words in re.findall(r"pip install ([^`#\n]*)", page.read_text(encoding="utf-8")):
+            without_version = re.findall(r"(?:^|\s)['\"]?(accel(?:-\w+)?(?:\[[\w,]+\])?)['\"]?(?=\s|$)", words)
+            assert not without_version, (page, words)
 
 
 @pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
