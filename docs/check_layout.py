@@ -39,7 +39,8 @@ function measure(view, width) {
       if (!box.width || !box.height) continue;
       const inMenu = element.closest(".md-sidebar");
       const cut = element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 0
-        && view.getComputedStyle(element).display !== "inline";
+        && view.getComputedStyle(element).display !== "inline"
+        && !(width < 700 && element.matches("pre > code"));  // on a phone, code scrolls
       const outside = !inMenu && (box.right > width + 1 || box.left < -1);
       if (cut || outside) {
         const text = element.textContent.trim().slice(0, 60).replace(/\\s+/g, " ");
