@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import random
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.utils.data import (
 from accel_data import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_data.resume_state import steps_of_torchdata
 from accel_state.errors import ConfigurationError, MissingDependencyError
+from accel_state.testing import run_world
 
 LENGTH = 11
 
@@ -220,7 +220,11 @@ def test_resuming_at_every_step_gives_the_uninterrupted_stream(kind: str, world:
             )
 
 
-@pytest.mark.parametrize("kind", ["shared generator", "own generator", "process generators", "buckets", "iterable"])
+# Workers take most of the time of this file; without them every kind is resumed in the fast tier.
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("own generator", "process generators", "buckets")]
+
+
+@pytest.mark.parametrize("kind", ["shared generator", "iterable", *SLOW_KINDS])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_resuming_with_workers(kind: str) -> None:
     batches, saved = run(build(kind, 2), epochs=2)
@@ -410,7 +414,7 @@ def test_a_state_of_torchdata_is_continued(workers: int, world: int) -> None:
     assert len(list(resumed)) == len(resumed)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["shared generator", "own generator", "sequential", "iterable"])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_stateful_loader_is_one_of_torchdata(kind: str, workers: int) -> None:
@@ -500,12 +504,12 @@ def test_without_torchdata_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
     assert [batch.tolist() for batch in skip_first_batches(DataLoader(range(4), batch_size=2), 1)] == [[2, 3]]
 
 
-def main(path: str) -> None:
-    """In a new process: load a state and print the samples that follow."""
+def continue_from(path: str) -> list[Any]:
+    """In a new process: load a state and return the samples that follow."""
     torch.manual_seed(12345)
     loader = build("shared generator", 0, 2, 1)
     loader.load_state_dict(torch.load(path, weights_only=True))
-    print([batch.tolist() for _ in range(2) for batch in loader])
+    return [batch.tolist() for _ in range(2) for batch in loader]
 
 
 def test_in_a_new_process(tmp_path: Path) -> None:
@@ -514,10 +518,7 @@ def test_in_a_new_process(tmp_path: Path) -> None:
     next(iterator), next(iterator)
     torch.save(loader.state_dict(), tmp_path / "loader.pt")
     rest = [batch.tolist() for batch in iterator] + [batch.tolist() for batch in loader]
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "loader.pt")], capture_output=True, text=True, timeout=110, check=True
-    )
-    assert done.stdout.strip() == str(rest)
+    assert run_world(continue_from, 1, str(tmp_path / "loader.pt"), state=False) == [rest]
 
 
 def test_every_combination_of_samplers_and_ranks_has_a_state_of_plain_values() -> None:
@@ -528,7 +529,3 @@ def test_every_combination_of_samplers_and_ranks_has_a_state_of_plain_values() -
             *[torch.tensor(state["position"]) for state in (loader.state_dict(), through_file(loader.state_dict()))]
         )
         del iterator
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
