@@ -147,9 +147,21 @@ def test_importing_a_package_does_not_import_torch(package: str, tmp_path: Path)
 
 def test_an_accelerator_for_one_process_does_not_load_what_shards_models(tmp_path: Path) -> None:
     """torch.distributed.tensor and FSDP take a second to import: no script that shards nothing waits for them."""
-    loaded = _torch_is_imported_by("import accel\naccel.Accelerator(cpu=True)", tmp_path)
-    assert "torch.nn" in loaded
-    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"} & set(loaded)
+    code = """
+        import accel, inspect
+        assert not hasattr(accel, "no_such_module") and not hasattr(accel, "_torch_compat")
+        accel.Accelerator(cpu=True)
+        late = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"}
+        assert not late & set(sys.modules)
+        # Submodules are attributes that are imported when they are used.
+        assert "accel.utils" not in sys.modules
+        accel.utils.set_seed(1)
+        assert accel.state.PartialState().num_processes == 1 and accel.utils.operations.gather
+        from accel.utils.tqdm import tqdm
+        assert list(accel.utils.tqdm([1, 2], disable=True)) == [1, 2]
+        assert inspect.signature(accel.utils.tqdm) == inspect.signature(tqdm)
+    """
+    assert "torch.nn" in _torch_is_imported_by(code, tmp_path)
 
 
 def test_the_launcher_needs_torch_only_to_start_several_processes(tmp_path: Path) -> None:

@@ -186,20 +186,6 @@ def test_constants_that_clients_import() -> None:
     assert not missing
 
 
-def test_submodules_are_attributes_that_are_imported_when_used() -> None:
-    program = """
-import inspect, sys, accel
-assert "accel.utils" not in sys.modules and "torch" not in sys.modules
-assert not hasattr(accel, "no_such_module") and not hasattr(accel, "_torch_compat")
-accel.utils.set_seed(1)
-assert accel.state.PartialState().num_processes == 1 and accel.utils.operations.gather
-from accel.utils.tqdm import tqdm
-assert list(accel.utils.tqdm([1, 2], disable=True)) == [1, 2]
-assert inspect.signature(accel.utils.tqdm) == inspect.signature(tqdm)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
