@@ -135,6 +135,15 @@ def _saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def stop_when_met(folder: Path) -> None:
+    """End the foreign process soon after the replica was in a quorum with it."""
+    deadline = time.monotonic() + 60
+    while not (folder / "met.2").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # for what it sends
+    (folder / "stop").touch()
+
+
 def test_a_foreign_process_at_the_lighthouse_is_refused(lighthouse: None, tmp_path: Path) -> None:
     """It is in the quorum, with a higher step; the replica neither runs its code, nor trains with it."""
     accelerator, model, optimizer, loader = prepared()
@@ -147,7 +156,7 @@ def test_a_foreign_process_at_the_lighthouse_is_refused(lighthouse: None, tmp_pa
         while not (tmp_path / "met.1").exists():
             assert time.monotonic() < deadline and attack.poll() is None
             time.sleep(0.05)
-        threading.Timer(8.0, (tmp_path / "stop").touch).start()
+        threading.Thread(target=stop_when_met, args=(tmp_path,)).start()
         for (x,) in loader:  # the first batch is handed out when the foreign process has gone
             started.append((tmp_path / "stop").exists())
             accelerator.backward(model(x).sum())
