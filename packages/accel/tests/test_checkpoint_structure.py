@@ -157,7 +157,7 @@ def changed_copy(saved: Path, target: Path, change: Callable[[Path], None]) -> N
     write_manifest(target, manifest.world_size, manifest.counters)
 
 
-@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_state_that_does_not_fit_changes_nothing(saved: Path, tmp_path: Path, foreign: bool) -> None:
     run, strict = make_run()
     run.train(2)
