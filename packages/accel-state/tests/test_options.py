@@ -134,10 +134,6 @@ def write_config(folder: Path, values: dict[str, Any]) -> ConfigFile:
     return ConfigFile.read(path)
 
 
-def by_id(opts: list[Option]) -> Any:
-    return pytest.mark.parametrize("opt", opts, ids=lambda opt: opt.name)
-
-
 def test_names_flags_variables_and_keys_are_unique() -> None:
     for values in (
         [opt.name for opt in OPTIONS],
@@ -169,28 +165,28 @@ def test_declarations_are_whole() -> None:
             assert "--" + opt.flags[0][2:].replace("_", "-") in opt.flags, opt.name
 
 
-@by_id(OPTIONS)
-def test_flag_environment_and_file_give_the_same_value(opt: Option, tmp_path: Path) -> None:
-    for text in two_texts(opt):
-        parser = argparse.ArgumentParser()
-        group_of(opt).add_to_parser(parser)
-        expected = opt.parse(text, "here")
-        for flag in opt.flags:
-            words = [f"{flag}={text}"] if opt.is_flag and flag.startswith("--") else [flag, text]
-            given = vars(parser.parse_args(words))
-            assert given == {opt.name: [text] if opt.kind is tuple else text}
-            given[opt.name] = text
-            resolved = resolve(GROUPS, given, environ={})
-            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.COMMAND_LINE
-        if opt.env:
-            resolved = resolve(GROUPS, environ={opt.env: text})
-            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.ENVIRONMENT
-            assert getattr(group_of(opt).from_environment({opt.env: text}), opt.field) == expected
-        for key in opt.keys:
-            config = write_config(tmp_path, {key: expected})
-            resolved = resolve(GROUPS, environ={}, config=config)
-            assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.CONFIG_FILE
-            assert "line" in resolved.where(opt.name)
+def test_flag_environment_and_file_give_the_same_value(tmp_path: Path) -> None:
+    for opt in OPTIONS:
+        for text in two_texts(opt):
+            parser = argparse.ArgumentParser()
+            group_of(opt).add_to_parser(parser)
+            expected = opt.parse(text, "here")
+            for flag in opt.flags:
+                words = [f"{flag}={text}"] if opt.is_flag and flag.startswith("--") else [flag, text]
+                given = vars(parser.parse_args(words))
+                assert given == {opt.name: [text] if opt.kind is tuple else text}
+                given[opt.name] = text
+                resolved = resolve([group_of(opt)], given, environ={})
+                assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.COMMAND_LINE
+            if opt.env:
+                resolved = resolve([group_of(opt)], environ={opt.env: text})
+                assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.ENVIRONMENT
+                assert getattr(group_of(opt).from_environment({opt.env: text}), opt.field) == expected
+            for key in opt.keys:
+                config = write_config(tmp_path, {key: expected})
+                resolved = resolve([group_of(opt)], environ={}, config=config)
+                assert resolved[opt.name] == expected and resolved.settings[opt.name].source is Source.CONFIG_FILE
+                assert "line" in resolved.where(opt.name)
 
 
 def test_defaults_are_the_same_everywhere() -> None:
@@ -202,36 +198,40 @@ def test_defaults_are_the_same_everywhere() -> None:
             assert resolved[opt.name] == opt.default and not resolved.is_set(opt.name), opt.name
 
 
-@by_id(OPTIONS)
-def test_precedence(opt: Option, tmp_path: Path) -> None:
+def test_precedence(tmp_path: Path) -> None:
     """Command line > environment > file > default, for every subset of them and both ways round."""
-    for low, high in itertools.permutations(two_texts(opt)):
-        config = write_config(tmp_path, {opt.key: opt.parse(low, "")}) if opt.key else None
-        environ = {opt.env: high} if opt.env else {}
-        if config and environ:
-            assert resolve(GROUPS, environ=environ, config=config)[opt.name] == opt.parse(high, "")
-        if environ:
-            assert resolve(GROUPS, {opt.name: low}, environ=environ)[opt.name] == opt.parse(low, "")
-        if config:
-            assert resolve(GROUPS, {opt.name: high}, environ={}, config=config)[opt.name] == opt.parse(high, "")
-        if config and environ:
-            config = write_config(tmp_path, {opt.key: opt.parse(high, "")})
-            assert resolve(GROUPS, {opt.name: low}, environ=environ, config=config)[opt.name] == opt.parse(low, "")
+    for opt in OPTIONS:
+        for low, high in itertools.permutations(two_texts(opt)):
+            config = write_config(tmp_path, {opt.key: opt.parse(low, "")}) if opt.key else None
+            environ = {opt.env: high} if opt.env else {}
+            if config and environ:
+                assert resolve([group_of(opt)], environ=environ, config=config)[opt.name] == opt.parse(high, "")
+            if environ:
+                assert resolve([group_of(opt)], {opt.name: low}, environ=environ)[opt.name] == opt.parse(low, "")
+            if config:
+                assert resolve([group_of(opt)], {opt.name: high}, environ={}, config=config)[opt.name] == opt.parse(
+                    high, ""
+                )
+            if config and environ:
+                config = write_config(tmp_path, {opt.key: opt.parse(high, "")})
+                assert resolve([group_of(opt)], {opt.name: low}, environ=environ, config=config)[opt.name] == opt.parse(
+                    low, ""
+                )
 
 
-@by_id([opt for opt in OPTIONS if opt.exported])
-def test_exported_option_reaches_the_process_and_comes_back(opt: Option) -> None:
-    for text in two_texts(opt):
-        resolved = resolve(GROUPS, {opt.name: text}, environ={})
-        environment = resolved.environment()
-        enabled = [
-            other.env
-            for group in GROUPS
-            if group.enabled_by and resolved.is_enabled(group)
-            for other in group.options()
-        ]
-        assert opt.env in environment and set(environment) <= {opt.env, *enabled}
-        assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
+def test_exported_option_reaches_the_process_and_comes_back() -> None:
+    for opt in [opt for opt in OPTIONS if opt.exported]:
+        for text in two_texts(opt):
+            resolved = resolve(GROUPS, {opt.name: text}, environ={})
+            environment = resolved.environment()
+            enabled = [
+                other.env
+                for group in GROUPS
+                if group.enabled_by and resolved.is_enabled(group)
+                for other in group.options()
+            ]
+            assert opt.env in environment and set(environment) <= {opt.env, *enabled}
+            assert getattr(group_of(opt).from_environment(environment), opt.field) == resolved[opt.name]
 
 
 def test_unset_options_export_nothing() -> None:
@@ -239,33 +239,36 @@ def test_unset_options_export_nothing() -> None:
     assert resolve(GROUPS, {"num_processes": "2", "module": "true"}, environ={}).environment() == {}
 
 
-@by_id([opt for opt in OPTIONS if opt.kind not in (str, tuple) or opt.choices or opt.name in SPECIAL])
-def test_bad_values_name_where_they_stand(opt: Option, tmp_path: Path) -> None:
-    for bad in ("?!x", "nan,"):
-        for where, arguments in {opt.flags[0]: ({opt.name: bad}, {}), str(opt.env): ({}, {str(opt.env): bad})}.items():
-            if where != "None":
-                with pytest.raises(ConfigurationError, match=where) as caught:
-                    resolve(GROUPS, *arguments)
-                assert bad.strip(",") in str(caught.value)
-    if opt.key:
-        with pytest.raises(ConfigurationError, match=rf"{opt.key} in .*config.json, line \d"):
-            resolve(GROUPS, environ={}, config=write_config(tmp_path, {opt.key: "?!x"}))
+def test_bad_values_name_where_they_stand(tmp_path: Path) -> None:
+    for opt in [opt for opt in OPTIONS if opt.kind not in (str, tuple) or opt.choices or opt.name in SPECIAL]:
+        for bad in ("?!x", "nan,"):
+            for where, arguments in {
+                opt.flags[0]: ({opt.name: bad}, {}),
+                str(opt.env): ({}, {str(opt.env): bad}),
+            }.items():
+                if where != "None":
+                    with pytest.raises(ConfigurationError, match=where) as caught:
+                        resolve(GROUPS, *arguments)
+                    assert bad.strip(",") in str(caught.value)
+        if opt.key:
+            with pytest.raises(ConfigurationError, match=rf"{opt.key} in .*config.json, line \d"):
+                resolve(GROUPS, environ={}, config=write_config(tmp_path, {opt.key: "?!x"}))
 
 
-@by_id([opt for opt in OPTIONS if opt.minimum is not None])
-def test_minimum(opt: Option) -> None:
-    assert opt.minimum is not None
-    assert opt.parse(str(opt.kind(opt.minimum)), "") == opt.minimum
-    with pytest.raises(ConfigurationError, match="at least" if opt.maximum is None else f"from {opt.minimum:g} to"):
-        opt.parse(str(opt.kind(opt.minimum) - 1), "here")
-    if opt.maximum is not None:
-        assert opt.parse(str(opt.maximum), "") == opt.maximum
-        with pytest.raises(ConfigurationError, match="from"):
-            opt.parse(str(opt.maximum + 1), "here")
-    if opt.kind is float:
-        for bad in ("inf", "nan"):
-            with pytest.raises(ConfigurationError, match="here"):
-                opt.parse(bad, "here")
+def test_minimum() -> None:
+    for opt in [opt for opt in OPTIONS if opt.minimum is not None]:
+        assert opt.minimum is not None
+        assert opt.parse(str(opt.kind(opt.minimum)), "") == opt.minimum
+        with pytest.raises(ConfigurationError, match="at least" if opt.maximum is None else f"from {opt.minimum:g} to"):
+            opt.parse(str(opt.kind(opt.minimum) - 1), "here")
+        if opt.maximum is not None:
+            assert opt.parse(str(opt.maximum), "") == opt.maximum
+            with pytest.raises(ConfigurationError, match="from"):
+                opt.parse(str(opt.maximum + 1), "here")
+        if opt.kind is float:
+            for bad in ("inf", "nan"):
+                with pytest.raises(ConfigurationError, match="here"):
+                    opt.parse(bad, "here")
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
