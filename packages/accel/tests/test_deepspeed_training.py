@@ -211,19 +211,30 @@ def by_hand(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def run_windows() -> dict[str, Any]:
-    kinds = {0: config(0), 1: config(1), 2: config(2), 3: config(3), "offloaded": offloading(2)}
+def run_windows(names: list[Any]) -> dict[str, Any]:
+    every = {0: config(0), 1: config(1), 2: config(2), 3: config(3), "offloaded": offloading(2)}
+    kinds = {name: every[name] for name in names}
     return {
         "items": {kind: by_items(settings) for kind, settings in kinds.items()},
         "counting": {kind: counting_itself(settings) for kind, settings in kinds.items()},
         "by hand": {kind: by_hand(settings) for kind, settings in kinds.items()},
-        "dividing": {kind: dividing_itself(kinds[kind]) for kind in (1, 3)},
+        "dividing": {kind: dividing_itself(kinds[kind]) for kind in names if kind in (1, 3)},
     }
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # what 1 shows, 2 shows too
-def test_windows(ranks: int) -> None:
-    results = run_world(run_windows, ranks, timeout=500)[0]
+# Two stages show what the others and one rank show.
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        (2, [1, 3]),
+        pytest.param(2, [0, 2, "offloaded"], marks=pytest.mark.slow),
+        pytest.param(1, [0, 1, 2, 3, "offloaded"], marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "two ranks, other stages", "one rank"],
+)
+def test_windows(ranks: int, kinds: list[Any]) -> None:
+    results = run_world(run_windows, ranks, kinds, timeout=500)[0]
+    assert list(results["items"]) == kinds
     for kind, norms in results["items"].items():
         assert norms == pytest.approx(plain_by_items(ranks), abs=TOLERANCE), kind
     for kind, (ends, weights) in results["counting"].items():

@@ -45,7 +45,7 @@ def test_the_configuration_decides_what_is_tested(tmp_path) -> None:
     ("words", "named"),
     [
         (["--config_file", "none.yaml"], "none.yaml"),
-        (["--device", "gpux", "--cpu"], "gpux"),
+        pytest.param(["--device", "gpux", "--cpu"], "gpux", marks=pytest.mark.slow),  # the script starts
         (["--report", "missing/row.md"], "there is no directory"),
     ],
 )
@@ -142,10 +142,11 @@ def test_a_script_is_not_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert "'extra.py' is not an option: accel test runs its own script" in capsys.readouterr().err
 
 
-def test_a_device_is_checked_and_reported(tmp_path) -> None:
-    result = accel_test("--device", "cpu", "--num_processes", "1", "--report", str(tmp_path / "row.md"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert all(f"ok  {name}" in result.stdout for name in [*DEVICE_CHECKS, *checks.CHECKS])
+def test_a_device_is_checked_and_reported(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--num_processes", "1", "--report", str(tmp_path / "row.md")]
+    assert main(["test", *words]) == 0
+    said = capfd.readouterr().out
+    assert all(f"ok  {name}" in said for name in [*DEVICE_CHECKS, *checks.CHECKS])
     row = (tmp_path / "row.md").read_text().splitlines()[-1]
     assert (
         row.startswith("| cpu, 1 process | none | yes | `accel test --device cpu`: identity, memory")
