@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ def test_tables_of_a_module() -> None:
     assert module[0].weight is replacement
 
 
+@pytest.mark.slow  # imports torch's compiler in a new interpreter
 def test_the_meta_device_leaves_no_half_imported_compiler() -> None:
     code = "from accel_bigmodel._torch_compat import on_meta\nwith on_meta(): import torch._dynamo"
     subprocess.run([sys.executable, "-c", code], check=True)

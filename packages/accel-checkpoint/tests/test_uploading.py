@@ -97,6 +97,7 @@ def started(folder: Path, place: str, *sizes: int) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow  # 24 MB, three processes; what a killed upload leaves is in test_remote.py
 def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path, place: str) -> None:
     process = started(tmp_path, place, 1000, 6_000_000)
     prefix = place.removeprefix("s3://bucket/") + "/checkpoint_1/"
