@@ -224,6 +224,7 @@ class TestShow:
             "num_machines": (1, "config file"),
             "role": ("default", "default"),
         }
+        assert shown["num_machines"]["where"] == "num_machines: 1 in c.yaml, line 3"
         table = shell.call(*words[:-1], ACCELERATE_MIXED_PRECISION="bf16").stdout
         assert (
             "--num_processes 4" in table

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_launch.cli import main
 from accel_launch.config.read import load_settings
 from accel_launch.config.update import update_file
 from accel_state.errors import ConfigurationError
@@ -161,24 +160,6 @@ def test_it_loads_and_an_update_changes_no_setting(tmp_path: Path, name: str, su
     update_file(path, path)
     assert values(load(path)) == values(before)
     assert not list(tmp_path.glob(".config*"))
-
-
-@ALL
-def test_show_has_every_setting_and_its_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    text, expected, _ = CONFIGS[name]
-    path = write(tmp_path, text)
-    assert main(["config", "show", "--config_file", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    shown = report["settings"]
-    assert {key: shown[key]["value"] for key in expected} == json.loads(json.dumps(expected))
-    assert shown["config_file"]["where"] == f"--config_file {path}"
-    lines = path.read_text().splitlines()
-    for setting in shown.values():
-        if setting["source"] == "config file":
-            place, _, number = setting["where"].rpartition(", line ")
-            key = place.removesuffix(f" in {path}").split(":")[0].split(".")[-1]
-            assert place.endswith(f" in {path}")
-            assert key in lines[int(number) - 1] or any(f", line {number}: " in note for note in report["notes"])
 
 
 @pytest.mark.parametrize(

@@ -379,28 +379,6 @@ class TestMigration:
         ]
 
 
-# A file and flags that both set everything, and the flags in the order in which the message lists them.
-FULL = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "offload_optimizer": {"device": "none"},
-        "offload_param": {"device": "none"},
-    },
-    "gradient_clipping": 1.0,
-    "gradient_accumulation_steps": 10,
-}
-FULL_FLAGS = {
-    "gradient_accumulation_steps": "1",
-    "gradient_clipping": "1.0",
-    "zero_stage": "3",
-    "offload_optimizer_device": "cpu",
-    "offload_param_device": "cpu",
-    "zero3_save_16bit_model": "true",
-}
-
-
 class TestDeepSpeedFile:
     def check(self, tmp_path: Path, content: Any, must_exist: bool = True, **options: str) -> None:
         path = tmp_path / "ds.json"
@@ -418,7 +396,6 @@ class TestDeepSpeedFile:
                 {"offload_param_device": "cpu"},
                 ["offload_param_device", "mixed_precision"],
             ),
-            (FULL, FULL_FLAGS, [*FULL_FLAGS, "mixed_precision"]),
         ],
     )
     def test_both_set(self, tmp_path: Path, content: Any, options: dict[str, str], names: list[str]) -> None:

@@ -74,34 +74,6 @@ def test_the_same_bytes_and_the_same_training(tmp_path: Path, world: int) -> Non
     assert sorted(os.listdir(tmp_path)) == ["beside", "waited"]
 
 
-def test_every_kind_of_content_has_the_same_bytes(tmp_path: Path) -> None:
-    base = torch.arange(12.0)
-    values = {
-        "base": base,
-        "view": base[3:7],
-        "transposed": base.view(3, 4).t(),
-        "parameter": nn.Parameter(torch.rand(3)),
-        "twice": [base, base],
-        "empty": torch.empty(0, 4),
-        "bf16": torch.rand(3).bfloat16(),
-        "bool": torch.tensor([True, False]),
-        "sparse": torch.eye(3).to_sparse(),
-        "scalar": torch.tensor(3),
-        "negative": torch._neg_view(torch.rand(3)),
-        "conjugate": torch.view_as_complex(torch.rand(2, 2)).conj(),
-        "plain": {"a": (1, None, "x"), 2: {3, 4}, "range": range(3)},
-    }
-    run = Run()
-    run.counter.state = values
-    run.accelerator.save_state(tmp_path / "waited", safe_serialization=False)
-    for _ in range(2):  # the second time into memory that was kept
-        run.accelerator.save_state(tmp_path / "beside", safe_serialization=False, blocking=False)
-        base.add_(1)
-        run.accelerator.wait_for_save()
-        assert contents(tmp_path / "waited") == contents(tmp_path / "beside")
-        base.sub_(1)
-
-
 def test_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     run = Run(project_config=project(tmp_path, total_limit=2))
     big = run.accelerator.prepare(nn.Linear(1500, 1500))
