@@ -287,7 +287,7 @@ def _read_all(actor: RankActor) -> tuple[list[tuple[int, bytes]], Answer]:
     output: list[tuple[int, bytes]] = []
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        answer = actor.read()
+        answer = actor.read(0.1)
         output += answer.output
         if answer.end is not None:
             return output, answer
