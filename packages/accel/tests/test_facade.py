@@ -120,7 +120,9 @@ def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
     collect([1, 7, 16], 4)
 
 
-@pytest.mark.parametrize(("world", "lengths"), [(2, [1, 3, 8, 17, 23, 32]), (4, [3, 5, 16, 30, 33])])
+@pytest.mark.parametrize(
+    ("world", "lengths"), [(2, [1, 3, 8, 17, 23, 32]), pytest.param(4, [3, 5, 16, 30, 33], marks=pytest.mark.slow)]
+)
 def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int, lengths: list[int]) -> None:
     run_world(collect, world, lengths, 4, timeout=120)
 

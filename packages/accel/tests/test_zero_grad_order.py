@@ -174,12 +174,17 @@ def test_gradients_of_a_step_that_the_loop_leaves_out_are_dropped(order: str, wi
     torch.testing.assert_close(train(order, window, skipped=1), plain(window, skipped=1), rtol=1e-5, atol=1e-6)
 
 
+MORE = [("ddp", False), ("fsdp2", True)]
+
+
 def every_order(strategy: dict[str, Any], each: bool) -> dict[str, torch.Tensor]:
     return {order: train(order, 3, strategy=strategy, each=each) for order in ORDERS}
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["", "each batch synchronised"])
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [("ddp", True), ("fsdp2", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
 def test_two_ranks_train_as_one_process(name: str, each: bool) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     strategy = {} if name == "ddp" else {"fsdp_plugin": plugin}
