@@ -308,7 +308,8 @@ def s3() -> Iterator[dict[str, str]]:
         yield variables
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The servers that are programs run where scripts/components has installed them.
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_on_servers_of_several_kinds(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with s3_server(kind):
         for number in range(3):
