@@ -38,7 +38,7 @@ from accel.parallel.config import ParallelismConfig, TorchTensorParallelPlugin
 from accel.parallel.mesh import is_alive
 from accel.parallel.tp_layers import Columns
 from accel.parallel.tp_plan import get_model_tp_size
-from accel_state import AcceleratorState
+from accel_state import AcceleratorState, context
 from accel_state.errors import ConfigurationError
 from accel_state.random import set_seed
 from accel_state.testing import run_world
@@ -348,14 +348,11 @@ def test_what_cannot_be_laid_over_a_mesh_is_refused() -> None:
     run_world(refusals, 2, timeout=250)
 
 
-def foreach_of(**options: Any) -> str:
+def foreach_of() -> str:
     """What an optimizer of sharded matrices and whole vectors does: accelerators update lists of tensors by default."""
     accelerator = accelerator_for({"tp_size": 2}, None)
     model = build("llama")
-    try:
-        _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, **options))
-    except ConfigurationError as error:
-        return str(error)
+    _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     kinds = {isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]}
     assert kinds == {True, False}
     before = optimizer.state_dict()
@@ -364,11 +361,42 @@ def foreach_of(**options: Any) -> str:
     return str(optimizer.param_groups[0]["foreach"])
 
 
-def foreach_of_all() -> list[str]:
-    return [foreach_of(), foreach_of(foreach=True)]
-
-
 def test_sharded_and_whole_parameters_are_updated_one_by_one() -> None:
-    for default, asked in run_world(foreach_of_all, 2, state=False):
-        assert default == "False"
-        assert "foreach=True" in asked
+    assert run_world(foreach_of, 2, state=False) == ["False", "False"]
+
+
+LISTS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}]
+
+
+def updated_in_lists(accelerated: bool) -> list[Any]:
+    """Weights after steps of optimizers that were created with operators over lists, and their groups."""
+    found = []
+    for options in LISTS:
+        with context.isolated():
+            accelerator = accelerator_for({"tp_size": 2}, None) if accelerated else None
+            model: Any = build("llama")
+            groups = [{"params": list(model.model.parameters())}, {"params": list(model.lm_head.parameters())}]
+            optimizer: Any = torch.optim.AdamW(groups, lr=0.1, **options)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            if accelerator is not None:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            for number, tokens in enumerate(batches(3).chunk(3)):
+                loss = loss_of(model, tokens)
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+                if number == 1:
+                    with pytest.raises(ZeroDivisionError):  # a step that fails leaves the groups as they were
+                        optimizer.step(lambda: 1 / 0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            state = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+            numbers = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+            found.append(({name: value.clone() for name, value in state.items()}, numbers, scheduler.get_last_lr()))
+    return found
+
+
+def test_optimizers_over_lists_update_sharded_and_whole_parameters() -> None:
+    expected = updated_in_lists(False)
+    for (weights, numbers, rates), one_process in zip(run_world(updated_in_lists, 2, True)[0], expected, strict=True):
+        assert (numbers, rates) == one_process[1:]
+        torch.testing.assert_close(weights, one_process[0], rtol=1e-5, atol=1e-5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,31 +13,50 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_state.errors import ConfigurationError
-
 Shard = Callable[[torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor that has the shape of the full parameter."""
 
 
 def step_kinds_apart(optimizer: Optimizer) -> None:
-    """Update parameters one by one in groups where some are sharded (DTensors) and others are not.
+    """Update sharded parameters (DTensors) and others of the same group separately.
 
-    torch's operators over lists of tensors, which optimizers use by default on accelerators, do not mix the two.
-
-    Raises:
-        ConfigurationError: the optimizer was created with ``foreach=True``, which asks for these operators.
+    torch's operators over lists of tensors, which optimizers use by default on accelerators, do not mix the two. Where
+    the optimizer was created with ``foreach=True`` or ``fused=True``, each kind has a list of its own during a step.
+    Otherwise, parameters are updated one by one.
     """
     for group in optimizer.param_groups:
-        sharded = [isinstance(parameter, DTensor) for parameter in group["params"]]
-        if not any(sharded) or all(sharded) or "foreach" not in group:
+        if len(_kinds(group)) == 1 or "foreach" not in group:
             continue
-        if group["foreach"]:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__}(foreach=True) cannot update {sum(sharded)} sharded parameters together "
-                f"with {len(sharded) - sum(sharded)} others. Leave foreach out, or give each kind a group of its own."
-            )
-        if not group.get("fused"):
+        if not (group["foreach"] or group.get("fused")):
             group["foreach"] = False
+        elif optimizer not in _divided:
+            _divided[optimizer] = True
+            optimizer.step = MethodType(_divide_groups(optimizer.step), optimizer)  # type: ignore[method-assign]
+
+
+_divided: Any = WeakIdKeyDictionary()
+"""Optimizers whose groups are divided during a step."""
+
+
+def _divide_groups(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def divided(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": kind} for group in groups for kind in _kinds(group)]
+        try:
+            return step(*args, **kwargs)
+        finally:
+            optimizer.param_groups = groups
+
+    return divided
+
+
+def _kinds(group: dict[str, Any]) -> list[list[torch.Tensor]]:
+    """Return the parameters of a group: sharded ones and others, or one list if all are of one kind."""
+    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for parameter in group["params"]:
+        kinds[isinstance(parameter, DTensor)].append(parameter)
+    return list(kinds) if all(kinds) else [group["params"]]
 
 
 class Replacements:
