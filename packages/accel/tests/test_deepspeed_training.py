@@ -363,3 +363,43 @@ def run_errors() -> None:
 
 def test_bad_input() -> None:
     run_world(run_errors, 1, timeout=500)
+
+
+def switching(stage: int, joins: bool, **arguments: Any) -> dict[str, torch.Tensor]:
+    """The weights after steps in some of which the middle layer is frozen."""
+    accelerator, model = accelerator_of(config(stage), **arguments), net(frozen=joins)
+    loader = DataLoader(data(4), batch_size=BATCH // accelerator.num_processes)
+    model, opt, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
+    try:
+        for number, (x, y) in enumerate(loader):
+            accelerator.unwrap_model(model).middle.requires_grad_(number > 0 if joins else number not in (1, 2))
+            accelerator.backward(loss_of(model, x, y))
+            opt.step()
+            opt.zero_grad()
+        return weights_of(accelerator.get_state_dict(model))
+    finally:
+        release(accelerator)
+
+
+def plain_switching(joins: bool) -> dict[str, torch.Tensor]:
+    model = net(frozen=joins)
+    opt = adamw(model.parameters())
+    for number, (x, y) in enumerate(DataLoader(data(4), batch_size=BATCH)):
+        model.middle.requires_grad_(number > 0 if joins else number not in (1, 2))
+        loss_of(model, x, y).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights_of(model)
+
+
+def run_switching() -> list[dict[str, torch.Tensor]]:
+    for stage in (1, 2, 3):
+        refused("middle.weight was frozen when its Net was prepared and is trainable now", switching, stage, True)
+        refused("middle.weight was trainable when its Net was prepared and is frozen now", switching, stage, False)
+    refused("DeepSpeed at ZeRO stage 1 updates the same parameters", switching, 1, False, mixed_precision="bf16")
+    return [switching(0, joins) for joins in (False, True)]
+
+
+def test_layers_are_frozen_and_trained_later_as_in_one_process_or_refused() -> None:
+    for joins, found in enumerate(run_world(run_switching, 2, timeout=500)[0]):
+        torch.testing.assert_close(found, plain_switching(bool(joins)), rtol=1e-5, atol=1e-5)

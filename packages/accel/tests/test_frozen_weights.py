@@ -171,6 +171,58 @@ def test_layers_may_be_frozen_and_trained_again_after_an_evaluation() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+SAVE_AT, LAST = 3, 6
+
+
+def interrupted(accelerator: Accelerator | None, joins: int, folder: str = "", resume: bool = False) -> list[Any]:
+    """The weights of a run whose first layer is trained from step ``joins`` on, and not in steps 2 and 3 if it is 0."""
+    model: Any = Stack()
+    model.first.requires_grad_(not joins)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    backward, ranks, rank = torch.Tensor.backward, 1, 0
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward, ranks, rank = accelerator.backward, accelerator.num_processes, accelerator.process_index
+    first = model.module.first if hasattr(model, "module") else model.first
+    if resume:
+        first.requires_grad_(False)
+        accelerator.load_state(folder)
+        assert not any(item.requires_grad for item in first.parameters())
+    for number in range(SAVE_AT if resume else 0, LAST):
+        if folder and not resume and number == SAVE_AT:
+            accelerator.save_state(folder)
+        first.requires_grad_(number >= joins if joins else number not in (2, 3))
+        samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).chunk(ranks)[rank]
+        backward(model(samples).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator is None:
+        return [item.detach() for item in model.parameters()]
+    return [value.clone() for value in accelerator.get_state_dict(model).values()]
+
+
+def interrupted_all(folder: str) -> list[tuple[int, list[Any]]]:
+    found = []
+    settings: list[dict[str, Any]] = [{"fsdp_version": 1, "use_orig_params": True}, {"fsdp_version": 2}]
+    for joins, options, kind in product((0, 1), settings, ("FULL_STATE_DICT", "SHARDED_STATE_DICT")):
+        if joins and options["fsdp_version"] == 1:
+            continue  # refused
+        place = f"{folder}/{joins}_{options['fsdp_version']}_{kind}"
+        for resume in (False, True):
+            with context.isolated():
+                plugin = FullyShardedDataParallelPlugin(state_dict_type=kind, **options)
+                accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+                found.append((joins, interrupted(accelerator, joins, place, resume)))
+                accelerator.free_memory()
+    return found
+
+
+def test_layers_that_are_frozen_while_a_state_is_loaded_have_their_moments(tmp_path: Path) -> None:
+    expected = [interrupted(None, joins) for joins in (0, 1)]
+    for joins, found in run_world(interrupted_all, 2, str(tmp_path), timeout=200)[0]:
+        torch.testing.assert_close(found, expected[joins], rtol=1e-5, atol=1e-6)
+
+
 def half_precision_gradients() -> list[list[torch.Tensor]]:
     """The gradients of a layer in half precision: never frozen, and trained after a step in which it was frozen."""
     found = []

@@ -49,6 +49,25 @@ class DeepSpeedEngineWrapper:
         self.no_sync_depth = 0
         self._has_gradients = False
         self._norm: float | None = None
+        # DeepSpeed's own optimizers update whole shards: a frozen parameter would decay, and one that is unfrozen later
+        # would have no gradient.
+        fixed = () if isinstance(engine.optimizer, Optimizer) else engine.module.named_parameters()
+        self._fixed = [(name, parameter, parameter.requires_grad) for name, parameter in fixed]
+
+    def check_trained(self) -> None:
+        """Refuse a loss after parameters were frozen or unfrozen, if the engine updates the same ones in each step.
+
+        Raises:
+            ConfigurationError: a parameter is trained that was frozen when the engine was created, or the other way.
+        """
+        for name, parameter, trained in self._fixed:
+            if parameter.requires_grad != trained:
+                before, now = ("trainable", "frozen") if trained else ("frozen", "trainable")
+                raise ConfigurationError(
+                    f"{name} was {before} when its {type(self.engine.module).__name__} was prepared and is {now} now. "
+                    f"DeepSpeed at ZeRO stage {int(self.engine.zero_optimization_stage())} updates the same parameters "
+                    "in every step. Freeze and unfreeze before prepare(), or use DDP or FSDP 2."
+                )
 
     def set_boundary(self, is_boundary: bool | None) -> bool:
         """Set whether the next backward pass ends an accumulation window; None lets the engine count micro batches."""
@@ -68,6 +87,7 @@ class DeepSpeedEngineWrapper:
                 f"backward got {', '.join(unknown)}, which DeepSpeed does not support. It takes retain_graph and "
                 "scale_wrt_gas."
             )
+        self.check_trained()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._has_gradients, self._norm = True, None
 
@@ -80,6 +100,7 @@ class DeepSpeedEngineWrapper:
                 "the loss depends on several trained models, but this version of DeepSpeed computes gradients for one "
                 "engine at a time. Upgrade: pip install 'deepspeed>=0.19'."
             )
+        self.check_trained()
         self._count_backward(1)
         try:
             yield
@@ -199,7 +220,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Not supported: the engine has already sharded the parameters."""
         raise ConfigurationError(
             "DeepSpeed shards an optimizer's parameters when it is prepared, so groups cannot be added later. Add the "
-            "group before prepare(), and freeze its parameters until they are trained."
+            "group before prepare(), or use DDP or FSDP 2."
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -229,7 +229,6 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
 
 def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> Change:
     """The load of an optimizer's state, which every rank must make."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     def shapes_of(name: str) -> tuple[torch.Size, ...]:
         return (layout.shape(name), layout.tensors[name].shape) if name in layout.tensors else ()
@@ -242,26 +241,46 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Pat
         unpacked[name] = {key: unpack(value) for key, value in entries.items()}
     state = {**state, "state": unpacked}
     _check_parameters(layout.model, optimizer, state, path)
-    # Parameters that never had a gradient have no state, so loading is not strict.
-    load = partial(set_optimizer_state_dict, layout.model, optimizer, state, options=StateDictOptions(strict=False))
+    load = partial(_load_optimizer, layout.model, optimizer, state)
     if layout.elsewhere:
         load = partial(keep_empty_groups, optimizer, load)
     return Change(path, load, partial(remember_optimizer, optimizer))
+
+
+def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    # torch leaves out the states of parameters that are frozen now, but they may be trained later.
+    saved = set(map(clean_name, state["state"]))
+    frozen = [one for one, names in _names_in(model, optimizer) if names & saved and not one.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        # Parameters that never had a gradient have no state, so loading is not strict.
+        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _names_in(model: nn.Module, optimizer: Optimizer) -> list[tuple[nn.Parameter, set[str]]]:
+    """Return the parameters of an optimizer with their names in a model."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(clean_name(name))
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, names.get(id(parameter), set())) for parameter in updated]
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer, state: State, path: Path) -> None:
     """Refuse a state without an entry for a parameter that the optimizer updates."""
     in_groups = [name for group in state["param_groups"] for name in group.get("params", ())]
     known = {clean_name(name) for name in [*state["state"], *in_groups]}
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(clean_name(name))
-    missing = []
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            own_names = names.get(id(parameter))
-            if own_names and not own_names & known:
-                missing.append(min(own_names))
+    missing = [
+        min(names)
+        for parameter, names in _names_in(model, optimizer)
+        if isinstance(parameter, DTensor) and parameter.requires_grad and names and not names & known
+    ]
     if missing:
         raise CheckpointError(
             f"{path} has the state of an optimizer that does not update {_summary(missing)}. Load it into the "
