@@ -237,7 +237,22 @@ class Strategy:
             in_window: whether it was computed inside ``accumulate``.
             **kwargs: for ``torch.Tensor.backward``.
         """
-        loss.backward(**kwargs)
+        try:
+            loss.backward(**kwargs)
+        except RuntimeError as error:
+            explained = self.explain(error, loss)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
+        """Return an error that explains one of torch; None if there is nothing to add.
+
+        Args:
+            error: what was raised in a step.
+            loss: the loss, if its backward pass has raised it.
+        """
+        return None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block whose backward passes accumulate gradients locally."""

@@ -41,7 +41,7 @@ class ForwardMethod:
         functools.update_wrapper(self, method, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _RUNNING in vars(self.inner):  # called by another one
+        if is_running(self.inner):  # called by another one
             return self.method(*args, **kwargs)
         own = vars(self.inner).get("forward")
         forward: Any = functools.partial(self._run, own)
@@ -63,6 +63,11 @@ class ForwardMethod:
 
 
 _RUNNING: Final = "_accel_runs_method"
+
+
+def is_running(model: nn.Module) -> bool:
+    """Return whether a method of a unit runs as its forward."""
+    return _RUNNING in vars(model)
 
 
 def _set_forward(module: nn.Module, own: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import PartialState, get_logger
@@ -38,7 +39,7 @@ from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
 from ..fsdp.unit_dtypes import check_requires_grad, parameters_of_units, unify_dtypes
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
-from . import forward_methods
+from . import forward_methods, outside_forward
 from .frozen import FrozenParameters
 from .sharded import ShardedStrategy
 
@@ -61,6 +62,10 @@ class FSDP1Strategy(ShardedStrategy):
 
     fsdp_version = 1
     supports_elastic = True
+    outside_advice = (
+        "Compute the term in a method of the model that FullyShardedDataParallelPlugin(forward_methods=[...]) names, "
+        "or set fsdp_version=2 (--fsdp_version 2) and use it inside `with accelerator.gathered_parameters(model):`."
+    )
     gradients: AccumulatedGradients = FlatGradients(can_be_saved=False)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -122,6 +127,7 @@ class FSDP1Strategy(ShardedStrategy):
             wrapped.register_forward_pre_hook(self._count_forward)
         forward_methods.register(_units_of(wrapped), settings.forward_methods, lambda unit: nullcontext())
         self._frozen.remember(wrapped, wrapped)
+        self._refuse_pieces(wrapped)
         self.ties[wrapped] = ties
         return wrapped
 
@@ -153,6 +159,21 @@ class FSDP1Strategy(ShardedStrategy):
                 self._flattened[original] = flat
             elif original.is_meta:
                 self.replacements.add(original, current[name], lambda tensor: tensor)
+
+    def _refuse_pieces(self, wrapped: nn.Module) -> None:
+        """Refuse losses that are computed with this rank's pieces of parameters.
+
+        In a forward, gradients reach the flat parameter. One of the piece itself is of a partial sum on each rank.
+        """
+        named = {parameter: clean_name(name) for name, parameter in wrapped.named_parameters()}
+        pieces: dict[str, torch.Tensor] = {}
+        for unit in flat_parameters(wrapped):
+            for parameter in [] if unit.group is None else unit.originals or [unit.flat]:
+                pieces[named[parameter] if unit.originals else f"the flat parameter {named[parameter]}"] = parameter
+                if unit.originals and parameter.requires_grad:
+                    refuse = functools.partial(_refuse_gradient, named[parameter], self.outside_advice)
+                    parameter.register_hook(unserializable_hook(refuse))
+        self.explain_uses_of(pieces)
 
     def has_replaced(self, parameter: torch.Tensor) -> bool:
         return parameter in self._flattened or super().has_replaced(parameter)
@@ -234,7 +255,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._frozen.check("FSDP 1")
         for model, forwards in self._forwards.items():
             if forwards > 1:
-                attach_reductions(model, _accumulating_nodes(loss))
+                attach_reductions(model, outside_forward.accumulating_nodes(loss))
             self._forwards[model] = 0
         super().backward(loss, in_window, **kwargs)
 
@@ -285,17 +306,5 @@ def _units_of(wrapped: nn.Module) -> dict[nn.Module, nn.Module]:
     return {unit: unit.module for unit in modules if checkpointed_module(unit.module) is None}
 
 
-def _accumulating_nodes(loss: torch.Tensor) -> dict[Any, int]:
-    """Return the nodes that accumulate gradients of a loss, with the lowest sequence number of those before them."""
-    found: dict[Any, int] = {}
-    pending: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for following, _ in node.next_functions:
-            if hasattr(following, "variable"):
-                found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
-            elif following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return found
+def _refuse_gradient(name: str, advice: str, gradient: torch.Tensor) -> None:
+    raise ConfigurationError(outside_forward.message(name, advice))

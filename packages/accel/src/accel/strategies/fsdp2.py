@@ -51,6 +51,10 @@ class FSDP2Strategy(ShardedStrategy):
     fsdp_version = 2
     trains_nf4 = True
     supports_elastic = True
+    outside_advice = (
+        "Use it inside `with accelerator.gathered_parameters(model):`, which takes the model or the module of the "
+        "parameter, or in the model's forward."
+    )
     _reduction: ShardReduction | None = None
 
     def reduce_in_order(self) -> ShardReduction:
@@ -141,7 +145,12 @@ class FSDP2Strategy(ShardedStrategy):
             names = {module: clean_name(name) for name, module in model.named_modules()}
             self._calls.follow(model, [(names[unit], unit) for unit in outer])
             self._register_methods(model)
+        if self.settings.reshard_after_forward is False:
+            model.register_forward_hook(torch.compiler.disable(self._free_after_evaluation))
         follow_requires_grad(model)
+        self.explain_uses_of(
+            {clean_name(name): item for name, item in model.named_parameters() if isinstance(item, DTensor)}
+        )
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
         if self._reduction is not None:
@@ -174,6 +183,8 @@ class FSDP2Strategy(ShardedStrategy):
         """Leave a unit gathered after its forward, inside the block."""
         if unit in self._stays_gathered or self.settings.reshard_after_forward is not True:
             yield
+            if self.settings.reshard_after_forward is False:
+                self._free_evaluated(unit)
             return
         unit.set_reshard_after_forward(False, recurse=False)
         try:
@@ -181,6 +192,21 @@ class FSDP2Strategy(ShardedStrategy):
         finally:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
+
+    def _free_after_evaluation(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not forward_methods.is_running(model):
+            self._free_evaluated(model)
+
+    def _free_evaluated(self, model: nn.Module) -> None:
+        """Free what a forward without gradients has gathered, which no backward pass will free.
+
+        A term of the next loss would be computed with it before the forward, and units are freed before the backward
+        pass reaches such a term.
+        """
+        if not torch.is_grad_enabled():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""

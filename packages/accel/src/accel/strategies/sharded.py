@@ -26,6 +26,7 @@ from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.quantized_states import decide_by_whole
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
+from . import outside_forward
 
 logger: Final = get_logger(__name__)
 
@@ -38,6 +39,8 @@ class ShardedStrategy(Strategy):
     skips_gradient_sync = True
     fsdp_version: ClassVar[int]
     settings: FullyShardedDataParallelPlugin  # how to shard; by default as the launcher says
+    outside_advice: ClassVar[str]
+    """What to do instead of using a parameter outside of a forward, for an error."""
     stages: Groups = ()
     """The process groups of pipeline stages, whose ranks hold other parameters of the same model."""
 
@@ -53,6 +56,7 @@ class ShardedStrategy(Strategy):
         self.replacements: Replacements = Replacements()
         self.ties: Any = WeakIdKeyDictionary()
         self._stepped_apart: Any = WeakIdKeyDictionary()
+        self._sharded_names: Any = WeakIdKeyDictionary()
         if not state.use_distributed:
             raise ConfigurationError(
                 "FSDP shards a model over processes, but this script was started without a process group. Start it "
@@ -71,6 +75,15 @@ class ShardedStrategy(Strategy):
 
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_shard" else 0
+
+    def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
+        return outside_forward.explain(error, self._sharded_names, self.outside_advice, loss)
+
+    def explain_uses_of(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Explain errors of uses outside of a forward; ``parameters`` are sharded ones, by name."""
+        for name, parameter in parameters.items():
+            self._sharded_names[parameter] = name
+        outside_forward.explain_at_exit(self)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Leave the model where it is: units are moved one by one as they are sharded, as a full model may not fit."""

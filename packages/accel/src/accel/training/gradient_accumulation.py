@@ -381,3 +381,7 @@ class AccumulationStep:
         self._accumulation.end_step(self._models, self._window)
         if self._stack is not None:
             self._stack.__exit__(kind, error, trace)
+        if error is not None:
+            explained = self._accumulation.strategy.explain(error)
+            if explained is not None:
+                raise explained from error

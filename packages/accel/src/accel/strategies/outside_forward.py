@@ -1,0 +1,147 @@
+"""Errors for weights of a sharded model that are used outside of a forward that gathers them.
+
+There, a weight is a DTensor or one rank's piece. What torch raises about it names neither the weight nor a way out, so
+it is explained where accel sees it: in ``accelerator.backward``, at the end of ``accelerator.accumulate``, and where
+Python prints an error that ends the script. Nothing of this runs in a step without an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_state.errors import ConfigurationError
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+_OTHER_SIZE = "returned an invalid gradient at index"  # in backward passes of flat parameters, which change their size
+
+_explainer: Callable[[], Any] = type(None)  # a reference to the strategy of the latest sharded model
+_print_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
+
+
+def message(name: str, advice: str) -> str:
+    """Return the error for a weight; ``advice`` is what to do instead."""
+    return f"{name} was used outside of a forward that gathers it, where a rank holds only a part of it. {advice}"
+
+
+def explain(
+    error: BaseException, names: Mapping[torch.Tensor, str], advice: str, loss: torch.Tensor | None = None
+) -> ConfigurationError | None:
+    """Return what an error of torch means if a weight of a sharded model has caused it, else None.
+
+    Args:
+        error: what was raised.
+        names: the parameters of sharded models, in the form that they have outside of a forward.
+        advice: what to do instead.
+        loss: the loss, if its backward pass has raised the error.
+    """
+    if not isinstance(error, (RuntimeError, IndexError)):
+        return None
+    frame, line = _innermost(error.__traceback__)
+    used = [loss] if loss is not None else [] if frame is None else list(_tensors_in(frame, line))
+    name = next((names[leaf] for tensor in used for leaf in _leaves(tensor) if leaf in names), None)
+    if name is not None and (loss is None or _MIXED in str(error) or _OTHER_SIZE in str(error)):
+        return ConfigurationError(message(name, advice))
+    # Optimizers and clipping read all parameters at once.
+    if _MIXED in str(error) and "_foreach" not in str(error) and frame is not None and not _is_of("accel", frame):
+        return ConfigurationError(message("a weight of a sharded model", advice))
+    return None
+
+
+def explain_at_exit(strategy: Any) -> None:
+    """Let Python print the explanation of a strategy with an error that ends the script."""
+    global _explainer, _print_before
+    _explainer = weakref.ref(strategy)
+    if _print_before is None:
+        _print_before, sys.excepthook = sys.excepthook, _print
+
+
+def accumulating_nodes(loss: torch.Tensor) -> dict[Any, int]:
+    """Return the nodes that accumulate gradients of a loss, with the lowest sequence number of those before them."""
+    found: dict[Any, int] = {}
+    pending: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
+            elif following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
+
+
+def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    assert _print_before is not None
+    strategy = _explainer()
+    explained = None if strategy is None else strategy.explain(error)
+    if explained is not None:
+        explained.__cause__ = error
+        kind, error, trace = type(explained), explained, None
+    _print_before(kind, error, trace)
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor, *(node.variable for node in accumulating_nodes(tensor))]
+
+
+def _is_of(package: str, frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == package
+
+
+def _innermost(trace: TracebackType | None) -> tuple[FrameType | None, int]:
+    """Return the innermost frame outside of torch, and its line."""
+    found: tuple[FrameType | None, int] = (None, 0)
+    while trace is not None:
+        if not _is_of("torch", trace.tb_frame):
+            found = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    return found
+
+
+def _tensors_in(frame: FrameType, line: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a statement reads, without calling anything."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except SyntaxError:  # not Python, such as the cell of a notebook
+        return
+    around = [
+        node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    if not around:
+        return
+    statement = min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
+    for node in ast.walk(statement):
+        value = _value_of(node, frame)
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _value_of(node: ast.AST, frame: FrameType) -> Any:
+    """Return the value of a name, an attribute or an item at a constant index; None for other expressions."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _value_of(node.value, frame)
+        if isinstance(owner, nn.Module):
+            return getattr(owner, node.attr, None)
+        if isinstance(owner, torch.Tensor):
+            return owner if node.attr in ("T", "mT") else None
+        return getattr(owner, "__dict__", {}).get(node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner = _value_of(node.value, frame)
+        index: Any = node.slice.value
+        try:
+            return owner[index] if isinstance(owner, (list, tuple, dict, nn.ModuleList)) else None
+        except (LookupError, TypeError):
+            return None
+    return None
