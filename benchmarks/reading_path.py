@@ -4,9 +4,10 @@
     python benchmarks/reading_path.py --list save_state   # and what is in it
 
 Each operation runs once in this process, on a small model with an optimizer, a scheduler and a loader, under
-``sys.setprofile``, in threads too. Counted are the code objects of accel's packages, wherever they are installed:
-functions, methods, properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not
-counted: they run when something is imported. To compare with another commit, put ``packages/*/src`` into PYTHONPATH.
+``sys.setprofile``, in threads too. The launch, of an empty script in two processes on the CPU, runs in a new process,
+until both have been started. Counted are the functions of accel's packages, wherever they are installed: functions,
+methods, properties, lambdas, comprehensions and generator expressions. Bodies of modules and classes are not counted:
+they run when something is imported. To compare with another commit, put ``packages/*/src`` into PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-OPERATIONS = ("training step", "Accelerator()", "prepare", "save_state", "load_state", "disk-offloaded forward")
+LAUNCH = "launch of 2 processes"
+OPERATIONS = ("training step", "Accelerator()", "prepare", "save_state", "load_state", "disk-offloaded forward", LAUNCH)
 
 
 def _packages() -> tuple[str, ...]:
@@ -40,11 +44,20 @@ def _packages() -> tuple[str, ...]:
 PACKAGES = _packages()
 
 
-class Crossed:
-    """A block that notes which code of this repository runs in it."""
+class Function(NamedTuple):
+    """A function of this repository."""
 
-    def __init__(self) -> None:
-        self.codes: dict[CodeType, int] = {}
+    file: str
+    line: int
+    name: str
+
+
+class Crossed:
+    """A block that notes which code of this repository runs in it, and how often, until a function returns."""
+
+    def __init__(self, until: str = "") -> None:
+        self.calls: dict[Function, int] = {}
+        self._until, self.is_over = until, False
 
     def __enter__(self) -> Crossed:
         threading.setprofile(self._note)
@@ -58,13 +71,15 @@ class Crossed:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_body = not code.co_flags & inspect.CO_NEWLOCALS
-        if event == "call" and not is_body and code.co_filename.startswith(PACKAGES):
-            self.codes[code] = self.codes.get(code, 0) + 1
+        if event == "call" and not self.is_over and not is_body and code.co_filename.startswith(PACKAGES):
+            function = Function(code.co_filename, code.co_firstlineno, code.co_qualname)
+            self.calls[function] = self.calls.get(function, 0) + 1
+        self.is_over |= event == "return" and code.co_qualname == self._until
 
     @property
     def files(self) -> set[str]:
         """The distinct files."""
-        return {code.co_filename for code in self.codes}
+        return {function.file for function in self.calls}
 
     def listing(self) -> str:
         """Every function, by file."""
@@ -72,13 +87,9 @@ class Crossed:
         for file in sorted(self.files):
             folder = next(folder for folder in PACKAGES if file.startswith(folder))
             lines.append(os.path.relpath(file, Path(folder).parent))
-            named = [code for code in self.codes if code.co_filename == file]
-            lines += [f"    {code.co_firstlineno:5} {code.co_qualname}" for code in sorted(named, key=_line)]
+            named = sorted(function for function in self.calls if function.file == file)
+            lines += [f"    {function.line:5} {function.name}" for function in named]
         return "\n".join(lines)
-
-
-def _line(code: CodeType) -> int:
-    return code.co_firstlineno
 
 
 def _objects() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
@@ -130,6 +141,19 @@ def measure(folder: Path) -> dict[str, Crossed]:
 
     forward()
     _measure_second(crossed["disk-offloaded forward"], forward)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        crossed[LAUNCH] = pool.submit(_launch, folder / "script.py").result()
+    return crossed
+
+
+def _launch(script: Path) -> Crossed:
+    from accel_launch.cli import main as accel
+
+    script.touch()
+    with Crossed(until="Agent._start") as crossed:
+        code = accel(["launch", "--cpu", "--num_processes", "2", str(script)])
+    if code or not crossed.is_over:
+        raise RuntimeError(f"the launch ended with exit code {code}; Agent._start has returned: {crossed.is_over}")
     return crossed
 
 
@@ -146,7 +170,7 @@ def main() -> None:
         crossed = measure(Path(folder))
     print("| operation | files | functions | calls |\n| --- | ---: | ---: | ---: |")
     for name, noted in crossed.items():
-        print(f"| {name} | {len(noted.files)} | {len(noted.codes)} | {sum(noted.codes.values())} |")
+        print(f"| {name} | {len(noted.files)} | {len(noted.calls)} | {sum(noted.calls.values())} |")
     if chosen:
         print(f"\n{crossed[chosen].listing()}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -41,8 +41,8 @@ class ConfigParser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}. `{self.prog} --help` lists the options.")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``accel launch``, made from the option groups."""
+def build_parser(among: Set[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of ``accel launch``, made from the option groups; ``among``: see :meth:`OptionGroup.add_to_parser`."""
     parser = ConfigParser(
         prog="accel launch",
         usage="accel launch [options] script [script arguments]",
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     for group in load_groups():
-        group.add_to_parser(parser)
+        group.add_to_parser(parser, among=among)
     return parser
 
 
@@ -70,7 +70,10 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """Parse a command line. ``--help`` prints the help and raises SystemExit(0)."""
     end = find_script(argv)
     # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
-    given = vars(build_parser().parse_args([word for word in argv[:end] if word != "--"]))
+    words = [word for word in argv[:end] if word != "--"]
+    # A short flag may have its value attached. Only --help needs the options that are not given, and their help texts.
+    flags = {word.partition("=")[0] for word in words}.union(word[:2] for word in words)
+    given = vars(build_parser(flags if flags.isdisjoint(("-h", "--help")) else None).parse_args(words))
     if end >= len(argv):
         raise ConfigurationError("no script is given. Usage: accel launch [options] script [script arguments].")
     return CommandLine(unwrap_lists(given), argv[end], list(argv[end + 1 :]))

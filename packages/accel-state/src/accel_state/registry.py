@@ -29,10 +29,8 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, builtin: Mapping[str, str], entry_point_group: str | None = None) -> None:
         self.kind = kind
         self.entry_point_group = entry_point_group
-        self._targets: dict[str, str] = {}
+        self._targets: dict[str, str] = dict(builtin)
         self._searched_entry_points = False
-        for name, target in builtin.items():
-            self.register(name, target)
 
     def register(self, name: str, target: str) -> None:
         """Add a variant; the name must not be registered with another target."""
@@ -55,7 +53,7 @@ class Registry(Generic[T]):
 
     def target(self, name: str) -> str:
         """The ``"module:attribute"`` of a name, without importing it."""
-        if name not in self:
+        if name not in self._targets and name not in self.names():
             hint = ""
             if self.entry_point_group:
                 hint = f" A package can add its own with an entry point in the group {self.entry_point_group!r}."

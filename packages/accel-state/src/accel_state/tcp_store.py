@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore
 
-from .imports import is_torch_version
 from .ports import listen
 
 
@@ -30,5 +30,6 @@ def serve_store(host: str, port: int, timeout: timedelta, *, libuv: bool = True)
         wait_for_workers=False,
         timeout=timeout,
         master_listen_fd=listener.detach(),
-        use_libuv=libuv and is_torch_version(">=", "2.7"),  # libuv's cannot take a socket before
+        # libuv's cannot take a socket before. torch compares its version with a text as versions, not as texts.
+        use_libuv=libuv and torch.__version__ >= "2.7",
     )

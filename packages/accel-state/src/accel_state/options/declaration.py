@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
@@ -172,6 +172,7 @@ GIVEN = "given"
 class Option(ValueSpec):
     """One option: its names, the values that it accepts and what it does."""
 
+    name: str  # the main flag without its dashes, which is unique over all groups ("num_processes")
     field: str  # name of the attribute in its group
     default: Any  # the value when the option is not set; None means "not set"
     flags: tuple[str, ...]  # spellings on the command line, the main one first, each with underscores and with dashes
@@ -193,11 +194,6 @@ class Option(ValueSpec):
     # the question is asked if, for each option named here, the answer is among these values
     asked_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     suggested: Any = None  # the questionnaire's proposal, if that is not the default
-
-    @property
-    def name(self) -> str:
-        """The main flag without its dashes, which is unique over all groups ("num_processes")."""
-        return self.flags[0].lstrip("-").replace("-", "_")
 
     @property
     def is_flag(self) -> bool:
@@ -274,14 +270,17 @@ def option(
         value_kind = kind or _KINDS[re.split(r"\W", annotation)[0]]
         allowed = tuple(choices) if choices is not None else None
         listed = "{" + ",".join(allowed) + "}" if allowed and len(allowed) < 6 else _METAVARS[value_kind]
-        spellings = [spelling for spelled in (flag, *also) for spelling in _spell(spelled)]
+        spellings: list[str] = []
+        for spelled in (flag, *also):
+            spellings += dict.fromkeys((f"--{spelled}", f"--{spelled.replace('_', '-')}"))
         return Option(
             kind=value_kind,
             choices=allowed,
+            name=flag.replace("-", "_"),
             field=field,
             default=default,
             flags=(*spellings, short) if short else tuple(spellings),
-            undo_flags=_spell(undo) if undo else (),
+            undo_flags=tuple(dict.fromkeys((f"--{undo}", f"--{undo.replace('_', '-')}"))) if undo else (),
             env=env_prefix + base.upper() if env == "" else env,
             key=(f"{section}.{stored}" if section else stored) if key == "" else key,
             metavar=metavar or listed,
@@ -290,11 +289,6 @@ def option(
         )
 
     return dataclasses.field(default=default, metadata={_METADATA_KEY: bind})
-
-
-def _spell(flag: str) -> tuple[str, ...]:
-    dashed = flag.replace("_", "-")
-    return (f"--{flag}", f"--{dashed}") if dashed != flag else (f"--{flag}",)
 
 
 @dataclass(frozen=True)
@@ -306,20 +300,19 @@ class OptionGroup:
     # the option, and its value, without which the group has no effect, or None. While it is enabled, every
     # exported option of the group that is not None reaches the processes, defaults included
     enabled_by: ClassVar[tuple[str, Any] | None] = None
-    _declared: ClassVar[dict[str, Option]]
-
-    @classmethod
-    def _declarations(cls) -> dict[str, Option]:
-        # Cached on the class itself: a subclass with more fields must not use its parent's.
-        if "_declared" not in vars(cls):
-            made = (field.metadata[_METADATA_KEY](field.name, _annotation(field)) for field in fields(cls))
-            cls._declared = {opt.field: opt for opt in made}
-        return cls._declared
+    _declared: ClassVar[tuple[Option, ...]]
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         """The declarations, in order."""
-        return tuple(cls._declarations().values())
+        # Cached on the class itself: a subclass with more fields must not use its parent's.
+        if "_declared" not in vars(cls):
+            made = []
+            for field in fields(cls):
+                annotation = getattr(field.type, "__name__", str(field.type))  # a text, or a class
+                made.append(field.metadata[_METADATA_KEY](field.name, annotation))
+            cls._declared = tuple(made)
+        return cls._declared
 
     @classmethod
     def switch(cls) -> str:
@@ -330,7 +323,7 @@ class OptionGroup:
     @classmethod
     def declaration(cls, field: str) -> Option:
         """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting."""
-        return cls._declarations()[field]
+        return {opt.field: opt for opt in cls.options()}[field]
 
     @classmethod
     def read(cls, field: str, environ: Mapping[str, str] | None = None) -> Any:
@@ -356,16 +349,20 @@ class OptionGroup:
         return cls(**values)
 
     @classmethod
-    def add_to_parser(cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
-        """Add the group's flags except ``leave_out``; each is stored as text, under :attr:`Option.name`, if given."""
+    def add_to_parser(
+        cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = (), among: Set[str] | None = None
+    ) -> None:
+        """Add the group's flags; each is stored as text, under :attr:`Option.name`, if given.
+
+        Args:
+            leave_out: names of options that are not added.
+            among: the words of a command line, to add only options whose flag is one of them; None for all.
+        """
         section = parser.add_argument_group(cls.title, cls.description or None)
         for opt in cls.options():
-            if opt.name not in leave_out:
+            wanted = among is None or not among.isdisjoint((*opt.flags, *opt.undo_flags))
+            if wanted and opt.name not in leave_out:
                 add_argument(section, opt)
-
-
-def _annotation(field: dataclasses.Field[Any]) -> str:
-    return field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
 
 
 def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:

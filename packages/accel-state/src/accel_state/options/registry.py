@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ..registry import Registry
 from .declaration import OptionGroup
 
@@ -32,6 +34,7 @@ OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
 )
 
 
+@functools.cache
 def load_groups() -> tuple[type[OptionGroup], ...]:
     """All groups."""
-    return tuple(OPTION_GROUPS.load(name) for name in OPTION_GROUPS)
+    return tuple(map(OPTION_GROUPS.load, OPTION_GROUPS))

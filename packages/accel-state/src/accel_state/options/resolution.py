@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ..env import all_variables
 from ..errors import ConfigurationError
 from .config_file import ConfigFile, Entry
 from .declaration import Option, OptionGroup, read_variable, set_variable
@@ -80,7 +81,8 @@ class Resolution:
             with_defaults = group.enabled_by is not None and self.is_enabled(group)
             for opt in group.options():
                 setting = self.settings[opt.name]
-                if opt.exported and setting.value is not None and (with_defaults or self.is_set(opt.name)):
+                passed = with_defaults or setting.source is not Source.DEFAULT
+                if opt.exported and setting.value is not None and passed:
                     exported[str(opt.env)] = opt.format(setting.value)
         return exported
 
@@ -126,18 +128,28 @@ def resolve(
         ConfigurationError: a value is not allowed (the message names flag, variable, or key with file and line), or
             ``command_line`` has a name that no group declares.
     """
-    options = {opt.name: opt for group in groups for opt in group.options()}
-    given = dict(command_line or {})
+    options, given = {opt.name: opt for group in groups for opt in group.options()}, dict(command_line or {})
     unknown = sorted(set(given) - set(options))
     if unknown:
         raise ConfigurationError(f"{', '.join(unknown)}: no such option. Options: {', '.join(options)}.")
-    settings = {name: _resolve_option(opt, given, environ, config) for name, opt in options.items()}
-    implied = {name: _implied(setting, settings, config) for name, setting in settings.items()}
-    return Resolution(tuple(groups), implied, config.notes if config is not None else ())
+    variables = all_variables() if environ is None else environ
+    settings = {}
+    for name, opt in options.items():
+        # Most options are not set; a call for each would be most of the work of a launch.
+        if config is None and name not in given and variables.keys().isdisjoint((opt.env, *opt.other_envs)):
+            settings[name] = Setting(opt, opt.default, Source.DEFAULT, "default")
+        else:
+            settings[name] = _resolve_option(opt, given, variables, config)
+    implied = {
+        name: _implied(settings[name], *opt.implied_by, settings, config)
+        for name, opt in options.items()
+        if opt.implied_by is not None
+    }
+    return Resolution(tuple(groups), {**settings, **implied}, config.notes if config is not None else ())
 
 
 def _resolve_option(
-    opt: Option, given: Mapping[str, Any], environ: Mapping[str, str] | None, config: ConfigFile | None
+    opt: Option, given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None
 ) -> Setting:
     if opt.name in given:
         raw = given[opt.name]
@@ -166,11 +178,10 @@ def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
     return entries[0] if entries else None
 
 
-def _implied(setting: Setting, settings: Mapping[str, Setting], config: ConfigFile | None) -> Setting:
+def _implied(
+    setting: Setting, name: str, values: tuple[Any, ...], settings: Mapping[str, Setting], config: ConfigFile | None
+) -> Setting:
     """The setting that another option, or a section of the file, implies, unless the setting itself is stronger."""
-    if setting.option.implied_by is None:
-        return setting
-    name, values = setting.option.implied_by
     if name in settings:
         cause = settings[name]
         # Of equal strength, the cause wins: files hold `use_cpu: false` next to `distributed_type: MULTI_CPU`.
