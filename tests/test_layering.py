@@ -34,7 +34,7 @@ SIBLINGS = {
 KNOWN_BY_NAME = {"accel": {"accel_fp8"}}
 
 # Distributions whose import name differs from their own name.
-DISTRIBUTIONS = {"megatron": "megatron-core", "ruamel": "ruamel.yaml", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 
 # Vendors, their libraries and their collectives, as words of an identifier or of a text that is not documentation.
 _NAMES = (

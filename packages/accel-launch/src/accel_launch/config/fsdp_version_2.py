@@ -1,4 +1,4 @@
-"""Converts configuration files from FSDP 1 to FSDP 2 and keeps their comments. Torch-free."""
+"""Converts configuration files from FSDP 1 to FSDP 2. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from accel_state.options import Resolution, check, load_groups, resolve
 from accel_state.options.fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
 
 from .read import read_config
-from .write import declared, to_text, write_text
-from .yaml_edit import has_comments, rewrite
+from .write import declared, keep_comments, to_text, write_text
 
 _SECTION = "fsdp_config"
 _MESH = "parallelism_config"
@@ -28,7 +27,6 @@ class _Conversion:
 
     section: dict[str, Any]  # the new section fsdp_config
     option_names: Mapping[str, str]  # option by key of the old section
-    renamed: dict[str, str] = field(default_factory=dict)  # new key by old key
     mesh: dict[str, int] = field(default_factory=dict)  # keys to add to parallelism_config
     notes: list[str] = field(default_factory=list)  # a line for each change
 
@@ -60,13 +58,7 @@ def convert_file(source: Path, target: Path) -> list[str]:
     if conversion.mesh:
         converted[_MESH] = {**(content.get(_MESH) or {}), **conversion.mesh}
     new_text = to_text(target, converted)
-    if ".json" not in (source.suffix, target.suffix):
-        edited = rewrite(text, converted, conversion.renamed)
-        new_text = edited or new_text
-    else:
-        edited = None
-    if edited is None and source.suffix != ".json" and has_comments(text):
-        conversion.notes.append("comments are not kept")
+    conversion.notes += keep_comments(source, target)
     write_text(target, new_text, keep_unknown=True)
     return conversion.notes
 
@@ -104,7 +96,6 @@ def _convert_strategy(source: Path, settings: Resolution, conversion: _Conversio
         value = _yaml_value(conversion.section.pop(_RESHARD))
         conversion.notes.append(f"{_RESHARD}: {value} had no effect in version 1; the sharding strategy decides")
     keys = conversion.keys_of(_STRATEGY)
-    conversion.renamed.update({f"{_SECTION}.{key}": f"{_SECTION}.{_RESHARD}" for key in keys[:1]})
     for key in keys:
         del conversion.section[key]
     conversion.section[_RESHARD] = reshard

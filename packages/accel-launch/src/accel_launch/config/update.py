@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +10,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, default_path, load_groups, resolve
 
 from .read import check_keys, read_config
-from .write import BASE, declared, nest, to_text, write_text
-from .yaml_edit import has_comments, rewrite
+from .write import BASE, declared, keep_comments, nest, to_text, write_text
 
 # Where a file does not set these, the machine or the script decides; writing a default would change the meaning.
 _LEFT_OUT = frozenset({"mixed_precision", "num_processes", "distributed_type", "cpu"})
@@ -29,23 +26,9 @@ def update_file(source: Path, target: Path) -> tuple[str, ...]:
     notes = [note.partition("; `accel config update`")[0] for note in config.notes]
     notes += _retired_notes(config)
     text = to_text(target, content)
-    original = source.read_text(encoding="utf-8-sig")
-    if source.suffix != ".json" and has_comments(original):
-        renamed = {key: opt.key for opt in declared().values() if opt.key for key in opt.keys}
-        edited = rewrite(original, content, renamed) if target.suffix != ".json" else None
-        if edited is None:
-            copy = _free_name(source)
-            shutil.copy2(source, copy)
-            notes.append(f"comments are not kept; the original file was copied to {copy}")
-        text = edited or text
+    notes += keep_comments(source, target)
     write_text(target, text)
     return tuple(notes)
-
-
-def _free_name(path: Path) -> Path:
-    """An unused name for a copy: copies of earlier updates are kept."""
-    names = (path.with_name(f"{path.name}.bak{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
 
 
 def _retired_notes(config: ConfigFile) -> list[str]:

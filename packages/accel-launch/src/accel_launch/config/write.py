@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -118,6 +120,19 @@ def write_text(path: Path, text: str, keep_unknown: bool = False) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def keep_comments(source: Path, target: Path) -> list[str]:
+    """Copy a YAML file with comments that is about to be rewritten without them; return a note on where they are."""
+    lines = source.read_text(encoding="utf-8-sig").splitlines()
+    if source.suffix == ".json" or not any(line.lstrip().startswith("#") or " #" in line for line in lines):
+        return []
+    if not (target.exists() and target.samefile(source)):
+        return [f"comments are not kept; they are in {source}"]
+    names = (source.with_name(f"{source.name}.bak{number or ''}") for number in itertools.count())
+    copy = next(name for name in names if not name.exists())  # copies of earlier updates are kept
+    shutil.copy2(source, copy)
+    return [f"comments are not kept; the original file was copied to {copy}"]
 
 
 def check_file_name(path: Path) -> None:

@@ -32,7 +32,7 @@ def build_parser() -> ConfigParser:
     """The parser."""
     parser = ConfigParser(
         prog="accel to-fsdp2",
-        description="Convert a configuration file from FSDP 1 to FSDP 2. Prints each change; comments are kept.",
+        description="Convert a configuration file from FSDP 1 to FSDP 2. Prints each change.",
         allow_abbrev=False,
     )
     parser.add_argument("--config_file", "--config-file", required=True, metavar="FILE", help="file to convert")
