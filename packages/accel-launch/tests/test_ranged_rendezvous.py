@@ -10,17 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from accel_launch.elastic import ranged_rendezvous, short_lives
-from accel_launch.elastic.meeting import Meeting, RunEnded
-from accel_launch.elastic.ranged_rendezvous import RangedRendezvous, RangeSettings, check_last_call
+from accel_launch.elastic.meeting import ElasticJob, Meeting, RunEnded
+from accel_launch.elastic.ranged_rendezvous import RangedRendezvous, check_last_call
 from accel_launch.network.peers import Peers
 from accel_launch.network.records import INTERRUPTED, KILLED, Cause, State
 from accel_state.errors import ConfigurationError
+from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 
 LAST_CALL = 1.0
@@ -32,13 +34,21 @@ class Range:
 
     def __init__(self, port: int, most: int = 3, restarts: int = 0, timeout: float = 60.0) -> None:
         machines = MachineRange(most, 2)
-        self.settings = RangeSettings("127.0.0.1", port, machines, "run", None, timeout, LAST_CALL, restarts)
+        options = RendezvousOptions(
+            main_process_ip="127.0.0.1",
+            main_process_port=port,
+            rdzv_conf=f"timeout={timeout},last_call_timeout={LAST_CALL}",
+            max_restarts=restarts,
+        )
+        self.job = ElasticJob("script.py", (), 1, machines, options)
         self.made: list[RangedRendezvous] = []
         self.machine_timeout = 4.0
 
     def make(self, processes: int = 1, **facts: str) -> RangedRendezvous:
-        options: dict[str, Any] = {"machine_timeout": self.machine_timeout, "facts": facts or {"must script": "s.py"}}
-        self.made.append(RangedRendezvous(self.settings, local_processes=processes, forks=False, **options))
+        options = replace(self.job.rendezvous, machine_timeout=self.machine_timeout)
+        facts = facts or {"must script": "s.py"}
+        job = replace(self.job, local_processes=processes, facts=facts, rendezvous=options)
+        self.made.append(RangedRendezvous(job))
         return self.made[-1]
 
     def meet(self, *machines: RangedRendezvous) -> list[Meeting]:
@@ -131,7 +141,7 @@ def test_of_two_that_start_on_one_machine_one_listens(ranges, monkeypatch) -> No
     monkeypatch.setattr(ranged_rendezvous, "is_free", lambda *_: True)
     machines = ranges()
     assert sorted(places(machines.meet(machines.make(), machines.make()))) == [(0, 2), (1, 2)]
-    machines.settings = RangeSettings(**{**vars(machines.settings), "serves": True})
+    machines.job = replace(machines.job, serves=True)
     with pytest.raises(ConfigurationError, match="cannot listen there"):
         machines.make().meet(0)
 
@@ -273,9 +283,9 @@ def test_only_the_machine_that_disagrees_is_kept_out(ranges, wait_until, capsys)
 def test_a_machine_that_was_cut_off_is_forgotten_and_joins_again(ranges, wait_until, cable) -> None:
     machines = ranges(most=3)
     main, second = started(machines, 2)
-    line = cable(machines.settings.port)
+    line = cable(machines.job.rendezvous.main_process_port)
     third = machines.make()
-    third._settings = RangeSettings(**{**vars(machines.settings), "port": line.port, "serves": False})
+    third._port, third._job = line.port, replace(third._job, serves=False)
     joining = machines.begin(third)
 
     def take_in(joining: Future[Meeting]) -> list[Meeting]:

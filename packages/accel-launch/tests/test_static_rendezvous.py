@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -21,7 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from accel_launch.elastic.agent import Agent, ElasticJob
+from accel_launch.elastic.agent import Agent
+from accel_launch.elastic.meeting import ElasticJob
 from accel_launch.elastic.output import LogDirectories
 from accel_launch.elastic.static_rendezvous import StaticRendezvous
 from accel_launch.elastic.tcp_store import serve
@@ -41,9 +43,15 @@ class Machines:
         self.handlers = [self.make(rank) for rank in range(count)]
 
     def make(self, rank: int) -> StaticRendezvous:
-        return StaticRendezvous(
-            "127.0.0.1", self.port, rank, self.count, "run", self.timeout, self.max_restarts, forks=False
+        options = RendezvousOptions(
+            machine_rank=rank,
+            main_process_ip="127.0.0.1",
+            main_process_port=self.port,
+            rdzv_conf=f"timeout={self.timeout}",
+            max_restarts=self.max_restarts,
+            machine_timeout=0.0,
         )
+        return StaticRendezvous(ElasticJob("script.py", (), 1, self.count, options))
 
     def meet(self, ranks: list[int]) -> list[tuple[int, int, int]]:
         """Number of the round, rank and port of the processes' store, of each."""
@@ -140,7 +148,8 @@ def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines, wait_u
 @pytest.mark.parametrize("forks", [False, True])
 def test_rounds_of_a_single_machine_are_counted(machines, forks: bool) -> None:
     alone = machines(1)
-    alone.handlers[0]._forks = forks
+    if forks:
+        alone.handlers[0]._job = replace(alone.handlers[0]._job, entrypoint=print, start_method="fork")
     (first,), (second,) = alone.meet([0]), alone.meet([0])
     _assert_closed(first[2])
     assert first == (0, 0, alone.port) and second[:2] == (1, 0) and second[2] != alone.port

@@ -281,8 +281,8 @@ def _run(
     line_prefix: str | None = None,
     run_id: str | None = None,
 ) -> None:
-    from .elastic.agent import ElasticJob
     from .elastic.checks import check_rendezvous
+    from .elastic.meeting import ElasticJob
     from .elastic.report import describe
     from .elastic.run import run_job
 

@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from accel_state import hang_files
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
-from accel_state.options import RendezvousOptions
 
 from ..network.board import FAREWELL_SECONDS, Board
 from ..network.contact import say
@@ -28,8 +27,8 @@ from ..network.peers import Peers
 from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
 from .causes import cause_of, interruption
-from .meeting import Meeting, Meetings, RunEnded
-from .output import LogDirectories, OutputOptions, Streams, Tee, line_prefix
+from .meeting import ElasticJob, Meeting, Meetings, RunEnded
+from .output import LogDirectories, Streams, Tee, line_prefix
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
 from .report import RankFailure, read_failure
 from .worker import die_with_launcher
@@ -39,31 +38,6 @@ logger: Final = logging.getLogger("accel_launch.agent")
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class ElasticJob:
-    """What the agent of this machine starts."""
-
-    entrypoint: str | Callable[..., Any]  # an executable, or a function that each rank calls
-    args: Sequence[Any]  # its arguments
-    local_processes: int  # ranks on this machine
-    num_machines: int  # machines
-    rendezvous: RendezvousOptions  # how they meet
-    debug: bool = False  # whether the agent's log is shown
-    start_method: str = "spawn"  # how processes of a function are created: "fork" or "spawn"
-    line_prefix: str | None = None  # template of the prefix of each line of ``--tee``; None for role and local rank
-    run_id: str | None = None  # id of the job, the same on all machines; None for the default
-    owns_process: bool = True  # see :class:`SignalWatch`
-    facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
-    output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
-    grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
-    serves: bool | None = None  # with a range of machines: whether the main address is this one's; None to find out
-
-    @property
-    def forks(self) -> bool:
-        """Whether ranks are forks of this process."""
-        return callable(self.entrypoint) and self.start_method == "fork"
 
 
 @dataclass(frozen=True)

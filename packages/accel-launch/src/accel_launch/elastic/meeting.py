@@ -1,19 +1,56 @@
-"""What the agent needs of a rendezvous, static or torch's: where the machines have met, and whether they must again."""
+"""What the agent starts, and what it needs of a rendezvous: where machines have met, and whether they must again."""
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from accel_state.options import RendezvousOptions
+from accel_state.options.resources import MachineRange
+from accel_state.ports import LOOPBACK
+
 from ..network.board import Board
+from ..network.contact import join
 from ..network.records import Cause
+from ..network.waiting import timeout_seconds
+from ..ports import DEFAULT_PORT, listening_host
+from ..supervisor import GRACE_SECONDS
+from .output import OutputOptions
+from .tcp_store import StoreServer, serve
 
 
 class RunEnded(RendezvousClosedError):
     """The run has ended with success, without this machine."""
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """What the agent of this machine starts."""
+
+    entrypoint: str | Callable[..., Any]  # an executable, or a function that each rank calls
+    args: Sequence[Any]  # its arguments
+    local_processes: int  # ranks on this machine
+    num_machines: int  # machines
+    rendezvous: RendezvousOptions  # how they meet
+    debug: bool = False  # whether the agent's log is shown
+    start_method: str = "spawn"  # how processes of a function are created: "fork" or "spawn"
+    line_prefix: str | None = None  # template of the prefix of each line of ``--tee``; None for role and local rank
+    run_id: str | None = None  # id of the job, the same on all machines; None for the default
+    owns_process: bool = True  # see :class:`SignalWatch`
+    facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
+    output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
+    grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
+    serves: bool | None = None  # with a range of machines: whether the main address is this one's; None to find out
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forks of this process."""
+        return callable(self.entrypoint) and self.start_method == "fork"
 
 
 @dataclass(frozen=True)
@@ -32,11 +69,28 @@ class Meeting:
 
 
 class Meetings(ABC):
-    """The meetings of a run: one before each start of the ranks."""
+    """The meetings of a run: one before each start of the ranks.
 
-    run_id: str
-    round = 0
-    """The start that the ranks belong to, as the other machines count."""
+    The launchers meet at the main address. The store of the ranks of each start has a free port, and listens at one
+    address: see :func:`~accel_launch.ports.listening_host`.
+    """
+
+    def __init__(self, job: ElasticJob) -> None:
+        alone, options = job.num_machines == 1, job.rendezvous
+        self._job = job
+        self._host = options.main_process_ip if options.main_process_ip and not alone else LOOPBACK
+        self._port = options.main_process_port or (0 if alone else DEFAULT_PORT)
+        self._timeout_seconds = timeout_seconds(options.rdzv_conf)
+        self._rank_server: StoreServer | None = None
+        self.place: str = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        """The main address and port; on a single machine port 0 stands for any free one."""
+        self.run_id: str = job.run_id or (uuid.uuid4().hex if alone else "none")
+        """The id of the job; several machines need the same one."""
+        self.board: Board | None = None
+        """What the launchers know of each other; None before they have met, and on a single machine."""
+        self.round: int = -1
+        """The start that the ranks belong to, as the other machines count; 0 is the first."""
+
     may_hang = False
     """Whether a call may hang for minutes when a machine is lost, so that another thread must end the ranks."""
     may_shrink = False
@@ -49,6 +103,31 @@ class Meetings(ABC):
     def may_save(self) -> bool:
         """Whether the ranks can still save between two steps: those of all other machines run."""
         return False
+
+    def _join(self, rank: int) -> Board:
+        """Join the board of the run with a machine rank."""
+        job, machines = self._job, self._job.num_machines
+        return join(
+            self._host,
+            self._port,
+            rank,
+            machines.minimum if isinstance(machines, MachineRange) else machines,
+            local_processes=job.local_processes,
+            facts=job.facts,
+            give_up_seconds=job.rendezvous.machine_timeout,
+        )
+
+    def _serve_ranks(self, port: int = 0) -> int:
+        """Start the store for the next start of the ranks, close the former one, and return the port."""
+        former, self._rank_server = self._rank_server, serve(listening_host(self._host), port, forks=self._job.forks)
+        if former is not None:
+            former.close()
+        return self._rank_server.port
+
+    def _close_store(self) -> None:
+        if self._rank_server is not None:
+            self._rank_server.close()
+        self._rank_server = None
 
     @abstractmethod
     def meet(self, restarts: int) -> Meeting:

@@ -12,8 +12,6 @@ import signal
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
@@ -22,67 +20,35 @@ from accel_state.humanize import counted
 from accel_state.options.resources import MachineRange
 
 from ..network.board import QUIET_SECONDS, Board
-from ..network.contact import join, say
+from ..network.contact import say
 from ..network.hub import Hub
 from ..network.interfaces import own_address
 from ..network.member import Member
 from ..network.records import FIRST_SEAT, INTERRUPTED, Cause, Machine, State
-from ..network.waiting import Waiting
+from ..network.waiting import Waiting, rendezvous_settings
 from ..ports import is_free, is_local, listening_host
-from .meeting import Meeting, Meetings, RunEnded
+from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .short_lives import ShortLives
-from .tcp_store import StoreServer, serve
 
 _SLICE_SECONDS = 0.5
 # A launcher whose network fails connects again within a second, once the network is back.
 _CLOSED_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class RangeSettings:
-    """What a rendezvous of a range of machines is given."""
-
-    host: str  # the main address
-    port: int
-    machines: MachineRange
-    run_id: str
-    serves: bool | None  # whether the main address is this machine's; None to find out
-    timeout_seconds: float  # how long to wait for enough machines; 0 for ever
-    last_call_seconds: float  # how long to wait for more machines after one has arrived
-    max_restarts: int  # failures of the run
+# How long a start waits for more machines, after one has arrived.
+_LAST_CALL_SECONDS = "5"
 
 
 class RangedRendezvous(Meetings):
-    """Starts of a number of machines between a minimum and a maximum.
-
-    Args:
-        settings: of the run.
-        local_processes: ranks of this machine.
-        facts: what the machines must agree on.
-        machine_timeout: when a silent machine is given up; 0 for never.
-        forks: whether ranks are forks of this process.
-    """
+    """Starts of a number of machines between a minimum and a maximum."""
 
     may_shrink = True
 
-    def __init__(
-        self,
-        settings: RangeSettings,
-        *,
-        local_processes: int,
-        facts: Mapping[str, str],
-        machine_timeout: float,
-        forks: bool,
-    ) -> None:
-        self._settings, self._forks = settings, forks
-        self.run_id: str = settings.run_id
-        self._local_processes, self._facts, self._machine_timeout = local_processes, facts, machine_timeout
-        self._rank_server: StoreServer | None = None
-        self.board: Board | None = None
-        """What the launchers know of each other; None before this one has joined, and after it has left."""
-        self.round: int = -1
-        """The start that the ranks of this machine belong to; 0 is the first."""
+    def __init__(self, job: ElasticJob) -> None:
+        super().__init__(job)
+        assert isinstance(job.num_machines, MachineRange)
+        self._machines: MachineRange = job.num_machines
+        settings = rendezvous_settings(job.rendezvous.rdzv_conf)
+        self._last_call_seconds = check_last_call(settings.get("last_call_timeout", _LAST_CALL_SECONDS))
         self._members: dict[str, str] = {}  # ids by number of the machines of that start, in the order of their ranks
         self._names: dict[str, str] = {}  # and what they are called, by id
         self._main_id = ""  # the launcher at the main address that began it
@@ -94,45 +60,34 @@ class RangedRendezvous(Meetings):
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
-    def _join(self) -> Board:
-        settings = self._settings
+    def _join_range(self) -> Board:
         number = FIRST_SEAT + uuid.uuid4().int % (1 << 30)
-        common: dict[str, Any] = {
-            "local_processes": self._local_processes,
-            "facts": self._facts,
-            "give_up_seconds": self._machine_timeout,
-        }
-
-        def join_as(rank: int) -> Board:
-            return join(settings.host, settings.port, rank, settings.machines.minimum, **common)
-
         try:
-            board = join_as(0 if self._serves() else number)
+            board = self._join(0 if self._serves() else number)
         except ConfigurationError:
-            if settings.serves is not None:
+            if self._job.serves is not None:
                 raise
-            board = join_as(number)  # another launcher on this machine was faster
+            board = self._join(number)  # another launcher on this machine was faster
         board.after_loss = self._after_loss
         if isinstance(board, Hub):
             board.closed_seconds = _CLOSED_SECONDS
             self._arrivals[board.me.id] = time.monotonic()
-            if is_local(settings.host):
-                board.own_address = own_address(settings.host)  # also before another machine connects
+            if is_local(self._host):
+                board.own_address = own_address(self._host)  # also before another machine connects
                 board.post(address=board.own_address)
         return board
 
     def _serves(self) -> bool:
         """Whether this launcher is the one at the main address: of several on one machine, the first one."""
-        settings = self._settings
-        if settings.serves is not None:
-            return settings.serves
-        return is_local(settings.host) and is_free(settings.port, listening_host(settings.host))
+        if self._job.serves is not None:
+            return self._job.serves
+        return is_local(self._host) and is_free(self._port, listening_host(self._host))
 
     def _after_loss(self, machine: Machine) -> str:
         if machine.rank:
             return "The others continue without it."
         return (
-            f"The others wait until a launcher is started there again, for up to {self._settings.timeout_seconds:g} s "
+            f"The others wait until a launcher is started there again, for up to {self._timeout_seconds:g} s "
             "(--rdzv_conf timeout)."
         )
 
@@ -154,9 +109,7 @@ class RangedRendezvous(Meetings):
             board.close(_LEAVING_SECONDS)  # the others stay
         elif board is not None:
             board.close()
-        if self._rank_server is not None:
-            self._rank_server.close()
-        self._rank_server = None
+        self._close_store()
 
     # -- while the ranks run -----------------------------------------------------------------------------------------
 
@@ -210,7 +163,7 @@ class RangedRendezvous(Meetings):
         # One of this start that has not heard of it yet waits too.
         waiting = [one for one in self._waiting(hub) if one.id not in self._members.values()]
         ending = any(one is not None and one.state is State.SUCCEEDED for one in self._others(hub.machines()))
-        if not waiting or ending or len(self._members) >= self._settings.machines or self._may_come(waiting):
+        if not waiting or ending or len(self._members) >= self._machines or self._may_come(waiting):
             return False
         self._calls = True
         return True
@@ -227,7 +180,7 @@ class RangedRendezvous(Meetings):
             ConfigurationError: the machines disagree, or this one cannot listen at the main address.
         """
         if self.board is None:
-            self.board = self._join()
+            self.board = self._join_range()
         board = self.board
         board.post(members={}, port=0, state=State.WAITING, restarts=self._restarts)
         waiting = self._begin_waiting()
@@ -243,13 +196,14 @@ class RangedRendezvous(Meetings):
                     self._say_once(self._standing_by(main))
                 waiting = self._begin_waiting()
             elif waiting.is_over:
-                seconds = self._settings.timeout_seconds
-                raise RendezvousTimeoutError(f"not within {seconds:g} s: waited for {self._missing(board)}")
+                raise RendezvousTimeoutError(
+                    f"not within {self._timeout_seconds:g} s: waited for {self._missing(board)}"
+                )
             waiting.note(lambda: self._missing(board))
             board.wait_for_change(version, _SLICE_SECONDS)
 
     def _begin_waiting(self) -> Waiting:
-        return Waiting(self._settings.timeout_seconds, say)
+        return Waiting(self._timeout_seconds, say)
 
     def _say_once(self, text: str) -> None:
         if text != self._told:
@@ -257,13 +211,13 @@ class RangedRendezvous(Meetings):
             say(text)
 
     def _standing_by(self, main: Machine) -> str:
-        most = int(self._settings.machines)
+        most = int(self._machines)
         if self.board is not None and self.board.me.id in main.held:
             return main.held[self.board.me.id]
         if len(main.members) < most:
             return "this machine has arrived while the run trains; it takes part once the run has saved its state"
         return (
-            f"this machine stands by: {most} machines train, the most of --num_machines {self._settings.machines}. It "
+            f"this machine stands by: {most} machines train, the most of --num_machines {self._machines}. It "
             "takes the place of one that leaves."
         )
 
@@ -310,7 +264,7 @@ class RangedRendezvous(Meetings):
         """Whether further machines may arrive: the latest of these, which are new, came only just now."""
         former = self._members.values()
         times = [self._arrivals[one.id] for one in machines if one.id not in former]
-        return bool(times) and time.monotonic() - max(times) < self._settings.last_call_seconds
+        return bool(times) and time.monotonic() - max(times) < self._last_call_seconds
 
     def _is_expected(self, hub: Hub, machine: Machine) -> bool:
         """Whether a machine that does not wait yet will: its ranks are about to end, or it is about to be given up."""
@@ -325,19 +279,16 @@ class RangedRendezvous(Meetings):
         if any(one.id not in ready and self._is_expected(hub, one) for one in hub.others()):
             return None
         self._note_ends(hub, ready)
-        machines = [hub.me, *waiting][: self._settings.machines]
-        if len(machines) < self._settings.machines.minimum:
+        machines = [hub.me, *waiting][: self._machines]
+        if len(machines) < self._machines.minimum:
             return None
-        if len(machines) < self._settings.machines and self._may_come(machines):
+        if len(machines) < self._machines and self._may_come(machines):
             return None
         self._count(one.id for one in machines)
         members = {str(one.rank): one.id for one in machines}
         number = 1 + max(one.round for one in hub.machines().values())
         self._restarts = max([self._restarts, *(one.restarts for one in machines)])
-        former, self._rank_server = self._rank_server, serve(listening_host(self._settings.host), 0, forks=self._forks)
-        if former is not None:
-            former.close()
-        port = self._rank_server.port
+        port = self._serve_ranks()
         hub.post(round=number, members=members, port=port, state=State.RUNNING, restarts=self._restarts)
         meeting = self._meeting(hub, hub.me)
         for machine in machines[1:]:
@@ -367,9 +318,10 @@ class RangedRendezvous(Meetings):
         joined, self._calls = self._calls, False
         if self.round < 0 or joined or set(self._members.values()) - set(present):
             return
-        if self._restarts >= self._settings.max_restarts:
+        max_restarts = self._job.rendezvous.max_restarts
+        if self._restarts >= max_restarts:
             raise RendezvousClosedError(
-                f"this is a restart after a failure, which --max_restarts {self._settings.max_restarts} does not allow"
+                f"this is a restart after a failure, which --max_restarts {max_restarts} does not allow"
             )
         self._restarts += 1
 
@@ -394,7 +346,7 @@ class RangedRendezvous(Meetings):
         self._members, self.round, self._main_id, self._told = dict(main.members), main.round, main.id, ""
         self._names = {one.id: one.named() for one in members}
         rank = list(main.members).index(str(board.me.rank))
-        place = self._settings.host, main.port
+        place = self._host, main.port
         return Meeting(
             rank, len(members), *place, main.restarts, board, sizes=tuple(sizes), news=news, is_failure=counts
         )
@@ -415,13 +367,12 @@ class RangedRendezvous(Meetings):
         new = [one.named() for one in members if one.id not in self._names]
         changes += [f"{name} has joined" for name in new if name not in again]
         if not changes and restarts > self._told_restarts:
-            changes = [f"a process failed (restart {restarts} of {self._settings.max_restarts})"]
+            changes = [f"a process failed (restart {restarts} of {self._job.rendezvous.max_restarts})"]
         return f"{'; '.join(changes) or 'the machines have met again'}: starting {who}"
 
     def _missing(self, board: Board) -> str:
         """Who is here and who is not, for a message."""
-        settings = self._settings
-        place = f"{settings.host}:{settings.port}"
+        place = self.place
         main = board.machines().get(0)
         if isinstance(board, Member) and not board.met:
             return f"the launcher of the machine at {place}: {board.problem}"
@@ -434,9 +385,7 @@ class RangedRendezvous(Meetings):
         if late:
             return f"the processes of {', '.join(one.named() for one in late)} to end"
         held = "".join(f"; {reason}" for reason in (() if main is None else main.held.values()))
-        return (
-            f"at least {settings.machines.minimum} machines to meet at {place}; here: {', '.join(_hosts(here))}{held}"
-        )
+        return f"at least {self._machines.minimum} machines to meet at {place}; here: {', '.join(_hosts(here))}{held}"
 
 
 def _hosts(machines: Iterable[Machine]) -> list[str]:

@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accel_state.errors import ConfigurationError
+from accel_state.options.resources import MachineRange
 from accel_state.preemption import Note
 
 from ..network.contact import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch
-from .agent import Agent, ElasticJob, Result
-from .meeting import Meeting, RunEnded
+from .agent import Agent, Result
+from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
-from .rendezvous import make_meetings, make_parameters, not_met
 from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
+from .static_rendezvous import StaticRendezvous
 
 _LOGS = ("torch.distributed.elastic", "accel_launch.agent")
 
@@ -58,19 +58,30 @@ def run_job(job: ElasticJob) -> Outcome:
 
 
 def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
-    options = job.rendezvous
-    parameters = make_parameters(options, job.num_machines, job.run_id)
-    logs = LogDirectories(directory, parameters.run_id)
+    meetings = _meetings(job)
+    logs = LogDirectories(directory, meetings.run_id)
     try:
-        meetings = make_meetings(job, parameters)
-        return _run_agent(Agent(job, meetings, logs, watch, _restart_note(options.max_restarts, logs)), logs)
+        return _run_agent(Agent(job, meetings, logs, watch, _restart_note(job.rendezvous.max_restarts, logs)), logs)
     except RunEnded as error:
         say(f"{error}.")
         return Outcome(0)
     except Interrupted as error:
         return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
-        raise ConfigurationError(_rendezvous_message(parameters, bool(logs.by_rank), error)) from None
+        raise ConfigurationError(_rendezvous_message(job, meetings.place, bool(logs.by_rank), error)) from None
+
+
+def _meetings(job: ElasticJob) -> Meetings:
+    """The meetings of a job; each kind imports only its own part of torch's rendezvous."""
+    if isinstance(job.num_machines, MachineRange):
+        from .ranged_rendezvous import RangedRendezvous
+
+        return RangedRendezvous(job)
+    if job.num_machines > 1 and job.rendezvous.rdzv_backend != "static":
+        from .torch_rendezvous import TorchRendezvous
+
+        return TorchRendezvous(job)
+    return StaticRendezvous(job)
 
 
 def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
@@ -146,20 +157,24 @@ def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[Meeting,
     return note
 
 
-def _rendezvous_message(parameters: RendezvousParameters, started: bool, error: Exception) -> str:
+def _rendezvous_message(job: ElasticJob, place: str, started: bool, error: Exception) -> str:
     # Errors of C++ have a stack trace after the first line.
     reason = str(error).split("\n", 1)[0]
-    if started and parameters.min_nodes < parameters.max_nodes:
+    if started and isinstance(job.num_machines, MachineRange):
         return (
             f"the run cannot continue, and the processes of this machine were ended: {reason}. Run the same command "
             "again to continue from the newest state."
         )
     if started:
         return (
-            f"the connection to the rendezvous at {parameters.endpoint} was lost, so the processes of this machine "
+            f"the connection to the rendezvous at {place} was lost, so the processes of this machine "
             f"were ended: {reason}"
         )
-    return not_met(parameters, reason)
+    machines = str(job.num_machines).replace(":", " to ")
+    return (
+        f"the {machines} machines did not meet at {place}: {reason}. Check that the launcher runs on every machine "
+        "with the same --main_process_ip and --main_process_port, and that this machine can reach that port."
+    )
 
 
 @contextlib.contextmanager

@@ -9,57 +9,24 @@ other machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
 from ..network.board import QUIET_SECONDS, Board
-from ..network.contact import join, say
+from ..network.contact import say
 from ..network.hub import Hub
 from ..network.member import Member
 from ..network.records import Cause, Machine, State
 from ..network.waiting import Waiting
-from ..ports import listening_host
 from .meeting import Meeting, Meetings
-from .tcp_store import StoreServer, serve
 
 _SLICE_SECONDS = 0.5
 _SHOWN = 8
 
 
 class StaticRendezvous(Meetings):
-    """Rounds of a fixed number of machines.
-
-    ``port`` is where the launcher of rank 0 listens for the others; 0 means any free one. The stores of the processes
-    have free ports. What listens does so at one address: see :func:`~accel_launch.ports.listening_host`.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        run_id: str,
-        timeout_seconds: float,
-        max_restarts: int,
-        *,
-        forks: bool,
-        local_processes: int = 1,
-        facts: Mapping[str, str] | None = None,
-        machine_timeout: float = 0.0,
-    ) -> None:
-        self._host, self._port, self._forks = host, port, forks
-        self.run_id: str = run_id
-        self._rank, self._world_size = rank, world_size
-        self._listening = listening_host(host)
-        self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
-        self._local_processes, self._facts, self._machine_timeout = local_processes, facts, machine_timeout
-        self._rank_server: StoreServer | None = None
-        self.board: Board | None = None
-        """What the launchers know of each other; None before they have met, and on a single machine."""
-        self.round: int = -1
-        """The round that this machine is in; 0 is the first."""
+    """Rounds of a fixed number of machines."""
 
     def meet(self, restarts: int = 0) -> Meeting:
         """Join the latest round, or request a new one if this machine is in it already; wait for all other machines.
@@ -72,35 +39,20 @@ class StaticRendezvous(Meetings):
             RendezvousStateError: another launcher uses the rank of this machine.
             ConfigurationError: the machines disagree, or one of them cannot start.
         """
-        if self._world_size == 1:
+        if self._job.num_machines == 1:
             self.round += 1
-            return self._meeting(self._serve_ranks())
+            return self._meeting(self._serve_ranks(self._port if self.round == 0 else 0))
         if self.board is None:
-            self.board = self._join()
+            self.board = self._join(self._rank)
         self._arrive(self.board)
         return self._meeting(self._wait_for_start(self.board))
 
     def _meeting(self, port: int) -> Meeting:
-        return Meeting(self._rank, self._world_size, self._host, port, self.round, self.board)
+        return Meeting(self._rank, self._job.num_machines, self._host, port, self.round, self.board)
 
-    def _join(self) -> Board:
-        return join(
-            self._host,
-            self._port,
-            self._rank,
-            self._world_size,
-            local_processes=self._local_processes,
-            facts=self._facts,
-            give_up_seconds=self._machine_timeout,
-        )
-
-    def _serve_ranks(self) -> int:
-        """Start the store for the processes of this round, close the former one, and return the port."""
-        port = self._port if self._world_size == 1 and self.round == 0 else 0
-        former, self._rank_server = self._rank_server, serve(self._listening, port, forks=self._forks)
-        if former is not None:
-            former.close()
-        return self._rank_server.port
+    @property
+    def _rank(self) -> int:
+        return self._job.rendezvous.machine_rank
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -108,11 +60,12 @@ class StaticRendezvous(Meetings):
         """Post that this machine waits for the latest round."""
         own = self.round + 1 if board.me.started else max(self.round, 0)
         latest = max([own, *(_needed_round(machine, board.me) for machine in board.others())])
-        if latest > self._max_restarts:
+        max_restarts = self._job.rendezvous.max_restarts
+        if latest > max_restarts:
             joins = not board.me.started and self.round < 0
             reason = "a former launcher started its processes, so this is a restart" if joins else "this is a restart"
             raise RendezvousClosedError(
-                f"machine rank {self._rank}: {reason}, which --max_restarts {self._max_restarts} does not allow"
+                f"machine rank {self._rank}: {reason}, which --max_restarts {max_restarts} does not allow"
             )
         if latest != self.round or board.me.started:
             self.round = latest
@@ -152,7 +105,7 @@ class StaticRendezvous(Meetings):
     def _has_arrived(self) -> bool:
         assert self.board is not None
         machines = self.board.machines()
-        return len(machines) == self._world_size and all(
+        return len(machines) == self._job.num_machines and all(
             machine.round == self.round and not machine.started and self.board.silent(machine.rank) < QUIET_SECONDS
             for machine in machines.values()
         )
@@ -177,7 +130,7 @@ class StaticRendezvous(Meetings):
     def _missing(self, board: Board) -> str:
         """Who is here and who is not, for a message."""
         if isinstance(board, Member) and not board.met:
-            return f"the machine of rank 0 at {self._host}:{self._port}: {board.problem}"
+            return f"the machine of rank 0 at {self.place}: {board.problem}"
         machines = board.machines()
         here = [
             rank
@@ -188,7 +141,7 @@ class StaticRendezvous(Meetings):
             f"{machines[rank].named()}, not heard of for {board.silent(rank):.0f} s"
             if rank in machines and board.silent(rank) >= QUIET_SECONDS
             else f"machine rank {rank}"
-            for rank in range(self._world_size)
+            for rank in range(self._job.num_machines)
             if rank not in here
         ]
         arrived = [f"{rank} ({machines[rank].host})" for rank in sorted(here)]
@@ -216,9 +169,7 @@ class StaticRendezvous(Meetings):
         board, self.board = self.board, None
         if board is not None:
             board.close()
-        if self._rank_server is not None:
-            self._rank_server.close()
-        self._rank_server = None
+        self._close_store()
 
 
 def _some(texts: Sequence[str]) -> str:

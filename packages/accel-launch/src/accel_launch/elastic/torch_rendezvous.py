@@ -6,10 +6,11 @@ Once the machines have met, their launchers see each other on a board, as with g
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError, RendezvousTimeoutError
@@ -17,16 +18,18 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
+from accel_state.ports import is_loopback
 
 from ..network.board import Board
 from ..network.contact import say, token_of_run
 from ..network.hub import Hub
+from ..network.interfaces import own_address
 from ..network.member import Member
 from ..network.records import Cause, Machine, State
-from ..network.waiting import Waiting
+from ..network.waiting import Waiting, rendezvous_settings
 from ..ports import is_local, listening_host, wait_for_server
-from .meeting import Meeting, Meetings
-from .tcp_store import StoreServer, serve
+from .meeting import ElasticJob, Meeting, Meetings
+from .tcp_store import serve
 
 _BOARD_KEY, _RANKS_KEY = "accel/port_of_board", "accel/port_of_ranks"
 # Those that torch's rendezvous has brought together connect within moments.
@@ -35,40 +38,14 @@ _LOOK_SECONDS = 0.5
 
 
 class TorchRendezvous(Meetings):
-    """torch's rendezvous.
-
-    Args:
-        parameters: where and how long.
-        host: of the server that holds its state.
-        port: of that server.
-        timeout_seconds: how long to wait for the other machines.
-        local_processes: ranks of this machine.
-        facts: what the machines must agree on.
-        machine_timeout: when a silent machine is given up; 0 for never.
-        forks: whether ranks are forks of this process.
-    """
+    """torch's rendezvous."""
 
     may_hang = True
 
-    def __init__(
-        self,
-        parameters: RendezvousParameters,
-        host: str,
-        port: int,
-        timeout_seconds: float,
-        *,
-        local_processes: int,
-        facts: Mapping[str, str],
-        machine_timeout: float,
-        forks: bool,
-    ) -> None:
-        self._parameters, self._place, self._timeout_seconds = parameters, (host, port), timeout_seconds
-        self._local_processes, self._facts, self._machine_timeout = local_processes, facts, machine_timeout
-        self._forks = forks
+    def __init__(self, job: ElasticJob) -> None:
+        super().__init__(job)
+        self.round = 0
         self._handler: RendezvousHandler | None = None
-        self._board: Board | None = None
-        self._server: StoreServer | None = None
-        self.run_id: str = parameters.run_id
 
     def meet(self, restarts: int) -> Meeting:
         with self._waiting():
@@ -85,9 +62,9 @@ class TorchRendezvous(Meetings):
                 ) from None
         assert info.bootstrap_store_info is not None
         host = info.bootstrap_store_info.master_addr
-        port = self._serve_ranks(info, host)
+        port = self._share_ranks_port(info, host)
         board = self._join_others(info, host) if info.world_size > 1 else None
-        former, self._board = self._board, board
+        former, self.board = self.board, board
         if former is not None:
             former.post(state=State.LEFT)
             former.close(0)
@@ -98,11 +75,20 @@ class TorchRendezvous(Meetings):
 
         torch would wait in one long call that no signal interrupts.
         """
-        host, port = self._place
-        seconds = self._timeout_seconds
-        if not is_local(host) and not wait_for_server(host, port, seconds):
+        seconds, options = self._timeout_seconds, self._job.rendezvous
+        if not is_local(self._host) and not wait_for_server(self._host, self._port, seconds):
             raise RendezvousTimeoutError(f"no server listened there for {seconds:g} s")
-        return get_rendezvous_handler(self._parameters)
+        parameters = RendezvousParameters(
+            backend=options.rdzv_backend,
+            endpoint=self.place,
+            run_id=self.run_id,
+            min_nodes=self._job.num_machines,
+            max_nodes=self._job.num_machines,
+            local_addr=_reachable_address(self._host),
+            # What c10d calls it, in whole seconds.
+            **{"join_timeout": str(math.ceil(seconds)), **rendezvous_settings(options.rdzv_conf)},
+        )
+        return get_rendezvous_handler(parameters)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -122,20 +108,17 @@ class TorchRendezvous(Meetings):
             ended.set()
 
     def _missing(self) -> str:
-        low, high = self._parameters.min_nodes, self._parameters.max_nodes
-        machines = f"{high}" if low == high else f"{low} to {high}"
-        host, port = self._place
-        lost = [] if self._board is None else [machine.named() for machine, _ in self._board.lost()]
+        lost = [] if self.board is None else [machine.named() for machine, _ in self.board.lost()]
         reason = f", after the loss of {', '.join(lost)}" if lost else ""
-        return f"{machines} machines to meet at {host}:{port}; here: {socket.gethostname()}{reason}"
+        return f"{self._job.num_machines} machines to meet at {self.place}; here: {socket.gethostname()}{reason}"
 
-    def _serve_ranks(self, info: RendezvousInfo, host: str) -> int:
+    def _share_ranks_port(self, info: RendezvousInfo, host: str) -> int:
         """Serve the store of the ranks on the machine of rank 0, which torch's rendezvous does not; return its port."""
         # Kept until all machines have met again: ranks that still run on other machines would fail without it.
-        former, self._server = self._server, None
+        former, self._rank_server = self._rank_server, None
         if info.rank == 0:
-            self._server = serve(listening_host(host), 0, forks=self._forks)
-            info.store.set(_RANKS_KEY, str(self._server.port))
+            self._rank_server = serve(listening_host(host), 0, forks=self._job.forks)
+            info.store.set(_RANKS_KEY, str(self._rank_server.port))
         port = int(info.store.get(_RANKS_KEY))
         if former is not None:
             former.close()
@@ -143,7 +126,7 @@ class TorchRendezvous(Meetings):
 
     def _join_others(self, info: RendezvousInfo, host: str) -> Board:
         """The board of this meeting, once all machines are on it."""
-        board = self._join(info, host)
+        board = self._join_meeting(info, host)
         try:
             board.wait(lambda: board.refusal is not None or len(board.machines()) == info.world_size, _JOIN_SECONDS)
             board.raise_if_refused()
@@ -155,18 +138,18 @@ class TorchRendezvous(Meetings):
             raise
         return board
 
-    def _join(self, info: RendezvousInfo, host: str) -> Board:
+    def _join_meeting(self, info: RendezvousInfo, host: str) -> Board:
         """Join the board, which the machine of rank 0 serves on a free port, and announces through the store."""
         me = Machine(
             info.rank,
             uuid.uuid4().hex,
             socket.gethostname(),
-            self._local_processes,
-            facts=self._facts,
+            self._job.local_processes,
+            facts=self._job.facts,
             round=0,
             state=State.RUNNING,
         )
-        token, give_up = token_of_run(), self._machine_timeout
+        token, give_up = token_of_run(), self._job.rendezvous.machine_timeout
         if info.rank == 0:
             hub = Hub(me, listening_host(host), 0, token, info.world_size, give_up, say)
             info.store.set(_BOARD_KEY, str(hub.port))
@@ -186,7 +169,18 @@ class TorchRendezvous(Meetings):
             self._handler.shutdown()
 
     def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        if self._board is not None:
-            self._board.close()
+        self._close_store()
+        if self.board is not None:
+            self.board.close()
+
+
+def _reachable_address(main: str) -> str | None:
+    """The address of this machine from which it reaches the main one; None for torch's choice, its host name.
+
+    A machine whose own name or main address resolves to 127.0.1.1 has none that the name tells.
+    """
+    try:
+        address = own_address(main)
+    except OSError:
+        return None  # no route now; the rendezvous says so
+    return None if is_loopback(address) and not is_loopback(main) else address

@@ -35,7 +35,7 @@ class ElasticLauncher(Launcher):
         level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):
             require("torch", purpose="starting more than one process", install="torch")
-            from ..elastic.agent import ElasticJob
+            from ..elastic.meeting import ElasticJob
             from ..elastic.output import OutputOptions
             from ..elastic.report import announce, signal_name
             from ..elastic.run import run_job
