@@ -122,7 +122,7 @@ PRIVATE_NAMES_SHARED = {
     "_reset_state": "of the reference's states, which clients call",
     "_from_accelerator": "an argument of the reference",
     "_from_accelerator_state": "an argument of the reference",
-    "_owner": "accel notes in the AcceleratorState which Accelerator made it",
+    "_owners": "accel notes in the AcceleratorState which Accelerators use it",
     "_read_names": "accel-megatron reads a part of a checkpoint",
 }
 # Private names of the standard library, of torch and of others that some distribution also defines.

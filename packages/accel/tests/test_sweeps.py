@@ -96,3 +96,44 @@ def test_trainings_whose_memory_was_freed_leave_nothing(ranks: int, tmp_path) ->
     for found in run_world(_freed_trainings, ranks, str(tmp_path), timeout=100):
         # The first has what all use; a tracker is ended when the next one starts.
         assert found[-1][0] <= found[1][0] and found[-1][1] <= found[1][1], found
+
+
+def test_garbage_is_collected_only_for_an_accelerator_that_needs_another_state() -> None:
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            collections.append(1)
+
+    def leave_in_a_cycle(**settings: Any) -> None:
+        accelerator = Accelerator(cpu=True, **settings)
+        accelerator.itself = accelerator  # type: ignore[attr-defined]
+
+    Accelerator(cpu=True).end_training()  # imports, which collect
+    gc.callbacks.append(note)
+    try:
+        leave_in_a_cycle()
+        first = Accelerator(cpu=True)
+        second = Accelerator(cpu=True)
+        second.end_training()
+        first.end_training()
+        assert not collections
+        leave_in_a_cycle(mixed_precision="bf16")
+        assert Accelerator(cpu=True).mixed_precision == "no" and collections
+        leave_in_a_cycle(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        assert Accelerator(cpu=True).state.fsdp_plugin is None
+        leave_in_a_cycle(dynamo_backend="eager")
+        assert Accelerator(cpu=True).state.dynamo_plugin.backend == "NO"
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_the_state_lasts_as_long_as_an_accelerator_that_uses_it() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    second = Accelerator(cpu=True)
+    del first
+    with pytest.raises(ConfigurationError, match="this process already has an Accelerator"):
+        Accelerator(cpu=True, mixed_precision="no")
+    assert second.mixed_precision == "bf16"
+    second.end_training()
+    assert Accelerator(cpu=True).mixed_precision == "no"

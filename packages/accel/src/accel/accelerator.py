@@ -1259,6 +1259,10 @@ class Accelerator(AcceleratorProperties):
         Raises:
             CheckpointError: a save started with ``blocking=False`` has failed.
         """
+        self._forget()
+        return release_memory(*objects)
+
+    def _forget(self) -> None:
         if self.startup_checks is not None:
             self.startup_checks.stop()
         self.prepared.forget()
@@ -1267,7 +1271,6 @@ class Accelerator(AcceleratorProperties):
         if isinstance(self.scaler, SharedGradScaler):
             self.scaler.forget()
         self._checkpointer.release()
-        return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """The same as :meth:`free_memory`."""
@@ -1296,7 +1299,9 @@ class Accelerator(AcceleratorProperties):
             try:
                 self._tracking.finish()
             finally:
-                self.free_memory()
+                # Without free_memory(): its garbage collection takes 0.2 s.
+                self._forget()
+                self.process_state.device_backend.empty_cache()
                 try:
                     self._checkpointer.close()
                 finally:

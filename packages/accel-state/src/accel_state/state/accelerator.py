@@ -156,7 +156,7 @@ class AcceleratorState(ProcessControl, SharedState):
         chosen.select(_from_accelerator_state=True)
 
     def _picklable(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_owner"}
+        return {name: value for name, value in self.__dict__.items() if name != "_owners"}
 
     def wait_for_everyone(self) -> None:
         PartialState().wait_for_everyone()

@@ -73,9 +73,14 @@ def build(
     """Initialise the process's state, and choose strategy and precision."""
     if strategy is not None:
         check_strategy(strategy, plugins)
-    _drop_stale_state()
+    shared = AcceleratorState._shared_state
+    public = {name for name, value in shared.items() if value is not None and not name.startswith("_")}
+    _drop_stale_state(public > {"dynamo_plugin"})  # the plugins of a strategy
     choice = Choice() if strategy is not None else choose(plugins)
-    state = _acquire_state(owner, _precision_of(choice.settings, mixed_precision), cpu, handlers)
+    precision_type = _precision_of(choice.settings, mixed_precision)
+    wanted = str(precision_type or CoreOptions.read("mixed_precision") or "no"), dynamo
+    _drop_stale_state(bool(shared) and wanted != (AcceleratorState().mixed_precision, shared["dynamo_plugin"]))
+    state = _acquire_state(owner, precision_type, cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
     if strategy is not None:
@@ -162,18 +167,26 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
         raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
 
 
-def _drop_stale_state() -> None:
-    """Reset the shared state of an Accelerator that no longer exists."""
-    holder = AcceleratorState._shared_state.get("_owner")
-    if holder is not None:
-        if holder() is not None:
-            gc.collect()  # an unused Accelerator may still be in a reference cycle
-        if holder() is None:
-            AcceleratorState._reset_state()
+def _drop_stale_state(differs: bool) -> None:
+    """Reset the shared state if none of its Accelerators exists any more.
+
+    Args:
+        differs: True if a state made now would differ from it. Only then is an unused Accelerator in a reference cycle
+            looked for: that takes a garbage collection of 0.2 s.
+    """
+    owners = AcceleratorState._shared_state.get("_owners")
+    if differs and owners and _existing(owners):
+        gc.collect()
+    if owners is not None and not _existing(owners):
+        AcceleratorState._reset_state()
+
+
+def _existing(owners: list[Any]) -> list[Any]:
+    return [owner for owner in owners if owner() is not None]
 
 
 def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
-    """The shared state, which belongs to the Accelerator that made it."""
+    """Return the shared state, which lasts as long as one of the Accelerators that use it."""
     created = not AcceleratorState._shared_state
     options = handlers.get(InitProcessGroupKwargs).to_kwargs()
     if PartialState._shared_state:
@@ -184,16 +197,17 @@ def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Han
         _from_accelerator=True,
         **options,
     )
-    if created:
-        state.__dict__["_owner"] = weakref.ref(owner)
+    owners = [] if created else state.__dict__.get("_owners")
+    if owners is not None:  # else the script has made the state
+        state.__dict__["_owners"] = [*_existing(owners), weakref.ref(owner)]
     return state
 
 
 def release_state(owner: object) -> None:
     """Release the shared state, so that the next Accelerator may choose another precision."""
-    holder = AcceleratorState._shared_state.get("_owner")
-    if holder is not None and holder() is owner:
-        AcceleratorState._shared_state["_owner"] = lambda: None
+    owners = AcceleratorState._shared_state.get("_owners", [])
+    # The first, which made the state, releases it for all.
+    owners[:] = [other for other in owners if owners[0]() is not owner and other() is not owner]
 
 
 def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
