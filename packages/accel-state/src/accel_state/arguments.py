@@ -56,9 +56,9 @@ def check_flag(name: str, value: Any, or_none: bool = False) -> None:
 
     The text "false" would count as true.
     """
-    allowed = (True, False, None) if or_none else (True, False)
-    if not any(value is item for item in allowed) and not (type(value) is int and value in (0, 1)):
-        raise ArgumentTypeError(f"{name}={value!r} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}.")
+    if value is True or value is False or (value is None and or_none) or (type(value) is int and value in (0, 1)):
+        return
+    raise ArgumentTypeError(f"{name}={value!r} must be {'True, False or None' if or_none else 'True or False'}.")
 
 
 def check_flags(settings: Any) -> None:

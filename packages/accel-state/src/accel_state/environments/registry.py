@@ -1,16 +1,4 @@
-"""The known launchers, and the one that started this process.
-
-They are detected in the order of nesting, innermost first: torchrun can run under mpirun or srun, and mpirun under
-srun, and processes inherit the variables of the outer launchers.
-
-1. ray_train (NODE_RANK and RANK in a process of Ray), whose variables are otherwise those of torchrun
-2. torchrun (RANK and WORLD_SIZE), also DeepSpeed's launcher, ``accel launch`` and variables set by the user
-3. openmpi (OMPI_COMM_WORLD_RANK)
-4. mvapich (MV2_COMM_WORLD_RANK)
-5. hydra: Intel MPI, MPICH, Cray PALS (PMI_RANK)
-6. slurm (SLURM_PROCID inside a step of srun)
-7. single: none of them
-"""
+"""The known launchers, and the one that started this process."""
 
 from __future__ import annotations
 
@@ -33,6 +21,17 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     },
 )
 
+# Variables without which a launcher did not start this process, in the order of nesting, innermost first: torchrun can
+# run under mpirun or srun, and mpirun under srun, and processes inherit the variables of the outer launchers.
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "ray_train": ("RAY_JOB_ID",),  # whose other variables are those of torchrun
+    "torchrun": ("RANK", "LOCAL_RANK"),  # also DeepSpeed's launcher, ``accel launch`` and variables set by the user
+    "openmpi": ("OMPI_COMM_WORLD_RANK",),
+    "mvapich": ("MV2_COMM_WORLD_RANK",),
+    "hydra": ("PMI_RANK",),  # Intel MPI, MPICH, Cray PALS
+    "slurm": ("SLURM_PROCID",),  # inside a step of srun
+}
+
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
     """The environment of this process.
@@ -43,6 +42,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     Raises:
         ConfigurationError: variables of the launcher are missing, not integers, or contradict each other.
     """
-    variables = Variables(os.environ if environ is None else environ)
-    candidates = (ENVIRONMENTS.load(name).read(variables) for name in ENVIRONMENTS)
-    return next(environment for environment in candidates if environment is not None)
+    environ = os.environ if environ is None else environ
+    variables = Variables(environ)
+    for name, needed in VARIABLES.items():
+        if any(variable in environ for variable in needed):
+            environment = ENVIRONMENTS.load(name).read(variables)
+            if environment is not None:
+                return environment
+    return ENVIRONMENTS.load("single").read(variables)

@@ -15,10 +15,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ..env import read_str, str_to_bool
+from ..env import all_variables, read_str, str_to_bool
 from ..errors import ConfigurationError
 
 _KIND_NAMES = {
@@ -300,19 +300,20 @@ class OptionGroup:
     # the option, and its value, without which the group has no effect, or None. While it is enabled, every
     # exported option of the group that is not None reaches the processes, defaults included
     enabled_by: ClassVar[tuple[str, Any] | None] = None
-    _declared: ClassVar[tuple[Option, ...]]
+    _declared: ClassVar[dict[str, Option]] = {}
+
+    def __init_subclass__(cls) -> None:
+        made = {}
+        for name, value in vars(cls).items():
+            if isinstance(value, dataclasses.Field):
+                annotation = cls.__annotations__[name]
+                made[name] = value.metadata[_METADATA_KEY](name, getattr(annotation, "__name__", str(annotation)))
+        cls._declared = {**cls._declared, **made}
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         """The declarations, in order."""
-        # Cached on the class itself: a subclass with more fields must not use its parent's.
-        if "_declared" not in vars(cls):
-            made = []
-            for field in fields(cls):
-                annotation = getattr(field.type, "__name__", str(field.type))  # a text, or a class
-                made.append(field.metadata[_METADATA_KEY](field.name, annotation))
-            cls._declared = tuple(made)
-        return cls._declared
+        return tuple(cls._declared.values())
 
     @classmethod
     def switch(cls) -> str:
@@ -323,19 +324,24 @@ class OptionGroup:
     @classmethod
     def declaration(cls, field: str) -> Option:
         """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting."""
-        return {opt.field: opt for opt in cls.options()}[field]
+        return cls._declared[field]
 
     @classmethod
     def read(cls, field: str, environ: Mapping[str, str] | None = None) -> Any:
         """Read one field from its environment variable; its default if the variable is unset or empty."""
-        opt = cls.declaration(field)
+        opt = cls._declared[field]
         value = read_variable(opt, environ)
         return opt.default if value is None else value
 
     @classmethod
     def from_environment(cls: type[G], environ: Mapping[str, str] | None = None) -> G:
         """Read the group from environment variables; unset and empty ones leave the default."""
-        return cls(**{opt.field: cls.read(opt.field, environ) for opt in cls.options()})
+        present = set(all_variables() if environ is None else environ)
+        values = {}
+        for opt in cls._declared.values():
+            if not present.isdisjoint((opt.env, *opt.other_envs)):
+                values[opt.field] = cls.read(opt.field, environ)
+        return cls(**values)
 
     @classmethod
     def from_mapping(cls: type[G], mapping: Mapping[str, Any]) -> G:
@@ -404,8 +410,10 @@ def read_variable(opt: Option, environ: Mapping[str, str] | None = None) -> Any:
 
 def set_variable(opt: Option, environ: Mapping[str, str] | None = None) -> str | None:
     """The name of the variable that sets the option; None if there is none, or it is empty."""
-    names = (opt.env, *opt.other_envs)
-    return next((name for name in names if name and read_str(name, environ=environ) is not None), None)
+    for name in (opt.env, *opt.other_envs):
+        if name and read_str(name, environ=environ) is not None:
+            return name
+    return None
 
 
 def look_up(mapping: Mapping[str, Any], key: str | None) -> Any:

@@ -85,7 +85,10 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
