@@ -7,8 +7,8 @@ import pytest
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
-from accel.setup.registry import PLUGINS, STRATEGIES
-from accel.setup.strategy_choice import FAMILIES, choose
+from accel.setup.registry import FAMILIES, PLUGINS, STRATEGIES
+from accel.setup.strategy_choice import choose
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParadigmOptions, load_groups, resolve
 
@@ -39,19 +39,18 @@ def test_switched_off_is_no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_script_and_launcher_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdp = FullyShardedDataParallelPlugin(fsdp_version=2)
-    assert choose({}).family is None and choose({"fsdp": fsdp}).settings is fsdp
+    assert choose({}) == {} and choose({"fsdp": fsdp})["fsdp"] is fsdp
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert choose({}).family == choose({"fsdp": fsdp}).family == "fsdp"
+    assert list(choose({})) == list(choose({"fsdp": fsdp})) == ["fsdp"]
     with pytest.raises(ConfigurationError, match="deepspeed.*fsdp"):
         choose({"deepspeed": object()})
     monkeypatch.setenv("ACCELERATE_FT", "true")
-    assert choose({"fsdp": fsdp}).combined == {"ft": None}
+    assert choose({"fsdp": fsdp}) == {"fsdp": fsdp, "ft": None}
 
 
 def test_families_that_do_not_combine_are_refused() -> None:
     mesh, fsdp = ParallelismConfig(dp_shard_size=1), FullyShardedDataParallelPlugin(fsdp_version=2)
-    choice = choose({"fsdp": fsdp, "mesh": mesh})
-    assert (choice.family, choice.settings, choice.combined) == ("mesh", mesh, {"fsdp": fsdp})
+    assert list(choose({"fsdp": fsdp, "mesh": mesh}).items()) == [("mesh", mesh), ("fsdp", fsdp)]
     with pytest.raises(ConfigurationError, match="fsdp.*deepspeed"):
         choose({"fsdp": fsdp, "deepspeed": object()})
 

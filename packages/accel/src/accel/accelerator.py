@@ -33,6 +33,7 @@ from accel_state.arguments import check_flag, check_number
 from accel_state.errors import check_type
 from accel_state.memory import release_memory
 from accel_state.operations.distributed import Reduction
+from accel_state.options import CoreOptions
 from accel_state.storage.url import Location
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
@@ -172,16 +173,22 @@ class Accelerator(AcceleratorProperties):
         self._tracking = TrackerRun(
             log_with, project.logging_dir, delivery=self.handlers.get(TrackingKwargs).to_delivery(), owner=self
         )
-        setup = config_resolution.build(
+        launched = CoreOptions.from_environment()
+        accumulation = config_resolution.accumulation_settings(
+            gradient_accumulation_steps, gradient_accumulation_plugin, launched.gradient_accumulation_steps
+        )
+        dynamo = config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin)
+        self.state: AcceleratorState
+        self.strategy: Strategy
+        self.precision: Precision
+        self.state, self.strategy, self.precision = config_resolution.build(
             self.handlers,
             owner=self,
             strategy=strategy,
+            launched=launched,
             mixed_precision=mixed_precision,
             cpu=cpu,
-            accumulation_plugin=config_resolution.accumulation_settings(
-                gradient_accumulation_steps, gradient_accumulation_plugin
-            ),
-            dynamo=config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin),
+            dynamo=dynamo,
             plugins={
                 "deepspeed": deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
                 "fsdp": fsdp_plugin,
@@ -190,36 +197,43 @@ class Accelerator(AcceleratorProperties):
                 "mesh": parallelism_config,
             },
         )
-        self.state: AcceleratorState = setup.state
-        self.process_state: PartialState = setup.process
-        self.gradient_state: GradientState = setup.gradient_state
-        self.strategy: Strategy = setup.strategy
-        self.precision: Precision = setup.precision
-        self.scaler: torch.amp.GradScaler | None = setup.precision.scaler
+        accumulation = self.strategy.accumulation(accumulation)
+        self.process_state: PartialState = self.strategy.state
+        self.gradient_state: GradientState = GradientState(accumulation)
+        self.scaler: torch.amp.GradScaler | None = self.precision.scaler
         self.prepared: Preparation = Preparation(
-            setup, self.dataloader_config, device_placement, step_scheduler_with_optimizer, self.rng_types
+            self.strategy,
+            self.precision,
+            self.handlers,
+            dynamo,
+            accumulation,
+            loaders,
+            device_placement,
+            step_scheduler_with_optimizer,
+            self.rng_types,
         )
         self._accumulation = Accumulation(
-            setup.process, setup.gradient_state, setup.accumulation_plugin, setup.strategy, self.prepared.models
+            self.process_state, self.gradient_state, accumulation, self.strategy, self.prepared.models
         )
-        self._accumulation.follow_elastic_loaders(self.dataloader_config, deterministic_reduction)
+        self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
         self.prepared.shard_listener = self._accumulation.elastic
-        if setup.strategy.replicas is not None:
-            self._tracking = setup.strategy.replicas.share_tracking(self._tracking)
-        self._checkpointer = Checkpointer(setup, self.prepared, self._accumulation, self._tracking, project)
+        replicas = self.strategy.replicas
+        if replicas is not None:
+            self._tracking = replicas.share_tracking(self._tracking)
+        self._checkpointer = Checkpointer(self.prepared, self._accumulation, self._tracking, project)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         self._is_of_reference = reference_scripts.are_written_in(caller)
-        reference_scripts.check_trainer(caller, setup.strategy)
+        reference_scripts.check_trainer(caller, self.strategy)
         self._checkpointer.loaders_from_start = self._is_of_reference
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
-        self.startup_checks = None if setup.strategy.uses_engine else StartupChecks(self.prepared)
+        self.startup_checks = None if self.strategy.uses_engine else StartupChecks(self.prepared)
         """Look for mistakes of training loops in the first backward passes; set it to None to run without them."""
-        if setup.strategy.replicas is not None:
-            setup.strategy.replicas.follow(self)
-        self._monitor = monitoring.start(monitor, self)
+        if replicas is not None:
+            replicas.follow(self)
+        self._monitor = monitoring.start(monitor, launched, self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers and measurements belong to this process; a monitor replaces some methods.

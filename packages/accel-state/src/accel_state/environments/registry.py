@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..registry import Registry
 from .base import Environment, Variables
+from .single import SingleEnvironment
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
@@ -49,4 +50,4 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
             environment = ENVIRONMENTS.load(name).read(variables)
             if environment is not None:
                 return environment
-    return ENVIRONMENTS.load("single").read(variables)
+    return SingleEnvironment()

@@ -38,7 +38,6 @@ from accel_track.tracking import TrackerRun
 
 from ..core import weights_io
 from ..core.project import ProjectConfiguration
-from ..setup.config_resolution import Setup
 from ..setup.prepare import Preparation
 from ..training.gradient_accumulation import Accumulation
 from . import accumulation_state
@@ -59,7 +58,6 @@ class Checkpointer:
 
     def __init__(
         self,
-        setup: Setup,
         prepared: Preparation,
         accumulation: Accumulation,
         tracking: TrackerRun,
@@ -71,18 +69,18 @@ class Checkpointer:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self.loaders_from_start = False
         """Whether a loaded state leaves it to the script to move the loaders, as Accelerate does."""
-        self._process = setup.process
-        self._strategy = setup.strategy
-        self._scaler = setup.precision.scaler
+        self._process = prepared.strategy.state
+        self._strategy = prepared.strategy
+        self._scaler = prepared.precision.scaler
         self._prepared = prepared
         self._accumulation = accumulation
         self._tracking = tracking
-        rank = setup.process.process_index
+        rank = self._process.process_index
         self._runs_file = "trackers.json" if rank == 0 else f"trackers_{rank}.json"
         self._continues_runs = bool(tracking.log_with)
         self._memory = SharedMemory()
         self._background: BackgroundSave | None = None
-        self._background_collectives = BackgroundCollectives(setup.process)
+        self._background_collectives = BackgroundCollectives(self._process)
         self._uploader: Uploader | None = None
         self._newest_found: Location | None = None  # what `resume` and "latest" have found, on the process that looks
         self._replaces = False  # whether checkpoints of the directory may be replaced, as the run went on elsewhere

@@ -373,7 +373,7 @@ class EngineBuilder:
             )
         if stage == 3:
             self.plugin.set_moe_leaf_modules(group.model)
-        dynamo = self.preparation.setup.dynamo
+        dynamo = self.preparation.dynamo
         if dynamo.compiles:
             compile_function = compile_regions if dynamo.use_regional_compilation else compile_model
             compile_function(group.model, **dynamo.to_kwargs())
@@ -402,7 +402,7 @@ class EngineBuilder:
             mixed_precision=self.mixed_precision,
             micro_batch_sizes=tuple(self._micro_batch(obj) for obj in objects if isinstance(obj, DataLoader)),
             known_micro_batch_size=min(known, default=None),
-            gradient_accumulation_steps=preparation.setup.accumulation_plugin.num_steps or 1,
+            gradient_accumulation_steps=preparation.accumulation_plugin.num_steps or 1,
             model=group.model,
             optimizer=group.optimizer,
             scheduler=scheduler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from accel_data import DataLoaderConfiguration
@@ -13,7 +13,6 @@ from accel_state import (
     AcceleratorState,
     ConfigurationError,
     GradientAccumulationPlugin,
-    GradientState,
     PartialState,
     RNGType,
     get_logger,
@@ -32,7 +31,7 @@ from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from .strategy_choice import Choice, attach_strategy, attribute_of, check_strategy, choose, make_strategy
+from .strategy_choice import attach_strategy, attribute_of, check_strategy, choose, make_strategy
 
 logger: Final = get_logger(__name__)
 
@@ -45,40 +44,27 @@ class _Unset:
 UNSET: Any = _Unset()
 
 
-@dataclass
-class Setup:
-    """The objects that an Accelerator delegates to."""
-
-    state: AcceleratorState
-    process: PartialState
-    gradient_state: GradientState
-    accumulation_plugin: GradientAccumulationPlugin
-    handlers: Handlers
-    strategy: Strategy
-    precision: Precision
-    dynamo: TorchDynamoPlugin
-
-
 def build(
     handlers: Handlers,
     *,
     owner: object,
     strategy: Strategy | str | None = None,
+    launched: CoreOptions,
     mixed_precision: Any,
     cpu: bool,
-    accumulation_plugin: GradientAccumulationPlugin,
     dynamo: TorchDynamoPlugin,
     plugins: dict[str, Any],
-) -> Setup:
+) -> tuple[AcceleratorState, Strategy, Precision]:
     """Initialise the process's state, and choose strategy and precision."""
     if strategy is not None:
         check_strategy(strategy, plugins)
     shared = AcceleratorState._shared_state
     public = {name for name, value in shared.items() if value is not None and not name.startswith("_")}
     _drop_stale_state(public > {"dynamo_plugin"})  # the plugins of a strategy
-    choice = Choice() if strategy is not None else choose(plugins)
-    precision_type = _precision_of(choice.settings, mixed_precision)
-    wanted = str(precision_type or CoreOptions.read("mixed_precision") or "no"), dynamo
+    chosen = {} if strategy is not None else choose(plugins)
+    leading = dict(list(chosen.items())[:1])
+    precision_type = _precision_of(next(iter(leading.values()), None), mixed_precision, launched.mixed_precision)
+    wanted = str(precision_type or launched.mixed_precision or "no"), dynamo
     _drop_stale_state(bool(shared) and wanted != (AcceleratorState().mixed_precision, shared["dynamo_plugin"]))
     state = _acquire_state(owner, precision_type, cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
@@ -86,10 +72,10 @@ def build(
     if strategy is not None:
         strategy = attach_strategy(strategy, process, handlers)
     else:
-        strategy = make_strategy(choice, process, handlers)
-    launched = ActivationCheckpointingKwargs.launched()
-    if launched is not None:
-        handlers.add(launched)
+        strategy = make_strategy(chosen, process, handlers)
+    checkpointing = ActivationCheckpointingKwargs.launched()
+    if checkpointing is not None:
+        handlers.add(checkpointing)
     _check_checkpointing(handlers.all(ActivationCheckpointingKwargs), strategy, dynamo)
     if strategy.uses_engine and process.has_reconnected:
         raise ConfigurationError(
@@ -98,8 +84,8 @@ def build(
         )
     # For scripts that read the state; accel itself asks the strategy.
     state._distributed_type = strategy.distributed_type
-    chosen = {choice.family: choice.settings} if choice.family is not None and strategy.settings is not None else {}
-    for name, plugin in {**chosen, **strategy.active_plugins}.items():
+    in_use = {**(leading if strategy.settings is not None else {}), **strategy.active_plugins}
+    for name, plugin in in_use.items():
         setattr(state, attribute_of(name), plugin)
     if state.dynamo_plugin is None:
         state.dynamo_plugin = dynamo
@@ -107,17 +93,7 @@ def build(
     precision = PRECISIONS.load("no" if handled else state.mixed_precision)(process, handlers)
     if isinstance(precision.scaler, SharedGradScaler):
         strategy.configure_scaler(precision.scaler)
-    accumulation_plugin = strategy.accumulation(accumulation_plugin)
-    return Setup(
-        state=state,
-        process=process,
-        gradient_state=GradientState(accumulation_plugin),
-        accumulation_plugin=accumulation_plugin,
-        handlers=handlers,
-        strategy=strategy,
-        precision=precision,
-        dynamo=dynamo,
-    )
+    return state, strategy, precision
 
 
 def _check_checkpointing(
@@ -136,9 +112,8 @@ def _check_checkpointing(
         )
 
 
-def _precision_of(settings: Any, mixed_precision: Any) -> Any:
+def _precision_of(settings: Any, mixed_precision: Any, launched: str | None) -> Any:
     """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration."""
-    launched = CoreOptions.from_environment().mixed_precision
     # The launcher passes "no" where nothing was chosen.
     given = None if launched == "no" else launched
     source = f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
@@ -210,9 +185,10 @@ def release_state(owner: object) -> None:
     owners[:] = [other for other in owners if owners[0]() is not owner and other() is not owner]
 
 
-def accumulation_settings(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+def accumulation_settings(
+    steps: int, plugin: GradientAccumulationPlugin | None, launched: int | None
+) -> GradientAccumulationPlugin:
     """Settings of gradient accumulation; the launcher's number of steps overrides the script's."""
-    launched = CoreOptions.from_environment().gradient_accumulation_steps
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=launched or steps)
     hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -14,20 +14,22 @@ from torch.utils.data import DataLoader
 from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_data.elastic_loader import ShardListener
 from accel_data.other_loaders import is_known_loader
-from accel_state import AcceleratorState, RNGType
+from accel_state import AcceleratorState, GradientAccumulationPlugin, RNGType
 from accel_state.errors import ConfigurationError, check_type
 
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
-from ..core.compile import compile_model, compile_regions
+from ..contract.strategy import Strategy
+from ..core.compile import TorchDynamoPlugin, compile_model, compile_regions
 from ..core.nf4_weights import check_nf4, store_as_bytes
 from ..core.quantized_layers import keep_packing, load_scales
 from ..core.unwrap import extract_model_from_parallel
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.wrap_policy import find_units, transformer_policy
 from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
+from ..kwargs.base import Handlers
+from ..precision.full import Precision
 from ..training.muon import check_hidden, is_muon, spread
-from .config_resolution import Setup
 
 T = TypeVar("T")
 
@@ -35,30 +37,27 @@ PREPARED = "_is_accelerate_prepared"
 """The mark of prepared objects, which other libraries read and set."""
 
 
+@dataclass(eq=False, repr=False)
 class Preparation:
     """Prepares objects, and keeps those that were prepared."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        loaders: DataLoaderConfiguration,
-        device_placement: bool,
-        step_scheduler_with_optimizer: bool,
-        rng_types: list[RNGType | str],
-    ) -> None:
-        self.setup = setup
-        self.loader_settings = loaders
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = rng_types
-        self.models: list[nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.dataloaders: list[Any] = []
-        self.shard_listener: ShardListener | None = None  # of the elastic loaders
-        self.seeded_samplers: dict[int, SeedableRandomSampler] = {}  # by the index of their loader
-        self.local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
-        self._bytes_of_nf4: Any = None  # what became of 4-bit parameters, for optimizers that have them
+    strategy: Strategy
+    precision: Precision
+    handlers: Handlers
+    dynamo: TorchDynamoPlugin
+    accumulation_plugin: GradientAccumulationPlugin
+    loader_settings: DataLoaderConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: list[RNGType | str]
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    dataloaders: list[Any] = field(default_factory=list)
+    shard_listener: ShardListener | None = None  # of the elastic loaders
+    seeded_samplers: dict[int, SeedableRandomSampler] = field(default_factory=dict)  # by the index of their loader
+    local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
+    _bytes_of_nf4: Any = None  # what became of 4-bit parameters, for optimizers that have them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -75,11 +74,11 @@ class Preparation:
         fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
         for index in fresh:
             if is_muon(objects[index]):
-                _ = self.setup.strategy.matrix_collectives  # raises where Muon is refused
-        replaced = self.setup.precision.join_optimizer([objects[index] for index in fresh])
+                _ = self.strategy.matrix_collectives  # raises where Muon is refused
+        replaced = self.precision.join_optimizer([objects[index] for index in fresh])
         for index, obj in zip(fresh, replaced, strict=True):
             joined[index] = obj
-        prepared = list(self.setup.strategy.prepare_together(joined, self))
+        prepared = list(self.strategy.prepare_together(joined, self))
         for obj in (*self.models, *self.optimizers, *self.schedulers):
             _mark(obj)
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
@@ -100,7 +99,7 @@ class Preparation:
         check_type(model, nn.Module, "prepare_model", "Pass a model: a torch.nn.Module.")
         if is_prepared(model):
             return _add(self.models, model)
-        strategy, dynamo, process = self.setup.strategy, self.setup.dynamo, self.setup.process
+        strategy, dynamo, process = self.strategy, self.dynamo, self.strategy.state
         if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
             return _mark(prepared)
@@ -117,13 +116,13 @@ class Preparation:
                 f"of the {process.num_processes} processes would train a copy of it. Start one process, or load the "
                 "model without a device map; for inference prepare it with evaluation_mode=True."
             )
-        self.setup.precision.wrap_forward(extract_model_from_parallel(model))
+        self.precision.wrap_forward(extract_model_from_parallel(model))
         if (self.device_placement if device_placement is None else device_placement) and not dispatched:
             model = strategy.place(model)
         if not evaluation_mode:
             keep_packing(model, process.device)
             load_scales(model)
-            for settings in self.setup.handlers.all(ActivationCheckpointingKwargs):
+            for settings in self.handlers.all(ActivationCheckpointingKwargs):
                 blocks = transformer_policy(model, settings.block_names, settings.names_setting)
                 checkpoint_units(model, find_units(model, blocks), settings)
             model = strategy.wrap(model)
@@ -135,9 +134,9 @@ class Preparation:
         return _add(self.models, _mark(model))
 
     def _check_compilation(self, model: nn.Module) -> None:
-        if not self.setup.strategy.supports_compilation:
+        if not self.strategy.supports_compilation:
             raise ConfigurationError(
-                f"{type(self.setup.strategy).__name__} does not support compiled models: its calls send activations "
+                f"{type(self.strategy).__name__} does not support compiled models: its calls send activations "
                 "between ranks. Leave out dynamo_plugin and dynamo_backend."
             )
         checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -154,13 +153,13 @@ class Preparation:
             return _add(self.optimizers, optimizer)
         place = self.device_placement if device_placement is None else device_placement
         if is_muon(optimizer):
-            spread(optimizer, self.setup.strategy, self.models)
+            spread(optimizer, self.strategy, self.models)
         self._treat_groups(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.setup.precision.scaler)
+        prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
         prepared.treat_groups(self._treat_groups)
-        if self.setup.strategy.replicas is not None:
-            prepared.step_gate = self.setup.strategy.replicas.applies_step
-        self.setup.precision.watch(optimizer)
+        if self.strategy.replicas is not None:
+            prepared.step_gate = self.strategy.replicas.applies_step
+        self.precision.watch(optimizer)
         return _add(self.optimizers, _mark(prepared))
 
     def _treat_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +180,7 @@ class Preparation:
         """Point an optimizer at the parameters that have taken the place of those that it was built with."""
         if self._bytes_of_nf4 is not None:
             self._bytes_of_nf4.apply(optimizer)
-        self.setup.strategy.remap_optimizer(optimizer)
+        self.strategy.remap_optimizer(optimizer)
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler, with the prepared optimizer that it drives."""
@@ -204,7 +203,7 @@ class Preparation:
 
     def _updates_per_step(self) -> int:
         """How many batches of a loader's own size a global step has."""
-        strategy = self.setup.strategy
+        strategy = self.strategy
         if strategy.replicas is not None:
             return strategy.replicas.updates_per_step
         return strategy.data_collectives.world_size * strategy.batches_per_process
@@ -218,20 +217,20 @@ class Preparation:
         """Prepare a loader: its share of the data, and its device."""
         if is_prepared(data_loader):
             return _add(self.dataloaders, data_loader)
-        process = self.setup.process
+        process = self.strategy.state
         prepared = prepare_data_loader(
             data_loader,
             process.device,
             num_processes=process.num_processes,
             process_index=process.process_index,
-            torch_device_mesh=self.setup.strategy.data_mesh,
+            torch_device_mesh=self.strategy.data_mesh,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=list(self.rng_types),
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            batches_per_step=self.setup.strategy.batches_per_process,
+            batches_per_step=self.strategy.batches_per_process,
             **asdict(self.loader_settings),
         )
-        replicas, settings = self.setup.strategy.replicas, self.loader_settings
+        replicas, settings = self.strategy.replicas, self.loader_settings
         if replicas is not None:
             prepared = replicas.share_loader(prepared, settings.split_batches, settings.even_batches)
         if isinstance(prepared, ElasticLoader):

@@ -1,10 +1,9 @@
-"""Which strategy trains: a table of what can be asked for, and the functions that read it."""
+"""Which strategy trains, by what the script and the launcher ask for."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from accel_state import AcceleratorState, ConfigurationError, PartialState, get_logger
@@ -13,62 +12,20 @@ from accel_state.options import ParadigmOptions
 
 from ..contract.strategy import Strategy
 from ..kwargs.base import Handlers
-from .registry import PLUGINS, STRATEGIES
+from .registry import FAMILIES, PLUGINS, STRATEGIES
 
 logger: Final = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Family:
-    """A kind of training that a script or the launcher asks for.
-
-    Attributes:
-        argument: the argument of the Accelerator with its settings; empty if a script cannot pass any.
-        attribute: the attribute of :class:`AcceleratorState` that holds them.
-        switch: the option of the launcher, a field of :class:`ParadigmOptions`.
-        combines_with: the families whose settings may be given together with these.
-        replaceable: whether a device with a sharded strategy of its own takes these settings instead.
-    """
-
-    argument: str = ""
-    attribute: str = ""
-    switch: str = ""
-    combines_with: tuple[str, ...] = ()
-    replaceable: bool = False
-
-
-# By the name of the settings (``PLUGINS``). Of families that are combined, the first in this order leads: its settings
-# name the strategy, which gets those of the others.
-FAMILIES = {
-    "mesh": Family("parallelism_config", "parallelism_config", "use_parallelism_config", ("fsdp",), replaceable=True),
-    "fsdp": Family("fsdp_plugin", "fsdp_plugin", "use_fsdp", ("mesh", "ft"), replaceable=True),
-    "torch_tp": Family("torch_tp_plugin", "torch_tp_plugin", replaceable=True),
-    "deepspeed": Family("deepspeed_plugin", "deepspeed_plugins", "use_deepspeed"),
-    "megatron": Family("megatron_lm_plugin", "megatron_lm_plugin", "use_megatron_lm"),
-    "ft": Family(switch="ft", combines_with=("fsdp",)),
-}
-
-
-@dataclass
-class Choice:
-    """The families that were asked for; without one, the device and the number of processes decide.
-
-    Attributes:
-        family: the leading one.
-        settings: its settings: a plugin, or several by name.
-        combined: the settings of those combined with it, by family.
-    """
-
-    family: str | None = None
-    settings: Any = None
-    combined: dict[str, Any] = field(default_factory=dict)
-
-
-def choose(plugins: Mapping[str, Any]) -> Choice:
-    """What the script or the launcher asks for, or else what another Accelerator of this process uses.
+def choose(plugins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the script or the launcher asks for, or else what another Accelerator of this process uses.
 
     Args:
         plugins: the settings passed to the Accelerator, by family; None where there are none.
+
+    Returns:
+        The settings (a plugin, or several by name) by family, those of the leading one first. Without any, the device
+        and the number of processes decide.
 
     Raises:
         ConfigurationError: script and launcher contradict each other, or settings cannot be combined.
@@ -81,11 +38,7 @@ def choose(plugins: Mapping[str, Any]) -> Choice:
             f"settings were given for {', '.join(asked)}, but {' and '.join(conflict)} do not combine: one strategy "
             "trains a model. Pass the settings of one of them."
         )
-    if not asked:
-        return Choice()
-    leading, *others = sorted(asked, key=list(FAMILIES).index)
-    combined = {name: _settings_of(name, plugins.get(name)) for name in others}
-    return Choice(leading, _settings_of(leading, plugins.get(leading)), combined)
+    return {name: _settings_of(name, plugins.get(name)) for name in FAMILIES if name in asked}
 
 
 def launched_families() -> list[str]:
@@ -191,13 +144,17 @@ def _without(name: str, process: PartialState, handlers: Handlers) -> Strategy:
     return STRATEGIES.load("single")(process, handlers)
 
 
-def make_strategy(choice: Choice, process: PartialState, handlers: Handlers) -> Strategy:
-    """The strategy for a choice, on this process's device."""
-    device, name, settings = process.device_backend, choice.family, choice.settings
-    if name is None:
-        return STRATEGIES.load(device.strategy or _data_parallel(process))(process, handlers)
+def make_strategy(chosen: Mapping[str, Any], process: PartialState, handlers: Handlers) -> Strategy:
+    """Return the strategy for what :func:`choose` returned, on this process's device."""
+    device = process.device_backend
+    if not chosen:
+        data_parallel = "ddp" if process.use_distributed else "single"
+        return STRATEGIES.load(device.strategy or data_parallel)(process, handlers)
+    name = next(iter(chosen))
+    combined = dict(chosen)
+    settings = combined.pop(name)
     if FAMILIES[name].replaceable and device.sharded_strategy is not None:
-        return STRATEGIES.load(device.sharded_strategy)(process, handlers, settings, **choice.combined)
+        return STRATEGIES.load(device.sharded_strategy)(process, handlers, settings, **combined)
     if device.strategy is not None:
         available = sorted(family for family, entry in FAMILIES.items() if entry.replaceable)
         raise ConfigurationError(
@@ -209,7 +166,7 @@ def make_strategy(choice: Choice, process: PartialState, handlers: Handlers) -> 
     strategy = name
     if name in PLUGINS:
         strategy = next(iter(settings.values())).strategy if isinstance(settings, dict) else settings.strategy
-    if "ft" in choice.combined:
+    if "ft" in combined:
         if strategy != "fsdp2":
             raise ConfigurationError(
                 f"replicas that may be killed are sharded by FSDP version 2, and the settings are those of {strategy}. "
@@ -218,8 +175,4 @@ def make_strategy(choice: Choice, process: PartialState, handlers: Handlers) -> 
         return STRATEGIES.load("ft_fsdp2")(process, handlers, settings)
     if not process.use_distributed and not STRATEGIES.load(strategy).supports_single_process:
         return _without(name, process, handlers)
-    return STRATEGIES.load(strategy)(process, handlers, settings, **choice.combined)
-
-
-def _data_parallel(process: PartialState) -> str:
-    return "ddp" if process.use_distributed else "single"
+    return STRATEGIES.load(strategy)(process, handlers, settings, **combined)

@@ -63,15 +63,15 @@ class StartupChecks:
         if self._hook is not None:
             self.stop()
             return False
-        prepared, setup = self.prepared, self.prepared.setup
+        prepared = self.prepared
         _check_schedulers(prepared)
-        ranks = setup.strategy.data_collectives.world_size
-        if ranks > 1 or window_steps > 1 or setup.precision.scaler is not None:
+        ranks = prepared.strategy.data_collectives.world_size
+        if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None:
             # Until the second backward pass: no optimizer other than the prepared ones should step.
             this = weakref.ref(self)
             self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(this(), optimizer))
             weakref.finalize(self, self._hook.remove)
-        if ranks > 1 and not setup.strategy.shards_parameters and isinstance(loss, torch.Tensor):
+        if ranks > 1 and not prepared.strategy.shards_parameters and isinstance(loss, torch.Tensor):
             _check_parts(prepared, loss, ranks)
         return self._hook is not None
 
@@ -98,7 +98,7 @@ def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
 def _trains_prepared(prepared: Preparation, optimizer: Optimizer) -> bool:
     """True if an optimizer has parameters of a prepared model, or those that its preparation replaced."""
     of_models = {id(parameter) for model in prepared.models for parameter in model.parameters()}
-    replaced = prepared.setup.strategy.has_replaced
+    replaced = prepared.strategy.has_replaced
     return any(id(parameter) in of_models or replaced(parameter) for parameter in _parameters_of(optimizer))
 
 

@@ -39,18 +39,18 @@ class NoMonitor:
 NO_MONITOR = NoMonitor()
 
 
-def start(monitor: bool | None, accelerator: Any) -> NoMonitor:
+def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> NoMonitor:
     """The monitor of an Accelerator.
 
     Args:
         monitor: whether it is measured; None leaves it to the launcher (``accel launch --monitor``).
+        core: the launcher's options.
         accelerator: the Accelerator.
 
     Raises:
         MissingDependencyError: no monitor is installed.
         ConfigurationError: what the Accelerator does cannot be measured.
     """
-    core = CoreOptions.from_environment()
     launched = core.monitor or core.monitor_port is not None
     if not (launched if monitor is None else monitor):
         return NO_MONITOR
