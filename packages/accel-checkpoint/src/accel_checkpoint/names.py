@@ -23,6 +23,7 @@ GRADIENTS_NAME = "gradients"
 MANIFEST_NAME = "accel_manifest.json"
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
+AVERAGE_NAME = "moving_average"
 SHARD_TABLE_NAME = ".metadata"
 SHARD_SUFFIX = ".distcp"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -39,10 +40,11 @@ GRADIENTS_FILE = re.compile(rf"{GRADIENTS_NAME}_[0-9]+\.bin")
 
 _SHARD_FILE = re.compile(rf"^{FSDP_MODEL_NAME}|({re.escape(SHARD_TABLE_NAME)}|{re.escape(SHARD_SUFFIX)})$")
 _ENGINE_FILE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
-_CHECKPOINT_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_FOLDER}(_[1-9]\d*)?")
+_CHECKPOINT_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{AVERAGE_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_FOLDER}(_[1-9]\d*)?")
 _CHECKPOINT_FILE = re.compile(
-    r"(model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
-    r"|(pytorch_model_fsdp|optimizer)(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
+    r"((model|moving_average)(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
+    r"|(pytorch_model_fsdp|moving_average|optimizer)(_\d+)?(_rank\d+)?\.bin"
+    r"|(pytorch_model_fsdp|moving_average|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp)"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|random_states\.zip|gradients_\d+\.bin|"
     + re.escape(MANIFEST_NAME)
     + r")"

@@ -301,6 +301,20 @@ def drop_flat_gradients(flat: Any) -> None:
     vars(flat).pop("_saved_grad_shard", None)
 
 
+def free_gathered_flat_parameters(model: nn.Module) -> None:
+    """Free the gathered values of flat parameters, so that the next forward pass gathers the sharded ones again.
+
+    FSDP 1 keeps those of the root after a forward pass, also if the sharded ones are changed. FSDP 2: ``reshard()``.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for handle in [module._handle for module in modules if module._handle is not None]:
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):  # had a forward pass
+            handle.reshard(True)
+            handle.post_reshard()
+
+
 def set_sync_gradients(modules: Sequence[Any], flags: Sequence[bool]) -> list[bool]:
     """Set whether backward passes of FSDP 1 modules reduce gradients; returns the flags before.
 

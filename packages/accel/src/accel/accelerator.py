@@ -55,6 +55,7 @@ from .setup import config_resolution
 from .setup.prepare import Preparation
 from .setup.unprepared import StartupChecks, warn_about_returned
 from .training import lomo, monitoring
+from .training import moving_average as averages
 from .training.gather_for_metrics import gather_for_metrics
 from .training.gradient_accumulation import Accumulation, ItemReduction
 from .training.muon import refuse_alone
@@ -517,6 +518,8 @@ class Accelerator(AcceleratorProperties):
         """
         if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
             check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
+        if self.prepared.applied:
+            averages.refuse_applied(self.prepared.applied, "backward()")
         checks = self.startup_checks
         if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
             self.startup_checks = None
@@ -601,6 +604,52 @@ class Accelerator(AcceleratorProperties):
         """
         check_type(module, nn.Module, "gathered_parameters", "Pass the model that prepare() returned, or its module.")
         return self.strategy.gathered_parameters(module)
+
+    def moving_average(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        multi_avg_fn: averages.Average | None = None,
+        use_buffers: bool = False,
+    ) -> averages.MovingAverage:
+        """Keep an exponential moving average (EMA) of a model's weights, or another average over the optimizer's steps.
+
+        Where models are sharded, each rank averages its parts. ``save_state`` and ``load_state`` include the average,
+        also on another number of processes: call this before ``load_state``. Averages of weights in 16 bits are in
+        float32. Frozen weights take no memory until they are trained.
+
+        Args:
+            model: a prepared model.
+            decay: the share of the former average in a new one: ``decay * average + (1 - decay) * weights``.
+            multi_avg_fn: another average, such as ``torch.optim.swa_utils.get_swa_multi_avg_fn()``, which replaces
+                ``decay``. It is called with lists of this rank's parts, so it must be elementwise.
+            use_buffers: average buffers too, such as the statistics of batch normalisation; those of integers are
+                copied. Otherwise the averages are evaluated with the model's own buffers.
+
+        Returns:
+            The average. Call ``update()`` after ``optimizer.step()``; ``applied()`` is a block in which the model has
+            the averages; ``copy_to_model()`` leaves them in it, and ``reset()`` starts again from the current weights.
+
+        Raises:
+            ConfigurationError: the model is not prepared, ``decay`` is not a number from 0 to below 1, or averages have
+                not been compared with one process under this strategy or precision.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model, optimizer = accelerator.prepare(model, optimizer)
+            >>> ema = accelerator.moving_average(model, decay=0.99)
+            >>> accelerator.backward(model(torch.ones(1, 10)).sum())
+            >>> optimizer.step()
+            >>> ema.update()
+            True
+            >>> with ema.applied():  # evaluate, or save the averages
+            ...     accelerator.save_model(model, "averaged")
+        """
+        check_type(model, nn.Module, "moving_average", "Pass the model that prepare() returned.")
+        check_flag("use_buffers", use_buffers)
+        decay = check_number("decay", decay, at_least=0, below=1)
+        return averages.start(model, self.prepared, str(self.mixed_precision), decay, multi_avg_fn, use_buffers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once per step; does nothing while they accumulate, or without a scale.
@@ -943,7 +992,7 @@ class Accelerator(AcceleratorProperties):
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
         if self.process_state.stands_by:
             return self._checkpointer.count_save(output_dir)
-        with self._monitor.part("saving"):
+        with self._monitor.part("saving"), averages.suspended(self.prepared.applied):
             return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
 
     def wait_for_save(self) -> None:
@@ -1018,6 +1067,8 @@ class Accelerator(AcceleratorProperties):
         if strict is not None:
             check_flag("strict", strict)
             load_model_func_kwargs["strict"] = strict
+        if self.prepared.applied:
+            averages.refuse_applied(self.prepared.applied, "load_state()")
         with self._monitor.part("loading"):
             self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
         self._monitor.loaded()
@@ -1136,7 +1187,7 @@ class Accelerator(AcceleratorProperties):
         state = self.strategy.state_dict(model, unwrap)
         if unwrap:
             quantized_layers.add_scales(model, state)
-        return state
+        return averages.own_memory(state, model) if self.prepared.applied else state
 
     def save_model(
         self,

@@ -170,6 +170,9 @@ class Checkpointer:
                 self._run_save_hooks(directory.partial, weights)
             objects = self._objects()
             gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
+            averages = [strategy.average_state(average.model, average) for average in objects.averages]
+            if gathered is not None:
+                strategy.gather_averages(averages, gathered)
             accumulation = self._accumulation
             step, windows = 0 if accumulation.current is None else accumulation.current.position, None
             if accumulation.has_accumulated:
@@ -184,6 +187,7 @@ class Checkpointer:
                     process.device_backend,
                     safe_serialization,
                     with_manifest=True,
+                    averages=averages if gathered is None else [],
                 )
                 if gathered is not None:
                     parts += gathered.parts
@@ -250,6 +254,7 @@ class Checkpointer:
             seeded_samplers=prepared.seeded_samplers,
             scaler=self._scaler,
             local_sgd=prepared.local_sgd,
+            averages=prepared.averages,
             registered=self.custom_objects,
         )
 
@@ -434,6 +439,8 @@ class Checkpointer:
                 prepared.local_sgd = active if local is None else local
             else:
                 active.load_state_dict(local)
+            for average in prepared.averages:
+                average.count_from_here()
             # Last, because everything before may have drawn random numbers.
             reader.restore_rng()
             if process.num_processes > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_checkpoint.names import (
+    AVERAGE_NAME,
     LOADER_NAME,
     OPTIMIZER_NAME,
     SAMPLER_NAME,
@@ -39,6 +40,7 @@ class TrainingObjects:
     seeded_samplers: Mapping[int, SeedableRandomSampler]  # see :func:`seeded_samplers`
     scaler: torch.amp.GradScaler | None = None  # the loss scaler
     local_sgd: Any = None  # the LocalSGD whose block runs
+    averages: Sequence[Any] = ()  # the moving averages of models
     registered: Sequence[Any] = ()  # the objects of ``register_for_checkpointing``
 
 
@@ -51,6 +53,7 @@ def collect(
     device: Device,
     safe_serialization: bool,
     with_manifest: bool = False,
+    averages: Sequence[dict[str, Any]] = (),
 ) -> list[Part]:
     """The files of a checkpoint. Every rank must call it."""
     parts: list[Part] = []
@@ -60,6 +63,8 @@ def collect(
             parts.append(WeightsPart(name, safetensors_content(state_dict)))
         else:
             parts.append(Part(numbered(MODEL_NAME, index, "bin"), state_dict))
+    for index, state_dict in enumerate(averages):
+        parts.append(WeightsPart(numbered(AVERAGE_NAME, index, "safetensors"), safetensors_content(state_dict)))
     for stem, group in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, objects.schedulers)):
         for index, obj in enumerate(group):
             parts.append(Part(numbered(stem, index, "bin"), obj.state_dict(), f"{stem} {index}"))
@@ -82,6 +87,8 @@ def collect(
             own.setdefault("comm_hooks", {})[index] = hook
     if hasattr(objects.local_sgd, "local_sgd_steps"):
         own["local_sgd"] = objects.local_sgd.state_dict()
+    if objects.averages:
+        own["averages"] = [average.num_updates for average in objects.averages]
     if with_manifest:
         own[MANIFEST_MARK] = True
     parts.append(Part(rng_file(rank), own, each_rank=True, is_small=own.keys().isdisjoint(("comm_hooks", "local_sgd"))))

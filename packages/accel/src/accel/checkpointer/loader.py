@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from accel_checkpoint import rng_state
 from accel_checkpoint.catalog import why_no_checkpoint
 from accel_checkpoint.manifest import Manifest, Verification, Workers
 from accel_checkpoint.names import (
+    AVERAGE_NAME,
     CUSTOM_FILE,
     GRADIENTS_FILE,
     LOADER_NAME,
@@ -179,6 +180,8 @@ class StateReader:
             self._read_models(models, options)
             for optimizer, state, path in self._read_objects(OPTIMIZER_NAME, objects.optimizers):
                 self.reversible.append(loading_optimizer(optimizer, state, path))
+        if strategy is not None:
+            self._read_averages(objects.averages, strategy, layouts)
         for scheduler, state, path in self._read_objects(SCHEDULER_NAME, objects.schedulers):
             check_scheduler(scheduler, state, path)
             self.reversible.append(loading(scheduler, state, path))
@@ -311,7 +314,7 @@ class StateReader:
         strategy: Strategy,
         layouts: Mapping[int, Layout] | None,
     ) -> None:
-        from ..fsdp.checkpoint.files import ShardedReader, plan
+        from ..fsdp.checkpoint.files import plan
         from ..fsdp.checkpoint.state_dicts import owner_of
 
         others = [name for name in options if name != "strict"]
@@ -319,15 +322,7 @@ class StateReader:
             logger.warning_once(f"load_state got {', '.join(others)}, which has no effect on sharded models.")
         if layouts is None:
             layouts = {id(model): strategy.layout(model) for model in models}
-        reader = ShardedReader(
-            directory=self.folder,
-            names=set(self.names),
-            rank=self._rank,
-            world_size=self._process.num_processes,
-            read=self._read,
-            read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
-            source=lambda directory: None if self._remote is None else self._remote.source(directory.name),
-        )
+        reader = self._sharded_reader()
         owned = []
         for index, optimizer in enumerate(optimizers):
             model = owner_of(optimizer, models, f"optimizer {index}")
@@ -340,6 +335,34 @@ class StateReader:
         self.check_count("optimizer", reader.count_optimizers(), len(owned))
         changes, self.collective = plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self.changes += changes
+        self._read_names |= reader.used
+
+    def _sharded_reader(self) -> Any:
+        from ..fsdp.checkpoint.files import ShardedReader
+
+        return ShardedReader(
+            directory=self.folder,
+            names=set(self.names),
+            rank=self._rank,
+            world_size=self._process.num_processes,
+            read=self._read,
+            read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
+            source=lambda directory: None if self._remote is None else self._remote.source(directory.name),
+        )
+
+    def _read_averages(self, averages: Sequence[Any], strategy: Strategy, layouts: Mapping[int, Layout] | None) -> None:
+        """Read the moving averages, which are loaded after the weights that they are averages of."""
+        if not averages and not any(name.startswith(AVERAGE_NAME) for name in self.names):
+            return
+        reader = self._sharded_reader()
+        self.check_count("moving average", reader.count_averages(), len(averages))
+        updates = self.own.get("averages", [])
+        for index, average in enumerate(averages):
+            layout = strategy.layout(average.model) if layouts is None else layouts[id(average.model)]
+            state = reader.average(index, layout)
+            number = updates[index] if isinstance(updates, list) and index < len(updates) else None
+            number = require_number(number, f"{self.folder / self._own_file}: averages")
+            self.changes.append(average.plan_load(state, layout, number, self.folder))
         self._read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> list[tuple[Any, Any, Path]]:

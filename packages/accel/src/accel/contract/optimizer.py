@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class AcceleratedOptimizer(Optimizer):
     _stepped_in: MicroBatch | None = None  # the last in which step was called
     _clears_first: bool = False  # whether the loop calls zero_grad before step
     _has_used: bool = False  # whether a step has used gradients that were not cleared since
+    averages: Sequence[Any] = ()  # the moving averages of the prepared models
 
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
@@ -197,6 +198,8 @@ class AcceleratedOptimizer(Optimizer):
             return None
         self._has_used = True
         self._treat_new_groups()
+        for average in self.averages:
+            average.before_step(self)
         if self.steps_taken == 0 and closure is None:
             warn_without_gradients(self.optimizer)
         if self.step_gate is not None:
@@ -243,7 +246,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in")
+        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

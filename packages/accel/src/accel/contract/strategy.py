@@ -17,7 +17,7 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import foreach_mul_
 from ..core.placing import move
 from ..core.types import Gathered, Layout
-from ..core.unwrap import extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
+from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
@@ -44,6 +44,7 @@ class Strategy:
         supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
         trains_nf4: whether models with weights in torchao's NF4 have been compared with it.
         checkpoints_blocks: whether ``ActivationCheckpointingKwargs`` has been compared with it.
+        averages_weights: whether moving averages of weights have been compared with one process.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
@@ -61,6 +62,7 @@ class Strategy:
     checkpoints_blocks: ClassVar[bool] = False
     uses_engine: ClassVar[bool] = False
     supports_compilation: ClassVar[bool] = True
+    averages_weights: bool = False
     data_mesh: Any = None
     sequences: Sequences = Sequences()
     gradients: AccumulatedGradients = AccumulatedGradients()
@@ -226,6 +228,27 @@ class Strategy:
                 "parameters in the model's forward, or train with FSDP 2."
             )
         return nullcontext()
+
+    # -- moving averages of weights ----------------------------------------------------------------------------------
+
+    def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters of which this rank averages its parts, by name; see :meth:`reshard`."""
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        return {clean_name(name): parameter for name, parameter in inner.named_parameters()}
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free gathered parameters, so that the model has the sharded ones and its next call gathers their values."""
+
+    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
+        """A :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
+        return dict(average.averages)
+
+    def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:
+        """Add the results of :meth:`average_state` to those of :meth:`gather_state`. Every rank must call it."""
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        """Replace averages by those of a checkpoint, which have been checked. Every rank must call it."""
+        average.averages.update(state)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from ..fsdp.wrap_policy import find_units, transformer_policy
 from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from ..kwargs.base import Handlers
 from ..precision.full import Precision
+from ..training.moving_average import MovingAverage, Swap
 from ..training.muon import check_hidden, is_muon, spread
 
 T = TypeVar("T")
@@ -54,6 +55,10 @@ class Preparation:
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     dataloaders: list[Any] = field(default_factory=list)
+    averages: list[MovingAverage] = field(default_factory=list)
+    applied: list[Swap] = field(
+        default_factory=list
+    )  # of the averages that are in models now; the innermost block is the last
     shard_listener: ShardListener | None = None  # of the elastic loaders
     seeded_samplers: dict[int, SeedableRandomSampler] = field(default_factory=dict)  # by the index of their loader
     local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
@@ -67,6 +72,7 @@ class Preparation:
         for optimizer in self.optimizers:
             if isinstance(optimizer, AcceleratedOptimizer):
                 optimizer.treat_groups(self._treat_groups)
+                optimizer.averages = self.averages
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
@@ -157,6 +163,7 @@ class Preparation:
         self._treat_groups(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
         prepared.treat_groups(self._treat_groups)
+        prepared.averages = self.averages
         if self.strategy.replicas is not None:
             prepared.step_gate = self.strategy.replicas.applies_step
         self.precision.watch(optimizer)
@@ -241,8 +248,9 @@ class Preparation:
         return _add(self.dataloaders, _mark(prepared))
 
     def forget(self) -> None:
-        for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.seeded_samplers):
+        for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.averages):
             prepared.clear()
+        self.seeded_samplers.clear()
         self.local_sgd = None
 
 

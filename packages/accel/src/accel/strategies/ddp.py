@@ -145,6 +145,7 @@ class DDPStrategy(Strategy):
     supports_elastic = True
     trains_nf4 = True
     checkpoints_blocks = True
+    averages_weights = True
     _in_order = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:

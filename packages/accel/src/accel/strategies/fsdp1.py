@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,14 +29,17 @@ from .._torch_compat import (
     drop_flat_gradients,
     flat_gradients,
     flat_parameters,
+    free_gathered_flat_parameters,
     hybrid_shard_zero2,
     set_sync_gradients,
 )
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
 from ..core.quantized_layers import start_with_scales_of_rank_0
+from ..core.types import Layout
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
+from ..fsdp.checkpoint.state_dicts import plan_model
 from ..fsdp.meta_init import allocate_and_fill, owners_of, start_from_rank_0
 from ..fsdp.unit_dtypes import check_requires_grad, parameters_of_units, unify_dtypes
 from ..fsdp.wrap_policy import find_units, owned_by
@@ -129,6 +134,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._frozen.remember(wrapped, wrapped)
         self._refuse_pieces(wrapped)
         self.ties[wrapped] = ties
+        self.guard(wrapped)
         return wrapped
 
     def _initial_weights(self, model: nn.Module) -> dict[str, Any]:
@@ -295,6 +301,38 @@ class FSDP1Strategy(ShardedStrategy):
         references = [self._merged_into[parameter] for parameter in parameters if parameter in self._merged_into]
         flats = {id(flat): flat for reference in references if (flat := reference()) is not None}
         return [gradient for flat in flats.values() for gradient in flat_gradients(flat)]
+
+    def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        units = list(flat_parameters(model))
+        merged = {id(item) for unit in units for item in [unit.flat, *unit.originals]}
+        whole = {name: item for name, item in super().averaged_parameters(model).items() if id(item) not in merged}
+        half = [
+            unit.flat
+            for unit in units
+            if unit.flat.requires_grad and unit.flat.dtype in (torch.float16, torch.bfloat16)
+        ]
+        if half:
+            raise ConfigurationError(
+                f"a moving average is in float32, and fsdp_version=1 cannot save it for a model whose weights are in "
+                f"{half[0].dtype}. Load the model in float32 and set mixed_precision, or set fsdp_version=2."
+            )
+        return {**{f"flat parameter {number}": unit.flat for number, unit in enumerate(units)}, **whole}
+
+    def reshard(self, model: nn.Module) -> None:
+        free_gathered_flat_parameters(model)
+
+    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
+        # Flat parameters have no names in files, so the model itself is saved with the averages in it.
+        with average.swapped():
+            state = self.weights_to_save(model)
+            return {name: value if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        with average.swapped():
+            plan_model(layout, state, strict=False, path=Path("memory"))()
+            self.reshard(average.model)
+            for name, part in average.parts().items():
+                average.averages[name].copy_(part)
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return self._groups.get(parameter, ())

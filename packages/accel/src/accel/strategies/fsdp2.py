@@ -158,6 +158,8 @@ class FSDP2Strategy(ShardedStrategy):
                 if isinstance(module, FSDPModule):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            self.guard(model)
         return model
 
     def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -320,6 +322,11 @@ class FSDP2Strategy(ShardedStrategy):
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         scale_to_norm([local(item) for item in gradients], norm, max_norm)
         return norm
+
+    def reshard(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return groups_over(parameter)

@@ -44,6 +44,7 @@ class FaultTolerantStrategy(Strategy, Replicas):
 
     supports_elastic = False
     trains_nf4 = False
+    averages_weights = False
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         self._check_processes(state)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_checkpoint.names import AVERAGE_NAME
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..contract.strategy import Strategy
+from ..core.fused_dtensor import full_tensor, pack, packed_shapes, unpack
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
 from ..core.quantized_layers import add_scales, check_sharded
 from ..core.types import Gathered, Layout
-from ..core.unwrap import names_in_order
-from ..fsdp.checkpoint.files import gather
+from ..core.unwrap import clean_name, names_in_order
+from ..fsdp.checkpoint.files import gather, gather_one
 from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
 from ..fsdp.param_remap import Replacements, step_kinds_apart
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
@@ -37,6 +41,7 @@ class ShardedStrategy(Strategy):
     distributed_type: DistributedType | None = DistributedType.FSDP
     supports_single_process = False
     skips_gradient_sync = True
+    averages_weights = True
     fsdp_version: ClassVar[int]
     settings: FullyShardedDataParallelPlugin  # how to shard; by default as the launcher says
     outside_advice: ClassVar[str]
@@ -134,6 +139,12 @@ class ShardedStrategy(Strategy):
                 main_process_only=True,
             )
 
+    def guard(self, model: nn.Module) -> None:
+        """Refuse to copy a sharded model, and to load a full state dict into its parts, in errors that help."""
+        refuse: Any = _refuse_copy
+        model.__deepcopy__ = partial(refuse, type(model).__name__)  # type: ignore[assignment]
+        model.register_load_state_dict_pre_hook(partial(_check_state, self))
+
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         """The process groups that hold the other parts of a parameter; empty if this rank holds all of it."""
         return ()
@@ -185,6 +196,38 @@ class ShardedStrategy(Strategy):
         settings = self.settings
         return gather(settings.state_dict_type, weights, pairs, self.state.collectives, settings.sharded_state_format)
 
+    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
+        parameters, shapes = self.averaged_parameters(model), packed_shapes(model)
+        state = {}
+        for name, value in average.averages.items():
+            parameter = parameters.get(name)
+            if isinstance(parameter, DTensor):
+                part = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                local(part).copy_(value)
+                value = pack(part, shapes.get(name))
+            state[name] = value
+        if self.settings.state_dict_type.name != "FULL_STATE_DICT":
+            return state
+        gathered = {}
+        for name, value in state.items():
+            full = full_tensor(value)
+            if self.state.is_main_process:
+                gathered[name] = full.to("cpu", copy=True)
+        return gathered
+
+    def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:
+        kind, everyone, shard_format = (
+            self.settings.state_dict_type,
+            self.state.collectives,
+            self.settings.sharded_state_format,
+        )
+        for index, state in enumerate(states):
+            gather_one(kind, AVERAGE_NAME, index, state, everyone, into=gathered, shard_format=shard_format)
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        parts = {name: local(unpack(value)) for name, value in state.items()}
+        super().load_average(average, parts, layout)
+
     def layout(self, model: nn.Module) -> Layout:
         return layout_of(model, self.ties.get(model, ()))
 
@@ -198,3 +241,45 @@ class ShardedStrategy(Strategy):
         if not self.is_wrapped(model):
             return super().state_dict(model, unwrap)
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=unwrap, cpu_offload=unwrap))
+
+
+_KEEP = (
+    "To keep weights and put them back: best = accelerator.moving_average(model, use_buffers=True); best.reset() keeps "
+    "the current ones, best.copy_to_model() puts them back"
+)
+
+
+def _refuse_copy(name: str, memo: Any) -> Any:
+    raise ConfigurationError(
+        f"copy.deepcopy cannot copy the {name}, whose parameters are sharded. Copy the model before prepare(), and "
+        f"prepare both. For an average of its weights (EMA): accelerator.moving_average(model). {_KEEP}."
+    )
+
+
+def _check_state(
+    strategy: ShardedStrategy,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    *others: Any,
+) -> None:
+    """Refuse a full state dict: ranks other than the first have none, or the parameters are parts of tensors."""
+    if strategy.fsdp_version == 2:
+        strategy.reshard(model)  # otherwise values would be loaded into gathered parameters, which are freed
+    parameters = {clean_name(name): item for name, item in model.named_parameters(remove_duplicate=False)}
+    whole = None
+    for name, value in state.items():
+        is_sharded = isinstance(parameters.get(clean_name(name)), DTensor)
+        if is_sharded and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            whole = name
+            break
+    if whole is not None or (strict and not state):
+        what = f"{whole} as a full tensor" if whole is not None else "an empty state dict"
+        raise ConfigurationError(
+            f"load_state_dict of the {type(model).__name__} got {what}, but its parameters are sharded (get_state_dict "
+            f"gives the full ones to the main process only). {_KEEP}. To load a full state dict of the main process: "
+            "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, "
+            "broadcast_from_rank0=True)) of torch.distributed.checkpoint.state_dict, on every rank."
+        )

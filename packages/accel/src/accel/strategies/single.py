@@ -14,6 +14,7 @@ class SingleStrategy(Strategy):
     supports_elastic = True
     trains_nf4 = True
     checkpoints_blocks = True
+    averages_weights = True
 
     @property
     def matrix_collectives(self) -> Collectives:

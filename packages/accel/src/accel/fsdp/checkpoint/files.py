@@ -13,7 +13,7 @@ With ``sharded_state_format="safetensors"`` the directory of a model has whole t
 format instead, and an index of them.
 
 Further models have their index: ``pytorch_model_fsdp_1.bin``, ``pytorch_model_fsdp_1/``,
-``pytorch_model_fsdp_1_rank0.bin``.
+``pytorch_model_fsdp_1_rank0.bin``. A moving average has files like those of a model, named ``moving_average``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accel_checkpoint.names import AVERAGE_NAME, OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from accel_checkpoint.names import OPTIMIZER_NAME, SHARD_TABLE_NAME, CheckpointError, numbered
 from accel_checkpoint.parts import Part
 from accel_checkpoint.sharded.whole_tensors import whole_state
 from accel_checkpoint.sharded.writer import shard_state
@@ -44,6 +44,9 @@ from ...core.types import Gathered, Layout
 from ...core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from . import state_dicts
 from .state_dicts import State
+
+_OF_MODELS: Final = ((MODEL_STEM, "bin"), (SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin"))
+_OF_AVERAGES: Final = ((AVERAGE_NAME, "safetensors"), (AVERAGE_NAME, "bin"))
 
 
 def gather(
@@ -84,7 +87,7 @@ def gather_one(
             state = state_dicts.full_optimizer_state(state, on_disk if rank == 0 else None)
         gathered.parts.append(Part(numbered(stem, index, "bin"), state, what))
     elif kind is StateDictType.SHARDED_STATE_DICT and use_dcp:
-        root = "model" if stem == MODEL_STEM else "optimizer"
+        root = "optimizer" if stem == OPTIMIZER_NAME else "model"
         shard = whole_state if shard_format == "safetensors" and root == "model" else shard_state
         parts, finalizer = shard({root: state}, f"{stem}_{index}", collectives)
         gathered.parts.extend(parts)
@@ -151,14 +154,22 @@ class ShardedReader:
     def count_optimizers(self) -> int:
         return self.count(OPTIMIZER_NAME)
 
-    def model(self, index: int, layout: Layout) -> State:
-        if self._has_shards(MODEL_STEM, index):
-            directory = self._shards(MODEL_STEM, index)
+    def count_averages(self) -> int:
+        return self.count(AVERAGE_NAME)
+
+    def average(self, index: int, layout: Layout) -> State:
+        return self.model(index, layout, _OF_AVERAGES)
+
+    def model(self, index: int, layout: Layout, files: Sequence[tuple[str, str]] = _OF_MODELS) -> State:
+        """Read the weights of a model, from shards or from the first of the ``files``: (stem, suffix)."""
+        own = files[0][0]
+        if self._has_shards(own, index):
+            directory = self._shards(own, index)
             return state_dicts.read_model(directory, layout, self.source(directory))
-        local_state = self._rank_state(MODEL_STEM, index)
+        local_state = self._rank_state(own, index)
         if local_state is not None:
             return {name: self._checked_part(layout, name, value) for name, value in local_state.items()}
-        for stem, suffix in ((MODEL_STEM, "bin"), (SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin")):
+        for stem, suffix in files:
             name = numbered(stem, index, suffix)
             if name in self.names:
                 self.used.add(name)

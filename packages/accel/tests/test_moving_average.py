@@ -1,0 +1,438 @@
+"""Moving averages of weights under each strategy, against torch's AveragedModel in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_models import BATCH, build, dataset, loss_of, stack
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from windows import assert_weights, copied
+
+from accel import Accelerator
+from accel.contract.strategy import Strategy
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.parallel.config import ParallelismConfig
+from accel_checkpoint.names import CheckpointError
+from accel_state import context
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the models are those of transformers"),
+]
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
+# Plugin and mesh; no plugin and no mesh is one process, or DDP.
+TWO: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {
+    "DDP": (None, {}),
+    "FSDP 1": ({"fsdp_version": 1, **BLOCKS}, {}),
+    "FSDP 1, whole files": ({"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", **BLOCKS}, {}),
+    "FSDP 1, not sharded": ({"fsdp_version": 1, "reshard_after_forward": "NO_SHARD"}, {}),
+    "FSDP 1, merged": ({"fsdp_version": 1, "use_orig_params": False, **BLOCKS}, {}),
+    "FSDP 2": ({"fsdp_version": 2, **BLOCKS}, {}),
+    "FSDP 2, one unit": ({"fsdp_version": 2, "reshard_after_forward": False}, {}),
+    "FSDP 2, whole files": ({"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT", **BLOCKS}, {}),
+    "tp": (None, {"tp_size": 2}),
+}
+FOUR: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {
+    "HSDP": ({"fsdp_version": 2, **BLOCKS}, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "dp_shard x tp": ({"fsdp_version": 2, **BLOCKS}, {"dp_shard_size": 2, "tp_size": 2}),
+}
+DECAY, STEPS, WINDOW = 0.7, 4, 2
+SAMPLES = dataset(STEPS * WINDOW)
+BATCHES = [stack(SAMPLES[start : start + BATCH]) for start in range(0, len(SAMPLES), BATCH)]
+
+
+def model_and_optimizer(frozen: bool = True) -> tuple[Any, Any]:
+    """A model with fused and tied weights, some of them frozen, and an optimizer that leaves rounding as it is."""
+    model = build("gpt2")
+    model.transformer.wpe.weight.requires_grad_(not frozen)
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def expected(frozen: bool, steps: int = STEPS) -> dict[str, Any]:
+    model, optimizer = model_and_optimizer(frozen)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in range(steps):
+        for batch in BATCHES[step * WINDOW : (step + 1) * WINDOW]:
+            (loss_of(model, batch) / WINDOW).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    loss = loss_of(average.module, BATCHES[0]).item()
+    return {"average": average.module.state_dict(), "weights": model.state_dict(), "loss": loss}
+
+
+def accelerator_of(settings: dict[str, Any] | None, mesh: dict[str, int], **more: Any) -> Accelerator:
+    plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
+    sizes = ParallelismConfig(**mesh) if mesh else None
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=sizes, **more)
+
+
+def can_freeze(name: str) -> bool:
+    return "merged" not in name
+
+
+class Run:
+    def __init__(self, settings: dict[str, Any] | None, mesh: dict[str, int], frozen: bool, folder: str = "") -> None:
+        self.accelerator = accelerator_of(settings, mesh, gradient_accumulation_steps=WINDOW)
+        model, optimizer = model_and_optimizer(frozen)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.average = self.accelerator.moving_average(self.model, DECAY)
+        if folder:
+            self.accelerator.load_state(folder)
+
+    def train(self, begin: int, end: int) -> None:
+        for micro, batch in enumerate(BATCHES[begin * WINDOW : end * WINDOW]):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(loss_of(self.model, batch))
+                self.optimizer.step()
+                stepped = self.average.update()
+                assert stepped == ((micro + 1) % WINDOW == 0) and not self.average.update()
+                self.optimizer.zero_grad()
+            if begin == 0 and micro in (2, 3):  # in an open window, and after it
+                with self.average.applied(), torch.no_grad():
+                    loss_of(self.model, batch)
+
+    def found(self) -> dict[str, Any]:
+        with torch.no_grad():
+            loss_of(self.model, BATCHES[0])  # leaves the weights gathered
+        with self.average.applied():
+            loss = loss_of(self.model, BATCHES[0]).item()
+            average = self.accelerator.get_state_dict(self.model)
+        weights = copied(self.accelerator.get_state_dict(self.model))
+        return {"average": average, "weights": weights, "loss": loss}
+
+
+def train_all(cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    found = {}
+    for name, (settings, mesh) in cases.items():
+        frozen = can_freeze(name)
+        with context.isolated():
+            run = Run(settings, mesh, frozen)
+            run.train(0, 2)
+            run.accelerator.save_state(f"{folder}/{name}")
+            run.train(2, STEPS)
+            found[name] = run.found()
+        with context.isolated():  # on the same ranks
+            run = Run(settings, mesh, frozen, f"{folder}/{name}")
+            run.train(2, STEPS)
+            found[f"{name}, resumed"] = run.found()
+    return found
+
+
+def resume_all(cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    found = {}
+    for name in cases:
+        with context.isolated():
+            run = Run(*cases[name], can_freeze(name), f"{folder}/{name}")
+            run.train(2, STEPS)
+            found[name] = run.found()
+    return found
+
+
+def check(found: dict[str, Any], cases: set[str]) -> None:
+    plains = {frozen: expected(frozen) for frozen in (True, False)}
+    assert set(found) == cases
+    for name, result in found.items():
+        plain = plains[can_freeze(name)]
+        assert_weights(result["average"], plain["average"], name, 1e-6)
+        assert_weights(result["weights"], plain["weights"], name, 1e-6)
+        assert result["loss"] == pytest.approx(plain["loss"], abs=1e-6), name
+
+
+def with_resumed(cases: dict[str, Any]) -> set[str]:
+    return {*cases, *(f"{name}, resumed" for name in cases)}
+
+
+def test_averages_equal_those_of_one_process(tmp_path: Path) -> None:
+    check(run_world(train_all, 2, TWO, str(tmp_path), timeout=390)[0], with_resumed(TWO))
+    one = {name: (None, {}) for name in TWO}
+    check(run_world(resume_all, 1, one, str(tmp_path), timeout=200)[0], set(one))
+
+
+def test_averages_of_one_process_are_loaded_on_two(tmp_path: Path) -> None:
+    name = "FSDP 2"
+    check(run_world(train_all, 1, {name: (None, {})}, str(tmp_path))[0], with_resumed({name: None}))
+    for other in ("FSDP 1", "FSDP 2", "tp"):
+        check(run_world(resume_all, 2, {name: TWO[other]}, str(tmp_path), timeout=200)[0], {name})
+
+
+@pytest.mark.slow
+def test_averages_on_meshes_of_two_axes(tmp_path: Path) -> None:
+    check(run_world(train_all, 4, FOUR, str(tmp_path), timeout=390)[0], with_resumed(FOUR))
+
+
+def small() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+
+
+def train_small(
+    accelerator: Accelerator | None, model: Any, optimizer: Any, steps: range, update: Callable[[], Any]
+) -> None:
+    for step in steps:
+        loss = model(inputs(step)).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        update()
+        optimizer.zero_grad()
+
+
+# torch cannot average integers, such as the number of batches, with equal weights.
+@pytest.mark.parametrize(("kind", "use_buffers"), [("ema", False), ("ema", True), ("swa", False)])
+def test_one_process_has_the_numbers_of_torch(kind: str, use_buffers: bool) -> None:
+    average_of = {"ema": get_ema_multi_avg_fn(0.8), "swa": get_swa_multi_avg_fn()}[kind]
+    plain, plain_optimizer = small()
+    reference = AveragedModel(plain, multi_avg_fn=average_of, use_buffers=use_buffers)
+    train_small(None, plain, plain_optimizer, range(5), lambda: reference.update_parameters(plain))
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*small())
+    average = accelerator.moving_average(
+        model, 0.8, multi_avg_fn=None if kind == "ema" else average_of, use_buffers=use_buffers
+    )
+    train_small(accelerator, model, optimizer, range(5), average.update)
+    with average.applied():
+        found = accelerator.get_state_dict(model)
+    counted = "1.num_batches_tracked"  # an average of integers makes no sense
+    for name, value in reference.module.state_dict().items():
+        assert name == counted or torch.equal(found[name], value), name
+    assert found[counted] == 5
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_steps_that_fp16_skips_do_not_count() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(*small())
+    average = accelerator.moving_average(model, 0.5)
+    updates = []
+    for factor in (1.0, float("inf"), 1.0):
+        accelerator.backward(model(inputs(0)).square().mean() * factor)
+        optimizer.step()
+        updates.append((average.update(), optimizer.step_was_skipped))
+        optimizer.zero_grad()
+    assert updates == [(True, False), (False, True), (True, False)]
+    assert average.num_updates == 2
+
+
+def test_weights_in_16_bits_have_averages_in_32(tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Any, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        model, _ = small()
+        model = model.bfloat16()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return accelerator, model, optimizer, accelerator.moving_average(model, 0.999)
+
+    accelerator, model, optimizer, average = prepared()
+    expected: Any = None
+    for step in range(5):
+        accelerator.backward(model(inputs(step).bfloat16()).square().mean())
+        optimizer.step()
+        average.update()
+        optimizer.zero_grad()
+        weight = model[0].weight.detach().float()
+        expected = weight.clone() if expected is None else expected.lerp_(weight, 1 - 0.999)
+    assert torch.equal(average.averages["0.weight"], expected)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator, model, optimizer, average = prepared()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(average.averages["0.weight"], expected) and average.num_updates == 5
+    with average.applied():
+        assert torch.equal(model[0].weight, expected.bfloat16())
+
+
+def test_frozen_weights_take_no_memory_and_may_be_trained_later() -> None:
+    plain, plain_optimizer = small()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*small())
+    plain[0].requires_grad_(False)
+    model[0].requires_grad_(False)
+    reference = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    average = accelerator.moving_average(model, 0.8)
+    for steps, thawed in ((range(3), False), (range(3, 6), True)):
+        plain[0].requires_grad_(thawed)
+        model[0].requires_grad_(thawed)
+        train_small(None, plain, plain_optimizer, steps, lambda: reference.update_parameters(plain))
+        train_small(accelerator, model, optimizer, steps, average.update)
+        assert ("0.weight" in average.averages) == thawed
+        with average.applied():
+            assert torch.equal(model[0].weight, reference.module[0].weight)
+            assert torch.equal(model[2].weight, reference.module[2].weight)
+
+
+def test_a_block_ends_with_the_weights_and_buffers_of_training(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*small())
+    average, slow = accelerator.moving_average(model, 0.5), accelerator.moving_average(model, 0.9)
+    train_small(accelerator, model, optimizer, range(4), lambda: (average.update(), slow.update()))
+    before = copied(model.state_dict())
+    with pytest.raises(KeyError, match="inner"), average.applied():
+        averaged = copied(model.state_dict())
+        assert torch.equal(averaged["0.weight"], average.averages["0.weight"])
+        model(inputs(9))  # changes the statistics
+        with pytest.raises(ValueError, match="innermost"), slow.applied():
+            assert torch.equal(model[0].weight, slow.averages["0.weight"])
+            raise ValueError("innermost")
+        assert torch.equal(model[0].weight, averaged["0.weight"])
+        kept = accelerator.get_state_dict(model)
+        accelerator.save_model(model, str(tmp_path / "averaged"))
+        accelerator.save_state(str(tmp_path / "state"))
+        assert torch.equal(model[0].weight, averaged["0.weight"])
+        assert torch.equal(model[1].running_mean, kept["1.running_mean"])
+        raise KeyError("inner")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(kept["0.weight"], averaged["0.weight"])
+    assert not torch.equal(kept["1.running_mean"], before["1.running_mean"])
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "averaged" / "model.safetensors")["0.weight"], averaged["0.weight"])
+    assert torch.equal(load_file(tmp_path / "state" / "model.safetensors")["0.weight"], before["0.weight"])
+    assert torch.equal(load_file(tmp_path / "state" / "moving_average.safetensors")["0.weight"], averaged["0.weight"])
+
+
+def test_training_in_a_block_is_an_error(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*small())
+    average = accelerator.moving_average(model)
+    train_small(accelerator, model, optimizer, range(1), average.update)
+    accelerator.save_state(str(tmp_path / "state"))
+    before = copied(model.state_dict())
+    with average.applied():
+        loss = model(inputs(0)).mean()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss.backward()
+        for call, name in (
+            (lambda: accelerator.backward(loss), r"backward\(\)"),
+            (optimizer.step, r"optimizer\.step\(\)"),
+            (average.update, r"update\(\)"),
+            (average.reset, r"reset\(\)"),
+            (average.copy_to_model, r"copy_to_model\(\)"),
+            (lambda: accelerator.load_state(str(tmp_path / "state")), r"load_state\(\)"),
+        ):
+            with pytest.raises(
+                ConfigurationError, match=rf"{name} was called while moving averages are in the Seq.*Leave"
+            ):
+                call()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_autocast_block_around_it_computes_with_the_averages() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    average = accelerator.moving_average(model)
+    average.averages["weight"].zero_()
+    average.averages["bias"].zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(inputs(0)).abs().sum() > 0
+        with average.applied(), torch.enable_grad():
+            assert model(inputs(0)).abs().sum() == 0
+        assert model(inputs(0)).abs().sum() > 0
+
+
+def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="Sequential that is not prepared"):
+        accelerator.moving_average(small()[0])
+    model, optimizer = accelerator.prepare(*small())
+    with pytest.raises(ConfigurationError, match=r"decay=1\.0 must be a number at least 0 and below 1"):
+        accelerator.moving_average(model, 1.0)
+    other = accelerator.prepare(nn.Linear(4, 1))
+    average = accelerator.moving_average(other)
+    accelerator.save_state(str(tmp_path / "state"))
+    train_small(accelerator, model, optimizer, range(1), lambda: None)
+    with pytest.raises(ConfigurationError, match="no prepared optimizer updates it"):
+        average.update()
+    with context.isolated():
+        alone = Accelerator(cpu=True, strategy=Strategy())
+        with pytest.raises(ConfigurationError, match="not been compared with one process under Strategy"):
+            alone.moving_average(alone.prepare(nn.Linear(4, 1)))
+    accelerator.moving_average(model)
+    with pytest.raises(CheckpointError, match="1 moving average and there are 2 to load"):
+        accelerator.load_state(str(tmp_path / "state"))
+
+
+def keep_the_best(cases: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train for two steps after the best weights, and put these back."""
+    found = {}
+    for name, (settings, mesh) in cases.items():
+        with context.isolated():
+            run = Run(settings, mesh, can_freeze(name))
+            best = run.accelerator.moving_average(run.model, use_buffers=True)
+            run.train(0, 2)
+            best.reset()
+            kept = copied(run.accelerator.get_state_dict(run.model))
+            run.train(2, 4)
+            with torch.no_grad():
+                worse = loss_of(run.model, BATCHES[0]).item()  # leaves weights gathered
+            best.copy_to_model()
+            with torch.no_grad():
+                loss = loss_of(run.model, BATCHES[0]).item()
+            found[name] = (kept, copied(run.accelerator.get_state_dict(run.model)), worse, loss)
+    return found
+
+
+def test_the_best_weights_come_back(tmp_path: Path) -> None:
+    names = ("DDP", "FSDP 1", "FSDP 1, merged", "FSDP 2", "FSDP 2, one unit", "tp")
+    cases = {name: TWO[name] for name in names}
+    for name, (kept, restored, worse, loss) in run_world(keep_the_best, 2, cases, "", timeout=380)[0].items():
+        plain = expected(can_freeze(name), 2)
+        model, _ = model_and_optimizer()
+        model.load_state_dict(plain["weights"])
+        assert all(torch.equal(restored[key], value) for key, value in kept.items()), name
+        assert_weights(restored, plain["weights"], name, 1e-6)
+        assert loss == pytest.approx(loss_of(model, BATCHES[0]).item(), abs=1e-6) != worse, name
+
+
+def copies_and_loads(cases: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    found = {}
+    for name, (settings, mesh) in cases.items():
+        with context.isolated():
+            accelerator = accelerator_of(settings, mesh)
+            model = accelerator.prepare(build("gpt2"))
+            for make in (copy.deepcopy, AveragedModel):
+                with pytest.raises(
+                    ConfigurationError, match=r"deepcopy cannot copy.*accelerator\.moving_average\(model\)"
+                ):
+                    make(model)
+            with torch.no_grad():
+                loss_of(model, BATCHES[0])  # leaves weights gathered
+            state = accelerator.get_state_dict(model)
+            changed = {key: value + 1 for key, value in state.items()}
+            if not mesh:
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(model, changed, options=options)
+                found[name] = (changed, accelerator.get_state_dict(model))
+                with torch.no_grad():
+                    loss_of(model, BATCHES[0])
+            if accelerator.process_index or name != "FSDP 1":
+                error = "load_state_dict of the .* got .*copy_to_model.*set_model_state_dict"
+                with pytest.raises(ConfigurationError, match=error):
+                    model.load_state_dict(state)
+    return found
+
+
+def test_copies_and_full_state_dicts_of_sharded_models() -> None:
+    cases = {name: TWO[name] for name in ("FSDP 1", "FSDP 2", "tp")}
+    found = run_world(copies_and_loads, 2, cases, timeout=200)[0]
+    assert set(found) == {"FSDP 1", "FSDP 2"}
+    for name, (changed, loaded) in found.items():
+        assert_weights(loaded, changed, name, 0)
+
+
+def test_models_that_are_not_sharded_can_be_copied() -> None:
+    model = Accelerator(cpu=True).prepare(small()[0])
+    assert torch.equal(copy.deepcopy(model)(inputs(0)), model(inputs(0)))
