@@ -120,6 +120,8 @@ RUNS = [
         lambda found: equal(*found.split()[:1])(found.split()[1]),
     ),
     Example("by_feature/fsdp_with_peak_mem_tracking.py", r"share on rank 0: (.*)", equal("0.500")),
+    Example("by_feature/moving_average.py", r"their average: (.*)", at_least(0.8)),
+    Example("by_feature/moving_average.py", r"difference to the best accuracy: (.*)", equal("0.0")),
     Example("by_feature/local_sgd.py", r"largest difference between ranks: (.*)", equal("0.000000")),
     Example(
         "by_feature/multi_process_metrics.py",

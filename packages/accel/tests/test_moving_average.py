@@ -170,6 +170,71 @@ def test_averages_on_meshes_of_two_axes(tmp_path: Path) -> None:
     check(run_world(train_all, 4, FOUR, str(tmp_path), timeout=390)[0], with_resumed(FOUR))
 
 
+# Settings of the Accelerator, plugin, mesh, and whether the weights are in bf16.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, int], bool]] = {
+    "DDP in bf16": ({"mixed_precision": "bf16"}, None, {}, False),
+    "FSDP 1 in bf16": ({"mixed_precision": "bf16"}, {"fsdp_version": 1, **BLOCKS}, {}, False),
+    "FSDP 2 in bf16": ({"mixed_precision": "bf16"}, {"fsdp_version": 2, **BLOCKS}, {}, False),
+    "FSDP 2, bf16 weights": ({}, {"fsdp_version": 2, **BLOCKS}, {}, True),
+    "FSDP 2, thawed": ({}, {"fsdp_version": 2, **BLOCKS}, {}, False),
+    "cp": ({}, {"fsdp_version": 2, **BLOCKS}, {"cp_size": 2}, False),
+    "compiled": ({"dynamo_backend": "eager"}, {"fsdp_version": 2, **BLOCKS}, {}, False),
+}
+
+
+def loss_on(accelerator: Accelerator, model: Any, number: int, trains: bool = False) -> float:
+    """The loss of a batch, of which each rank has its part where sequences are split."""
+    batch = copied(BATCHES[number])
+    parts = list(batch.values())
+    with torch.set_grad_enabled(trains), accelerator.maybe_context_parallel(parts, [1, 1], set(parts)):
+        loss = loss_of(model, batch)
+        if trains:
+            accelerator.backward(loss)
+    return loss.item()
+
+
+def follow(cases: dict[str, Any]) -> dict[str, Any]:
+    """Averages, and those of the gathered weights; with losses in the block and after `copy_to_model`."""
+    found = {}
+    for name, (arguments, settings, mesh, half) in cases.items():
+        with context.isolated():
+            accelerator = accelerator_of(settings, mesh, **arguments)
+            model = build("llama", tied=True)
+            model = model.bfloat16() if half else model
+            model.model.layers[1].requires_grad_("thawed" not in name)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            average, expected = accelerator.moving_average(model, DECAY), {}
+            for step in range(4):
+                if step == 2:
+                    accelerator.unwrap_model(model).model.layers[1].requires_grad_(True)
+                loss_on(accelerator, model, step, trains=True)
+                optimizer.step()
+                average.update()
+                optimizer.zero_grad()
+                for key, value in accelerator.get_state_dict(model).items():
+                    value = value.float()
+                    expected[key] = value.clone() if step == 0 else expected[key].lerp(value, 1 - DECAY)
+            average.update()  # of the same step
+
+            with average.applied():
+                averaged = accelerator.get_state_dict(model)
+                losses = [loss_on(accelerator, model, 0)]
+            losses.append(loss_on(accelerator, model, 0))
+            average.copy_to_model()
+            losses.append(loss_on(accelerator, model, 0))
+            found[name] = (averaged, expected, losses, {item.dtype for item in average.averages.values()})
+    return found
+
+
+def test_averages_are_those_of_the_gathered_weights() -> None:
+    for name, (averaged, expected, losses, dtypes) in run_world(follow, 2, OTHERS, timeout=380)[0].items():
+        dtype = torch.bfloat16 if OTHERS[name][-1] else torch.float32
+        assert_weights(averaged, {key: value.to(dtype) for key, value in expected.items()}, name, 1e-6)
+        assert losses[0] == losses[2] != losses[1], name
+        assert dtypes == {torch.float32}, name
+
+
 def small() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -414,7 +479,7 @@ def copies_and_loads(cases: dict[str, Any]) -> dict[str, Any]:
             changed = {key: value + 1 for key, value in state.items()}
             if not mesh:
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-                set_model_state_dict(model, changed, options=options)
+                set_model_state_dict(model, dict(changed), options=options)
                 found[name] = (changed, accelerator.get_state_dict(model))
                 with torch.no_grad():
                     loss_of(model, BATCHES[0])

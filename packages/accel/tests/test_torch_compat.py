@@ -166,6 +166,13 @@ def fsdp1() -> None:
         loss.backward()
     assert compat.set_sync_gradients([wrapped], [False]) == [True]
     assert compat.set_sync_gradients([wrapped], [True]) == [False]
+    # A root stays gathered after a forward pass, whatever becomes of the sharded values.
+    with torch.no_grad():
+        before = wrapped(torch.ones(1, 3))
+        flat.flat.zero_()
+        assert torch.equal(wrapped(torch.ones(1, 3)), before)
+        compat.free_gathered_flat_parameters(wrapped)
+        assert wrapped(torch.ones(1, 3)).abs().sum() == 0
 
 
 def fsdp2() -> None:

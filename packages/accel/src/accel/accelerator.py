@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
@@ -992,7 +992,9 @@ class Accelerator(AcceleratorProperties):
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
         if self.process_state.stands_by:
             return self._checkpointer.count_save(output_dir)
-        with self._monitor.part("saving"), averages.suspended(self.prepared.applied):
+        with self._monitor.part("saving"), ExitStack() as stack:
+            if self.prepared.applied:
+                stack.enter_context(averages.suspended(self.prepared.applied))
             return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
 
     def wait_for_save(self) -> None:

@@ -170,7 +170,7 @@ class Checkpointer:
                 self._run_save_hooks(directory.partial, weights)
             objects = self._objects()
             gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
-            averages = [strategy.average_state(average.model, average) for average in objects.averages]
+            averages = list(map(strategy.average_state, objects.averages))
             if gathered is not None:
                 strategy.gather_averages(averages, gathered)
             accumulation = self._accumulation

@@ -15,7 +15,6 @@ from accel_checkpoint import rng_state
 from accel_checkpoint.catalog import why_no_checkpoint
 from accel_checkpoint.manifest import Manifest, Verification, Workers
 from accel_checkpoint.names import (
-    AVERAGE_NAME,
     CUSTOM_FILE,
     GRADIENTS_FILE,
     LOADER_NAME,
@@ -180,7 +179,7 @@ class StateReader:
             self._read_models(models, options)
             for optimizer, state, path in self._read_objects(OPTIMIZER_NAME, objects.optimizers):
                 self.reversible.append(loading_optimizer(optimizer, state, path))
-        if strategy is not None:
+        if strategy is not None and (objects.averages or self.own.get("averages")):
             self._read_averages(objects.averages, strategy, layouts)
         for scheduler, state, path in self._read_objects(SCHEDULER_NAME, objects.schedulers):
             check_scheduler(scheduler, state, path)
@@ -352,8 +351,6 @@ class StateReader:
 
     def _read_averages(self, averages: Sequence[Any], strategy: Strategy, layouts: Mapping[int, Layout] | None) -> None:
         """Read the moving averages, which are loaded after the weights that they are averages of."""
-        if not averages and not any(name.startswith(AVERAGE_NAME) for name in self.names):
-            return
         reader = self._sharded_reader()
         self.check_count("moving average", reader.count_averages(), len(averages))
         updates = self.own.get("averages", [])

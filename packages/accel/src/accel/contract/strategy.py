@@ -17,7 +17,14 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import foreach_mul_
 from ..core.placing import move
 from ..core.types import Gathered, Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel, names_in_order, parameter_state_dict, tied_names
+from ..core.unwrap import (
+    clean_name,
+    extract_model_from_parallel,
+    innermost_model,
+    names_in_order,
+    parameter_state_dict,
+    tied_names,
+)
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
@@ -233,13 +240,12 @@ class Strategy:
 
     def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The parameters of which this rank averages its parts, by name; see :meth:`reshard`."""
-        inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        return {clean_name(name): parameter for name, parameter in inner.named_parameters()}
+        return {clean_name(name): parameter for name, parameter in innermost_model(model).named_parameters()}
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, so that the model has the sharded ones and its next call gathers their values."""
 
-    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
+    def average_state(self, average: Any) -> dict[str, Any]:
         """A :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
         return dict(average.averages)
 

@@ -78,6 +78,11 @@ def extract_model_from_parallel(
     return plain
 
 
+def innermost_model(model: nn.Module) -> nn.Module:
+    """The user's own model, for its parameters and buffers: compiled ones are not copied."""
+    return _peel(model)[0]
+
+
 def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
     """The user's model, and the innermost compiled wrapper around it, or None."""
     compiled: nn.Module | None = None

@@ -321,10 +321,10 @@ class FSDP1Strategy(ShardedStrategy):
     def reshard(self, model: nn.Module) -> None:
         free_gathered_flat_parameters(model)
 
-    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
+    def average_state(self, average: Any) -> dict[str, Any]:
         # Flat parameters have no names in files, so the model itself is saved with the averages in it.
         with average.swapped():
-            state = self.weights_to_save(model)
+            state = self.weights_to_save(average.model)
             return {name: value if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
 
     def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:

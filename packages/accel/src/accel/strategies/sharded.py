@@ -196,8 +196,8 @@ class ShardedStrategy(Strategy):
         settings = self.settings
         return gather(settings.state_dict_type, weights, pairs, self.state.collectives, settings.sharded_state_format)
 
-    def average_state(self, model: nn.Module, average: Any) -> dict[str, Any]:
-        parameters, shapes = self.averaged_parameters(model), packed_shapes(model)
+    def average_state(self, average: Any) -> dict[str, Any]:
+        parameters, shapes = self.averaged_parameters(average.model), packed_shapes(average.model)
         state = {}
         for name, value in average.averages.items():
             parameter = parameters.get(name)

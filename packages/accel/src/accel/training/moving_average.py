@@ -23,7 +23,7 @@ from accel_state.errors import ConfigurationError
 from ..contract.strategy import Strategy
 from ..core.local_part import local
 from ..core.types import Layout
-from ..core.unwrap import clean_name, extract_model_from_parallel
+from ..core.unwrap import clean_name, innermost_model
 from .lomo import fused_optimizers
 
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
@@ -247,7 +247,7 @@ class MovingAverage:
             return {}
         from accel_bigmodel import get_non_persistent_buffers
 
-        inner = extract_model_from_parallel(self.model, keep_torch_compile=False)
+        inner = innermost_model(self.model)
         unsaved = get_non_persistent_buffers(inner, recurse=True, fqns=True)
         return {clean_name(name): buffer for name, buffer in inner.named_buffers() if name not in unsaved}
 
