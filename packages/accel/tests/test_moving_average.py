@@ -178,13 +178,14 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, int], b
     "FSDP 2, bf16 weights": ({}, {"fsdp_version": 2, **BLOCKS}, {}, True),
     "FSDP 2, thawed": ({}, {"fsdp_version": 2, **BLOCKS}, {}, False),
     "cp": ({}, {"fsdp_version": 2, **BLOCKS}, {"cp_size": 2}, False),
+    "sp": ({}, {"fsdp_version": 2, **BLOCKS}, {"sp_size": 2}, False),
     "compiled": ({"dynamo_backend": "eager"}, {"fsdp_version": 2, **BLOCKS}, {}, False),
 }
 
 
 def loss_on(accelerator: Accelerator, model: Any, number: int, trains: bool = False) -> float:
     """The loss of a batch, of which each rank has its part where sequences are split."""
-    batch = copied(BATCHES[number])
+    [batch] = accelerator.deepspeed_ulysses_dl_adapter([copied(BATCHES[number])], model)
     parts = list(batch.values())
     with torch.set_grad_enabled(trains), accelerator.maybe_context_parallel(parts, [1, 1], set(parts)):
         loss = loss_of(model, batch)
@@ -350,6 +351,9 @@ def test_a_block_ends_with_the_weights_and_buffers_of_training(tmp_path: Path) -
         with pytest.raises(ValueError, match="innermost"), slow.applied():
             assert torch.equal(model[0].weight, slow.averages["0.weight"])
             raise ValueError("innermost")
+        with slow.applied():
+            accelerator.save_state(str(tmp_path / "nested"))
+            assert torch.equal(model[0].weight, slow.averages["0.weight"])
         assert torch.equal(model[0].weight, averaged["0.weight"])
         kept = accelerator.get_state_dict(model)
         accelerator.save_model(model, str(tmp_path / "averaged"))
@@ -363,7 +367,8 @@ def test_a_block_ends_with_the_weights_and_buffers_of_training(tmp_path: Path) -
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "averaged" / "model.safetensors")["0.weight"], averaged["0.weight"])
-    assert torch.equal(load_file(tmp_path / "state" / "model.safetensors")["0.weight"], before["0.weight"])
+    for state in ("state", "nested"):
+        assert torch.equal(load_file(tmp_path / state / "model.safetensors")["0.weight"], before["0.weight"])
     assert torch.equal(load_file(tmp_path / "state" / "moving_average.safetensors")["0.weight"], averaged["0.weight"])
 
 
