@@ -10,9 +10,7 @@ import pytest
 from accel_launch.config.read import load_settings
 from accel_launch.launch_plan import make_plan
 from accel_launch.network import agreement
-from accel_launch.network.board import Board
-from accel_launch.network.contact import join
-from accel_launch.network.hub import Hub
+from accel_launch.network.board import Board, Hub, join
 from accel_launch.parser import parse
 
 COMMON = ["--cpu", "--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1"]

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from accel_launch.network import board, contact, member
-from accel_launch.network.contact import join
-from accel_launch.network.hub import Hub
+from accel_launch.network import board
+from accel_launch.network.board import Hub, Member, join
 from accel_launch.network.interfaces import interface_of, interface_variables
-from accel_launch.network.member import Member
 from accel_launch.network.peers import Peers
 from accel_launch.network.records import ECHO, KILLED, LOST, Cause, Machine, State
 from accel_state import run_token
@@ -27,8 +25,8 @@ SHORT = 2.0
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch) -> None:
     """What is not the launcher of the run is recognised sooner."""
-    monkeypatch.setattr(member, "_STRANGER_SECONDS", 1.0)
-    monkeypatch.setattr(member, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(board, "HANDSHAKE_SECONDS", 1.0)
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def joined(cable: Any, wait_until: Any) -> Iterator[tuple[Any, Any, Any]]:
 @pytest.mark.slow  # 6 s of silence; a cut in both directions is fast
 def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until, monkeypatch) -> None:
     """With lost packets TCP retries later and later, and the launcher that does not arrive hears the other one well."""
-    monkeypatch.setattr(member, "_RENEW_SECONDS", 2.0)
+    monkeypatch.setattr(board, "_RENEW_SECONDS", 2.0)
     with joined(cable, wait_until) as (hub, line, other):
         for number in (7, 8):  # twice: what was counted for the first connection does not hold for the second one
             line.stall()
@@ -90,7 +88,7 @@ def test_a_connection_that_stalls_in_one_direction_is_replaced(cable, wait_until
 
 
 def test_a_connection_that_recovers_is_used_although_no_other_can_be_made(cable, wait_until, monkeypatch) -> None:
-    monkeypatch.setattr(member, "_RENEW_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_RENEW_SECONDS", 1.0)
     with joined(cable, wait_until) as (hub, line, other):
         line.refuse()
         line.plugged.clear()
@@ -166,10 +164,10 @@ def test_machines_with_different_tokens_do_not_meet(boards, wait_until, monkeypa
     hub = boards(0, 0)
     monkeypatch.setenv(run_token.VARIABLE, "b" * 32)
     other = boards(hub.port, 1)
-    wait_until(lambda: bool(other.stranger()), "it is sure about that")
-    assert run_token.VARIABLE in other.stranger() and len(hub.machines()) == 1
+    wait_until(lambda: bool(other.hopeless()), "it is sure about that")
+    assert run_token.VARIABLE in other.hopeless() and len(hub.machines()) == 1
     told = capfd.readouterr().err
-    assert "refused 127.0.0.1" in told and told.count("refused") == 1 and "aaaa" not in told + other.stranger()
+    assert "refused 127.0.0.1" in told and told.count("refused") == 1 and "aaaa" not in told + other.hopeless()
 
 
 # That a server which says nothing is not the launcher shows after a time limit only.
@@ -189,8 +187,8 @@ def test_another_server_is_recognised(boards, wait_until, answer: bytes) -> None
 
     threading.Thread(target=serve, daemon=True).start()
     other = boards(listener.getsockname()[1], 1)
-    wait_until(lambda: bool(other.stranger()), "it is sure about that")
-    assert "not the launcher" in other.stranger()
+    wait_until(lambda: bool(other.hopeless()), "it is sure about that")
+    assert "not the launcher" in other.hopeless()
     listener.close()
 
 
@@ -214,7 +212,7 @@ def test_strangers_and_nonsense_change_nothing(boards, wait_until) -> None:
             loud.sendall(b"x" * 100)
         wrong = (b"{}[]", b"[1]", b'{"machine": {"rank": "1"}}', b'{"machine": 3}', b"\xff", b"[" * 100_000)
         for text in wrong:
-            with run_token.connect(("127.0.0.1", hub.port), contact.token_of_run(), 10) as known:
+            with run_token.connect(("127.0.0.1", hub.port), board.token_of_run(), 10) as known:
                 known.sendall(text + b"\n")
                 known.settimeout(10)
                 while known.recv(4096):

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from accel_launch.lighthouse import Lighthouse
-from accel_launch.network import board, member, replica_machines, waiting
+from accel_launch.network import board, peers, replica_machines
 from accel_launch.network.records import INTERRUPTED, LOST, Cause, State
 from accel_launch.network.replica_machines import ReplicaMachines
 from accel_state import run_token
@@ -23,11 +23,11 @@ TOKEN = run_token.make_token()
 def impatient(monkeypatch) -> None:
     """The run has a token, and what is not its launcher is recognised sooner."""
     monkeypatch.setenv(run_token.VARIABLE, TOKEN)
-    monkeypatch.setattr(member, "_STRANGER_SECONDS", 1.0)
-    monkeypatch.setattr(member, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(board, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(board, "REPORT_SECONDS", 3.5)
-    monkeypatch.setattr(waiting, "LEAST_SECONDS", 0.3)
-    monkeypatch.setattr(waiting, "FIRST_NOTE_SECONDS", 0.3)
+    monkeypatch.setattr(peers, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(peers, "FIRST_NOTE_SECONDS", 0.3)
 
 
 @pytest.fixture

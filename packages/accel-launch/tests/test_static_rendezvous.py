@@ -27,9 +27,8 @@ from accel_launch.elastic.meeting import ElasticJob
 from accel_launch.elastic.output import LogDirectories
 from accel_launch.elastic.static_rendezvous import StaticRendezvous
 from accel_launch.elastic.tcp_store import serve
-from accel_launch.network.peers import Peers
+from accel_launch.network.peers import Peers, Waiting
 from accel_launch.network.records import KILLED, Cause, State
-from accel_launch.network.waiting import Waiting
 from accel_launch.supervisor import Child, SignalWatch
 from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
@@ -172,8 +171,8 @@ def test_a_refusal_ends_the_wait_of_every_machine(machines, wait_until) -> None:
 
 
 def test_a_missing_machine_is_named(machines, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("accel_launch.network.waiting.LEAST_SECONDS", 0.1)
-    monkeypatch.setattr("accel_launch.network.waiting.FIRST_NOTE_SECONDS", 0.1)
+    monkeypatch.setattr("accel_launch.network.peers.LEAST_SECONDS", 0.1)
+    monkeypatch.setattr("accel_launch.network.peers.FIRST_NOTE_SECONDS", 0.1)
     three = machines(3, timeout=0.8)
     with pytest.raises(RendezvousTimeoutError, match=r"0\.8 s.*rank 1, machine rank 2"):
         three.meet([0])

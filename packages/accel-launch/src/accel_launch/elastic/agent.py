@@ -20,8 +20,7 @@ from accel_state import hang_files
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
 
-from ..network.board import FAREWELL_SECONDS, Board
-from ..network.contact import say
+from ..network.board import FAREWELL_SECONDS, Board, say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State

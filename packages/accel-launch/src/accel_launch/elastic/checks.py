@@ -12,7 +12,7 @@ from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
 from accel_state.ports import LOOPBACK
 
-from ..network.contact import say
+from ..network.board import say
 from ..pods import in_pod
 from ..ports import DEFAULT_PORT, is_free, listening_host
 

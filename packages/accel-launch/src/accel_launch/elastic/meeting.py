@@ -14,10 +14,9 @@ from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import LOOPBACK
 
-from ..network.board import Board
-from ..network.contact import join
+from ..network.board import Board, join
+from ..network.peers import timeout_seconds
 from ..network.records import Cause
-from ..network.waiting import timeout_seconds
 from ..ports import DEFAULT_PORT, listening_host
 from ..supervisor import GRACE_SECONDS
 from .output import OutputOptions

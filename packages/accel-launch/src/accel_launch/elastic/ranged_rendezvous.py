@@ -19,13 +19,10 @@ from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options.resources import MachineRange
 
-from ..network.board import QUIET_SECONDS, Board
-from ..network.contact import say
-from ..network.hub import Hub
+from ..network.board import QUIET_SECONDS, Board, Hub, Member, say
 from ..network.interfaces import own_address
-from ..network.member import Member
+from ..network.peers import Waiting, rendezvous_settings
 from ..network.records import FIRST_SEAT, INTERRUPTED, Cause, Machine, State
-from ..network.waiting import Waiting, rendezvous_settings
 from ..ports import is_free, is_local, listening_host
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .short_lives import ShortLives
@@ -42,6 +39,8 @@ class RangedRendezvous(Meetings):
     """Starts of a number of machines between a minimum and a maximum."""
 
     may_shrink = True
+    board: Board | None
+    round: int
 
     def __init__(self, job: ElasticJob) -> None:
         super().__init__(job)

@@ -15,7 +15,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options.resources import MachineRange
 from accel_state.preemption import Note
 
-from ..network.contact import say
+from ..network.board import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousTimeoutError
 
-from ..network.board import QUIET_SECONDS, Board
-from ..network.contact import say
-from ..network.hub import Hub
-from ..network.member import Member
+from ..network.board import QUIET_SECONDS, Board, Hub, Member, say
+from ..network.peers import Waiting
 from ..network.records import Cause, Machine, State
-from ..network.waiting import Waiting
 from .meeting import Meeting, Meetings
 
 _SLICE_SECONDS = 0.5
@@ -27,6 +24,9 @@ _SHOWN = 8
 
 class StaticRendezvous(Meetings):
     """Rounds of a fixed number of machines."""
+
+    board: Board | None
+    round: int
 
     def meet(self, restarts: int = 0) -> Meeting:
         """Join the latest round, or request a new one if this machine is in it already; wait for all other machines.

@@ -20,13 +20,10 @@ from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 from accel_state.ports import is_loopback
 
-from ..network.board import Board
-from ..network.contact import say, token_of_run
-from ..network.hub import Hub
+from ..network.board import Board, Hub, Member, say, token_of_run
 from ..network.interfaces import own_address
-from ..network.member import Member
+from ..network.peers import Waiting, rendezvous_settings
 from ..network.records import Cause, Machine, State
-from ..network.waiting import Waiting, rendezvous_settings
 from ..ports import is_local, listening_host, wait_for_server
 from .meeting import ElasticJob, Meeting, Meetings
 from .tcp_store import serve
@@ -41,10 +38,11 @@ class TorchRendezvous(Meetings):
     """torch's rendezvous."""
 
     may_hang = True
+    board: Board | None
 
     def __init__(self, job: ElasticJob) -> None:
         super().__init__(job)
-        self.round = 0
+        self.round: int = 0
         self._handler: RendezvousHandler | None = None
 
     def meet(self, restarts: int) -> Meeting:
@@ -151,10 +149,10 @@ class TorchRendezvous(Meetings):
         )
         token, give_up = token_of_run(), self._job.rendezvous.machine_timeout
         if info.rank == 0:
-            hub = Hub(me, listening_host(host), 0, token, info.world_size, give_up, say)
+            hub = Hub(me, listening_host(host), 0, token, info.world_size, give_up)
             info.store.set(_BOARD_KEY, str(hub.port))
             return hub
-        return Member(me, (host, int(info.store.get(_BOARD_KEY))), token, give_up, say)
+        return Member(me, (host, int(info.store.get(_BOARD_KEY))), token, give_up)
 
     def is_awaited(self) -> bool:
         return self._handler is not None and self._handler.num_nodes_waiting() > 0

@@ -25,9 +25,9 @@ from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
 from ..network.agreement import facts_of_plan
 from ..network.board import FAREWELL_SECONDS
+from ..network.peers import timeout_seconds
 from ..network.records import KILLED, Cause, State
 from ..network.replica_machines import ReplicaMachines
-from ..network.waiting import timeout_seconds
 from ..ports import DEFAULT_PORT
 from ..replica_plan import numbers_here, numbers_of, rank_variables, variables, visible_devices
 from ..scratch import scratch_directory

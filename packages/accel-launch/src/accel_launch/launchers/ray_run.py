@@ -15,7 +15,7 @@ from accel_state.preemption import Note
 from ..elastic.output import line_prefix
 from ..elastic.preemption import report_saved
 from ..elastic.report import RankFailure, announce, first_failure, signal_name, with_hint
-from ..network.contact import say
+from ..network.board import say
 from ..supervisor import FORWARDED, STUCK_SECONDS, Interrupted, SignalWatch
 from .ray_actors import GIVE_UP_SECONDS, Rank, RayJob, make_actor, reason
 from .ray_cluster import Cluster

@@ -1,28 +1,35 @@
 """The board: every launcher posts a record of its machine, and sees those of all others.
 
-The launcher of machine rank 0 listens at the main address (:class:`~.hub.Hub`), the others connect to it
-(:class:`~.member.Member`). A thread on each side sends a beat every second. What the main thread asks is answered from
-memory, so that no lost network holds it up. Durations are counted in this thread's own turns: no clocks are compared,
-and time during which this process was suspended does not count.
+The launcher of machine rank 0 listens at the main address (:class:`Hub`), the others connect to it (:class:`Member`);
+:func:`join` makes the one or the other. A thread on each side sends a beat every second. What the main thread asks is
+answered from memory, so that no lost network holds it up. Durations are counted in this thread's own turns: no clocks
+are compared, and time during which this process was suspended does not count.
 """
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import sys
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from accel_state import run_token
+from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
+from accel_state.ports import listen
 
-from .fields import checked
-from .records import Machine
+from ..ports import is_local, listening_host
+from .agreement import compare
+from .interfaces import addresses_here
+from .records import RAISED, Cause, Lines, Machine, State, line, read_object, silences
 
 BEAT_SECONDS = 1.0
 REPORT_SECONDS = 10.0
@@ -32,18 +39,17 @@ FAREWELL_SECONDS = 8.0
 QUIET_SECONDS = 3.0
 """A machine that is silent for so long is not counted on for a start, or for an answer."""
 HANDSHAKE_SECONDS = 5.0
-MAX_LINE = 4 << 20
-"""Bytes of a message; facts of a machine are a few thousand."""
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why no machine may start."""
-
-    text: str
-    code: int = 2
+# So many connections may be about to prove that they have the token; further ones are closed at once.
+_HANDSHAKES = 256
+_NAMED_STRANGERS = 8
+# A connection on which nothing arrives for so long, here or there, is replaced: after a lost packet TCP waits longer
+# and longer, in one direction or in both.
+_RENEW_SECONDS = 4.0
+_RETRY_SECONDS = 0.3
+# What listens there for so long without being the launcher of this run is something else.
+_STRANGER_SECONDS = 8.0
+# Proves that a launcher of accel listens, but not whose it is: a run has a secret only if the user has set one.
+_NO_TOKEN = b"accel launch without a token"
 
 
 @dataclass
@@ -61,11 +67,10 @@ class Board(ABC):
     Args:
         me: the record of this machine.
         give_up_seconds: when a machine that is silent is given up; 0 for never.
-        say: prints a line.
     """
 
-    def __init__(self, me: Machine, give_up_seconds: float, say: Say) -> None:
-        self._rank, self._say = me.rank, say
+    def __init__(self, me: Machine, give_up_seconds: float) -> None:
+        self._rank = me.rank
         self.give_up_seconds: float = give_up_seconds
         self._changed = threading.Condition(threading.RLock())
         self._machines = {me.rank: me}
@@ -75,8 +80,8 @@ class Board(ABC):
         """Counts changes of what :meth:`machines` returns, and of refusals."""
         self.after_loss: Callable[[Machine], str] = lambda _: ""
         """What follows when a machine is given up, to be said at that moment; empty if the launcher says so itself."""
-        self.refusal: Refusal | None = None
-        """Set when the machines must not start."""
+        self.refusal: Cause | None = None
+        """Why no machine may start; None if they may."""
         self.own_address = ""
         """The address of this machine from which it reaches the others; empty before they have met."""
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -200,18 +205,18 @@ class Board(ABC):
             if report is None:
                 if silent >= REPORT_SECONDS:
                     self._reported[rank] = _Report(machine.id, silent)
-                    self._say(f"{machine.named()} has not been heard of for {REPORT_SECONDS:.0f} s{self._outlook()}")
+                    say(f"{machine.named()} has not been heard of for {REPORT_SECONDS:.0f} s{self._outlook()}")
             elif silent < QUIET_SECONDS:
                 del self._reported[rank]
                 if not machine.state.is_final:
                     again = "is back" if report.id == machine.id else "was started again"
-                    self._say(f"{machine.named()} {again} after {report.silent:.0f} s")
+                    say(f"{machine.named()} {again} after {report.silent:.0f} s")
             else:
                 report.silent = silent
                 if self.give_up_seconds and silent >= self.give_up_seconds and not report.given_up:
                     report.given_up = True
                     if then := self.after_loss(machine):
-                        self._say(f"{lost_text(machine, silent)} {then}")
+                        say(f"{lost_text(machine, silent)} {then}")
 
     def _outlook(self) -> str:
         if not self.give_up_seconds:
@@ -243,63 +248,525 @@ class Board(ABC):
         """Close all connections."""
 
 
-class Lines:
-    """A connection on which lines of JSON are sent and received without waiting."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = connection
-        self._received = b""
-        self._unsent = b""
-
-    def send(self, data: bytes) -> None:
-        """Send what fits, and keep the rest for the next call.
-
-        Raises:
-            OSError: the connection has ended, or the other side has not read for too long.
-        """
-        self._unsent += data
-        if len(self._unsent) > 4 * MAX_LINE:
-            raise ConnectionError("the peer does not read")
-        with suppress(BlockingIOError):
-            while self._unsent:
-                self._unsent = self._unsent[self.socket.send(self._unsent) :]
-
-    def receive(self) -> list[bytes]:
-        """The lines that have arrived.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        try:
-            data = self.socket.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionError("the connection was closed")
-        *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > MAX_LINE:
-            raise ConnectionError("a line is too long")
-        return lines
-
-    def close(self) -> None:
-        """End the connection."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-
 def lost_text(machine: Machine, silent: float) -> str:
     """The sentence about a machine that is given up."""
     return f"{machine.named()} is lost: it has not been heard of for {silent:.0f} s."
 
 
-def silences(data: Any) -> Mapping[int, float]:
-    """Seconds by machine rank, from JSON.
+@dataclass(eq=False)
+class _Peer:
+    """A connected launcher."""
+
+    lines: Lines
+    address: str
+    rank: int = -1  # of its machine; -1 before its first record
+    id: str = ""
+    sent: dict[int, int] = field(default_factory=dict)  # versions of records
+    knows_refusal: bool = False
+
+
+class Hub(Board):
+    """The board of machine rank 0.
+
+    Args:
+        me: the record of this machine.
+        host: the address to listen at; empty for all.
+        port: 0 for any free one.
+        token: what a launcher must have to take part.
+        count: machines of the run.
+        give_up_seconds: when a silent machine is given up; 0 for never.
 
     Raises:
-        ValueError: it is something else.
+        OSError: it cannot listen there.
     """
-    checked(data)
-    return {int(rank): float(seconds) for rank, seconds in data.items()}
+
+    version: int
+
+    def __init__(self, me: Machine, host: str, port: int, token: bytes, count: int, give_up_seconds: float) -> None:
+        super().__init__(me, give_up_seconds)
+        self._listener = listen(host, port)
+        self._listener.setblocking(False)
+        self.port: int = int(self._listener.getsockname()[1])
+        self._token, self._expected = token, count
+        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
+        self._versions = {me.rank: 1}
+        self._peers: list[_Peer] = []
+        self._closed: set[int] = set()  # ranks of machines whose launcher has closed its connection
+        self.closed_seconds: float = math.inf
+        """When a machine is given up whose launcher has closed its connection, and has not connected again."""
+        self._left = {me.id}
+        """Ids of launchers that have said that they leave."""
+        self._strangers: set[str] = set()
+        self._warned: set[str] = set()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+
+    def _own_record_changed(self) -> None:
+        self._touch(self._rank)
+
+    def _touch(self, rank: int) -> None:
+        self._versions[rank] = self._versions.get(rank, 0) + 1
+        self.version += 1
+
+    def refuse(self, text: str, code: int = 2) -> None:
+        """End all machines that have not started, with a reason."""
+        with self._changed:
+            self._refuse(text, code)
+        self._wake()
+
+    def _refuse(self, text: str, code: int = 2) -> None:
+        if self.refusal is None:
+            self.refusal: Cause = Cause(RAISED, text, code)
+            self.version += 1
+
+    def forget(self, rank: int) -> None:
+        """Drop the record of a machine that is gone. If it comes back, it connects as one that was never here."""
+        with self._changed:
+            for peer in [one for one in self._peers if one.rank == rank]:
+                self._drop(peer)
+            for known in (self._machines, self._silent, self._reported, self._versions):
+                known.pop(rank, None)
+            self._closed.discard(rank)
+            self.version += 1
+
+    def _limit(self, rank: int) -> float:
+        return min(self.give_up_seconds, self.closed_seconds if rank in self._closed else math.inf)
+
+    def _is_delivered(self) -> bool:
+        """Whether every launcher that can be reached has left: they are told, and then leave."""
+        if self.refusal is not None and len(self._machines) < self._expected:
+            return False  # the others come for the reason
+        # A launcher without a connection has not left: it connects again.
+        here = (one.id for rank, one in self._machines.items() if self._silent.get(rank, 0.0) < QUIET_SECONDS)
+        return self._left.issuperset(here)
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def _readable(self, source: Any) -> None:
+        if source is None:
+            with suppress(OSError):  # the client has gone already
+                connection, address = self._listener.accept()
+                self._begin(connection, str(address[0]).removeprefix("::ffff:"))
+            return
+        try:
+            for text in source.lines.receive():
+                self._received(source, read_object(text))
+        except (OSError, ValueError):
+            self._drop(source)
+
+    def _begin(self, connection: socket.socket, address: str) -> None:
+        if not self._handshakes.acquire(blocking=False):
+            connection.close()
+            return
+        threading.Thread(
+            target=self._shake_hands, args=(connection, address), name="accel-launch-handshake", daemon=True
+        ).start()
+
+    def _shake_hands(self, connection: socket.socket, address: str) -> None:
+        try:
+            run_token.accept(connection, self._token, HANDSHAKE_SECONDS)
+        except run_token.TokenError:
+            connection.close()
+            self._note_stranger(address)
+            return
+        except OSError:
+            connection.close()  # it only asked whether somebody listens
+            return
+        finally:
+            self._handshakes.release()
+        peer = _Peer(Lines(connection), address)
+        with self._changed:
+            if self._closing:
+                connection.close()
+                return
+            if not self.own_address:
+                self.own_address: str = str(connection.getsockname()[0]).removeprefix("::ffff:")
+                self._machines[self._rank] = _at(self._machines[self._rank], self.own_address)
+                self._touch(self._rank)
+            self._peers.append(peer)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._wake()
+
+    def _note_stranger(self, address: str) -> None:
+        with self._changed:
+            if address in self._strangers or len(self._strangers) >= _NAMED_STRANGERS:
+                return
+            self._strangers.add(address)
+        say(
+            f"refused {address}, which does not have the token of this run: set {run_token.VARIABLE} to the same value "
+            "on every machine, or on none"
+        )
+
+    def _drop(self, peer: _Peer) -> None:
+        with self._changed:
+            if peer in self._peers:
+                self._peers.remove(peer)
+                self._selector.unregister(peer.lines.socket)
+                peer.lines.close()
+                if all(other.rank != peer.rank for other in self._peers):
+                    self._closed.add(peer.rank)
+                self._changed.notify_all()
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _received(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+        with self._changed:
+            if "left" in message:
+                self._left.add(peer.id)
+            if "machine" in message:
+                self._take(peer, _at(Machine.read(message["machine"]), peer.address))
+            if peer.rank in self._machines and self._machines[peer.rank].id == peer.id:
+                self._silent[peer.rank] = 0.0
+
+    def _take(self, peer: _Peer, machine: Machine) -> None:
+        """Take the record of a launcher."""
+        former = self._machines.get(machine.rank)
+        if former is None or former.id != machine.id:
+            conflict, runs = self._conflict(former, machine), self._machines[self._rank].started
+            if not conflict and runs:
+                # The other machines go on: only this one is not let in.
+                then = f"{machine.named()} does not take part"
+                conflict = compare([self._machines[self._rank], machine], then)[0]
+            if conflict:
+                self._warn(conflict)
+                peer.lines.send(line({"rejected": conflict}))
+                if not runs:
+                    self._refuse(conflict)
+                return
+            # The former launcher of this machine, if it runs, is told.
+            for other in self._peers:
+                if other.rank == machine.rank and other is not peer:
+                    other.lines.send(line({"replaced": machine.host}))
+        peer.rank, peer.id = machine.rank, machine.id
+        self._closed.discard(machine.rank)
+        for other in list(self._peers):
+            if other.rank == machine.rank and other is not peer and other.id == machine.id:
+                self._drop(other)  # the same launcher has connected again
+        self._machines[machine.rank] = machine
+        self._touch(machine.rank)
+        if former is None or former.id != machine.id:
+            self._check(machine)
+        if machine.state is State.FAILED and machine.cause is not None and machine.round <= 0 and not machine.started:
+            self._refuse(f"{machine.named()}: {machine.cause.text}", machine.cause.code)
+
+    def _conflict(self, former: Machine | None, machine: Machine) -> str:
+        """Why a second launcher of a machine rank is none that replaces the first, or empty."""
+        if former is None:
+            return ""
+        here = former.rank == self._rank or any(peer.rank == former.rank for peer in self._peers)
+        elsewhere = (former.host, former.address) != (machine.host, machine.address)
+        is_quiet = not here or self._silent.get(former.rank, 0.0) > QUIET_SECONDS
+        if former.rank != self._rank and (is_quiet or not elsewhere):
+            return ""
+        where = " and ".join(f"{one.host} ({one.address})" if one.address else one.host for one in (former, machine))
+        return (
+            f"two launchers were started with --machine_rank {machine.rank}, on {where}. Give each machine a rank of "
+            "its own, from 0 to num_machines - 1."
+        )
+
+    def _check(self, machine: Machine) -> None:
+        refused, warned = compare([self._machines[self._rank], machine])
+        if refused:
+            # All that are here, so that the table is whole.
+            self._refuse(compare(list(self._machines.values()))[0])
+        elif warned:
+            self._warn(warned)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            say(text)
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def _count(self, seconds: float) -> None:
+        for rank in self._machines:
+            if rank != self._rank:
+                self._silent[rank] = self._silent.get(rank, 0.0) + seconds
+
+    def _flush(self, beat: bool) -> None:
+        # Machines that wait for their start need nothing of each other before the next beat. If each heard of every
+        # arrival at once, a thousand machines would read a million records.
+        relaxed = not beat and all(one.waits for one in self._machines.values())
+        silent = {str(rank): round(seconds, 1) for rank, seconds in self._silent.items()}
+        written: dict[tuple[Any, ...], bytes] = {}  # most launchers are sent the same
+        for peer in list(self._peers):
+            told = self._versions if not relaxed or not peer.sent else {}
+            changed = tuple(rank for rank, version in told.items() if peer.sent.get(rank) != version)
+            content = (changed, beat or not peer.sent, self.refusal is not None and not peer.knows_refusal)
+            if content not in written:
+                written[content] = self._message(*content, silent)
+            try:
+                peer.lines.send(written[content])
+            except OSError:
+                self._drop(peer)
+                continue
+            peer.sent |= {rank: self._versions[rank] for rank in changed}
+            peer.knows_refusal = peer.knows_refusal or content[-1]
+
+    def _message(self, changed: Sequence[int], beat: bool, refused: bool, silent: Mapping[str, float]) -> bytes:
+        message: dict[str, Any] = {"silent": silent} if beat else {}
+        if changed:
+            message["machines"] = [self._machines[rank].encode(with_facts=False) for rank in changed]
+        if refused and self.refusal is not None:
+            message["refused"] = asdict(self.refusal)
+        return line(message) if message else b""
+
+    def _end(self) -> None:
+        self._listener.close()
+        with self._changed:
+            for peer in self._peers:
+                peer.lines.close()
+
+
+def _at(machine: Machine, address: str) -> Machine:
+    return replace(machine, address=address)
+
+
+class Member(Board):
+    """The board of a machine of another rank than 0. It connects, and connects again, until it is closed.
+
+    Args:
+        me: the record of this machine.
+        main: host and port of machine rank 0.
+        token: of the run.
+        give_up_seconds: when a silent machine is given up; 0 for never.
+    """
+
+    version: int
+
+    def __init__(self, me: Machine, main: tuple[str, int], token: bytes, give_up_seconds: float) -> None:
+        super().__init__(me, give_up_seconds)
+        self._main, self._token = main, token
+        self._lines: Lines | None = None
+        self._is_sent = False
+        self._known: dict[str, Any] = {}  # the record of this machine, as machine rank 0 has sent it back
+        self._attempt: threading.Thread | None = None
+        self._heard = self._unheard = self._connected = self._pause = self._misled = 0.0
+        self.problem: str = "no attempt yet"
+        """Why machine rank 0 is not connected, for messages."""
+        self.met: bool = False
+        """Whether the records of machine rank 0 have arrived."""
+        self.replaced_by: str = ""
+        """Host of another launcher that has taken over the rank of this machine."""
+        self._thread.start()
+
+    def _own_record_changed(self) -> None:
+        self._is_sent = False
+
+    def _is_delivered(self) -> bool:
+        if self._lines is None or self._silent.get(0, 0.0) > QUIET_SECONDS:
+            return True  # it cannot be
+        return self._known == self.me.encode(with_facts=False) | {"address": self._known.get("address")}
+
+    # -- connection --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Connect, in a thread of its own: a host that does not answer takes seconds."""
+        stranger = False
+        try:
+            connection = run_token.connect(self._main, self._token, HANDSHAKE_SECONDS)
+        except run_token.TokenError:
+            problem = (
+                f"the launcher there has another token: set {run_token.VARIABLE} to the same value on every machine, "
+                "or on none"
+            )
+            stranger = True
+        except (ConnectionRefusedError, socket.gaierror) as error:
+            problem = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:
+            stranger = _reached(self._main)
+            problem = f"what listens there is not the launcher of machine rank 0 ({error})" if stranger else str(error)
+        else:
+            with self._changed:
+                self._use(connection)
+            self._wake()
+            return
+        with self._changed:
+            self.problem, self._attempt = problem, None
+            self._pause = _RETRY_SECONDS
+            if not stranger:
+                self._misled = 0.0
+            elif not self._misled:
+                self._misled = 0.001
+
+    def _use(self, connection: socket.socket) -> None:
+        self._attempt = None
+        if self._closing:
+            connection.close()
+            return
+        self._disconnect()
+        self.own_address: str = str(connection.getsockname()[0]).removeprefix("::ffff:")
+        self._lines = Lines(connection)
+        self._selector.register(connection, selectors.EVENT_READ, self._lines)
+        self._is_sent, self._heard, self._unheard, self._connected, self._misled = False, 0.0, 0.0, 0.0, 0.0
+
+    def _disconnect(self) -> None:
+        if self._lines is not None:
+            self._selector.unregister(self._lines.socket)
+            self._lines.close()
+            self._lines = None
+
+    def hopeless(self) -> str:
+        """Why this launcher cannot take part, once that is sure; else empty."""
+        if self.replaced_by:
+            return (
+                f"another launcher was started with --machine_rank {self._rank}, on {self.replaced_by}: each machine "
+                "needs a different rank"
+            )
+        with self._changed:
+            return self.problem if self._misled > _STRANGER_SECONDS and not self.met else ""
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _readable(self, source: Any) -> None:
+        with self._changed:
+            if self._lines is None or source is not self._lines:
+                return
+            try:
+                for text in self._lines.receive():
+                    self._received(read_object(text))
+            except (OSError, ValueError, TypeError) as error:
+                self.problem = str(error)
+                self._disconnect()
+
+    def _received(self, message: Mapping[str, Any]) -> None:
+        self._heard = 0.0
+        if "rejected" in message:
+            self.refusal: Cause = Cause(RAISED, str(message["rejected"]), 2)
+        if "replaced" in message:
+            self.replaced_by = str(message["replaced"])
+        if "refused" in message:
+            self.refusal = Cause.read(message["refused"])
+        for machine in map(Machine.read, message.get("machines", ())):
+            if machine.rank != self._rank:
+                self._machines[machine.rank] = machine
+            elif machine.id == self._machines[self._rank].id:
+                self._known = machine.encode(with_facts=False)
+        self.version += 1
+        self.met = self.met or "machines" in message
+        silent = silences(message.get("silent", {}))
+        for rank in [rank for rank in self._machines if silent and rank not in (0, self._rank, *silent)]:
+            del self._machines[rank]  # machine rank 0 has forgotten it
+            self._silent.pop(rank, None)
+            self._reported.pop(rank, None)
+        for rank, seconds in silent.items():
+            if rank != self._rank:
+                self._silent[rank] = seconds
+            else:
+                # Silence that machine rank 0 counted before this connection does not count against it.
+                self._unheard = min(seconds, self._connected)
+        self._silent[0] = 0.0
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def _count(self, seconds: float) -> None:
+        self._heard += seconds
+        self._connected += seconds
+        self._pause -= seconds
+        if self._misled:
+            self._misled += seconds
+        if self.met:
+            self._silent[0] = self._silent.get(0, 0.0) + seconds
+
+    def _flush(self, beat: bool) -> None:
+        stalls = self._lines is None or max(self._heard, self._unheard) > _RENEW_SECONDS
+        if stalls and self._attempt is None and self._pause <= 0:
+            # The present connection is kept until another one is there: it may recover sooner.
+            self._attempt = threading.Thread(target=self._connect, name="accel-launch-connect", daemon=True)
+            self._attempt.start()
+        if self._lines is None:
+            return
+        try:
+            if not self._is_sent:
+                self._lines.send(line({"machine": self._machines[self._rank].encode(with_facts=True)}))
+                self._is_sent = True
+            else:
+                self._lines.send(line({}) if beat else b"")
+        except OSError as error:
+            self.problem = str(error)
+            self._disconnect()
+
+    def _end(self) -> None:
+        with self._changed:
+            if self._lines is not None:
+                with suppress(OSError):  # the connection has ended by itself
+                    self._lines.send(line({"left": True}))
+            self._disconnect()
+
+
+def _reached(main: tuple[str, int]) -> bool:
+    """Whether something listens there."""
+    try:
+        with socket.create_connection(main, HANDSHAKE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher."""
+    print(f"accel launch: {text}", file=sys.stderr, flush=True)
+
+
+def token_of_run() -> bytes:
+    """The token of the run, if the user has set one."""
+    return run_token.read_token() if read_str(run_token.VARIABLE) else _NO_TOKEN
+
+
+def join(
+    host: str,
+    port: int,
+    rank: int,
+    count: int,
+    *,
+    local_processes: int = 1,
+    facts: Mapping[str, str] | None = None,
+    give_up_seconds: float = 0.0,
+) -> Board:
+    """The board of a run of several machines.
+
+    Args:
+        host: the main address.
+        port: the main port.
+        rank: of this machine.
+        count: machines of the run.
+        local_processes: ranks of this machine.
+        facts: what the machines must agree on.
+        give_up_seconds: when a silent machine is given up; 0 for never.
+
+    Raises:
+        ConfigurationError: this machine has rank 0 and cannot listen at the main address, or is not reached there.
+    """
+    token = token_of_run()
+    me = Machine(rank, uuid.uuid4().hex, socket.gethostname(), local_processes, facts=dict(facts or {}))
+    if rank:
+        return Member(me, (host, port), token, give_up_seconds)
+    try:
+        hub = Hub(me, listening_host(host), port, token, count, give_up_seconds)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--main_process_port {port}: the launcher cannot listen there: {error.strerror or error}. Give another "
+            "port, on all machines."
+        ) from None
+    try:
+        _check_main_address(hub, host, port, token)
+    except BaseException:
+        hub.close(0)
+        raise
+    return hub
+
+
+def _check_main_address(hub: Hub, host: str, port: int, token: bytes) -> None:
+    """Check that this machine, which has rank 0, is reached under the main address, which may be translated."""
+    if is_local(host):
+        return
+    try:
+        run_token.connect((host, port), token, HANDSHAKE_SECONDS).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--main_process_ip {host} does not lead to this machine, which has --machine_rank 0: "
+            f"{error.strerror or error}. The addresses of this machine ({socket.gethostname()}) are "
+            f"{', '.join(addresses_here()) or 'unknown'}. Give one of them, on all machines, or give rank 0 to the "
+            f"machine of {host}."
+        ) from None

@@ -51,8 +51,7 @@ def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
 
 
 def _tell(host: str, port: int, rank: int, count: int, text: str) -> None:
-    from .contact import join, say
-    from .hub import Hub
+    from .board import Hub, join, say
 
     socket.getaddrinfo(host, port)  # an unknown host is an error that no other machine can be told
     say(f"this machine cannot start; telling the others why, for up to {_SECONDS:.0f} s")

@@ -1,14 +1,20 @@
-"""What a launcher tells the others about its machine: one record, sent again whenever it changes."""
+"""What the launchers send each other: a record of each machine, again whenever it changes, as lines of JSON.
+
+Nothing that is received is executed: it is JSON, whose fields are checked one by one. Torch-free.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .fields import checked
+MAX_LINE = 4 << 20
+"""Bytes of a message; facts of a machine are a few thousand."""
 
 
 class State(enum.Enum):
@@ -118,3 +124,88 @@ class Machine:
 def line(message: Mapping[str, Any]) -> bytes:
     """A message as it is sent."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    checked(data)
+    return dict(data)
+
+
+def checked(data: Any, **types: type) -> dict[str, Any]:
+    """The fields of a JSON object, each of the given type.
+
+    Raises:
+        ValueError: one is missing or has another type.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{type(data).__name__} is not a JSON object")
+    for name, kind in types.items():
+        if not isinstance(data.get(name), kind):
+            raise ValueError(f"{name}={data.get(name)!r} is not {kind.__name__}")
+    return {name: data[name] for name in types}
+
+
+def silences(data: Any) -> Mapping[int, float]:
+    """Seconds by machine rank, from JSON.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    checked(data)
+    return {int(rank): float(seconds) for rank, seconds in data.items()}
+
+
+class Lines:
+    """A connection on which lines of JSON are sent and received without waiting."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self._received = b""
+        self._unsent = b""
+
+    def send(self, data: bytes) -> None:
+        """Send what fits, and keep the rest for the next call.
+
+        Raises:
+            OSError: the connection has ended, or the other side has not read for too long.
+        """
+        self._unsent += data
+        if len(self._unsent) > 4 * MAX_LINE:
+            raise ConnectionError("the peer does not read")
+        with suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def receive(self) -> list[bytes]:
+        """The lines that have arrived.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the connection was closed")
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > MAX_LINE:
+            raise ConnectionError("a line is too long")
+        return lines
+
+    def close(self) -> None:
+        """End the connection."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()

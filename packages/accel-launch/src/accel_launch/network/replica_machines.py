@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 
 from accel_state.errors import ConfigurationError
 
-from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board, Say, lost_text
-from .contact import join
-from .member import Member
+from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board, Member, join, lost_text
+from .peers import Waiting
 from .records import LOST, Cause, Machine, State
-from .waiting import Waiting
 
 _LOOK_SECONDS = 0.5
 _SHARE_SECONDS = 1.0
@@ -48,7 +46,7 @@ class ReplicaMachines:
         give_up_seconds: float,
         timeout_seconds: float,
         is_short: Callable[[list[int]], bool],
-        say: Say,
+        say: Callable[[str], None],
     ) -> None:
         self._main, self._rank, self._count, self._say = main, rank, count, say
         self._timeout_seconds, self._is_short = timeout_seconds, is_short
