@@ -12,7 +12,7 @@ LIMITS = {
     "training step": (11, 25, 25),
     "save_state": (20, 75, 500),
     "load_state": (18, 90, 300),
-    "launch of 2 processes": (49, 241, 1200),
+    "launch of 2 processes": (46, 238, 1200),
 }
 
 

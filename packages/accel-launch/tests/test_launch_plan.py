@@ -20,10 +20,9 @@ from accel_launch.cpus import default_cpu_processes, usable_cores
 from accel_launch.elastic.report import RankFailure, describe, first_failure, shell_exit_code, with_hint
 from accel_launch.launch_plan import make_plan
 from accel_launch.launchers import ft
-from accel_launch.ports import is_free
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
-from accel_state.ports import loopback_variables
+from accel_state.ports import is_free, loopback_variables
 
 
 @pytest.fixture

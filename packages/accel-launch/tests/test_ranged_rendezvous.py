@@ -214,7 +214,8 @@ def test_failures_count_and_machines_that_are_gone_do_not(ranges, wait_until) ->
 def test_too_few_machines_are_waited_for_and_then_it_is_an_error(ranges, wait_until) -> None:
     machines = ranges()
     main, second = started(machines, 2)
-    machines.settings = main._settings = RangeSettings(**{**vars(machines.settings), "timeout_seconds": 0.5})
+    main._timeout_seconds = 0.5
+    machines.job = replace(machines.job, rendezvous=replace(machines.job.rendezvous, rdzv_conf="timeout=0.5"))
     leave(second)
     wait_until(main.is_awaited, "the main machine sees that one leaves")
     with pytest.raises(RendezvousTimeoutError, match=r"not within 0.5 s: waited for at least 2 machines .*; here: \w+"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_launch.launchers.rank import WORKER
+from accel_launch.entrypoint import WORKER
 
 SCRIPT = """
 import os

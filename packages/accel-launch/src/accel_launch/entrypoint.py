@@ -16,8 +16,11 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import ScriptOptions
 
 from .command import COMMANDS
+from .interpreter import python_command
 
 _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
+WORKER: Path = Path(__file__).parent / "elastic" / "start_worker.py"
+"""The program that runs the script of a rank."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Entrypoint:
         if self.kind == "executable":
             return [self.name, *self.args]
         return [*interpreter, *(["-m"] if self.kind == "module" else []), self.name, *self.args]
+
+
+def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:
+    """The command that runs an entrypoint as a rank, which ends when the process ``parent`` does."""
+    return [*python_command(), str(WORKER), entrypoint.kind, str(parent), entrypoint.name, *entrypoint.args]
 
 
 def find_entrypoint(options: ScriptOptions, name: str, args: Sequence[str]) -> Entrypoint:

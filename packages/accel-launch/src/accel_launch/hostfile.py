@@ -9,8 +9,7 @@ from pathlib import Path
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
-
-from .ports import is_local
+from accel_state.ports import is_local
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def make_plan(
     """
     variables = dict(os.environ if environ is None else environ)
     context = detect_context(settings, variables)
-    settings = _with_starter_settings(settings, context)
+    settings = _with_values(settings, rendezvous_settings(context, settings), context.starter)
     settings = with_torchrun_options(settings, lambda: _count_machines(settings, context), variables)
     mode = choose_mode(settings, context)
     script_options = settings.group(ScriptOptions)
@@ -170,12 +170,8 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
-def _with_starter_settings(settings: Resolution, context: LaunchContext) -> Resolution:
-    """The settings, with those that the starter of this launcher decides."""
-    return _with_values(settings, rendezvous_settings(context, settings), context.starter)
-
-
 def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -> Resolution:
+    """The settings, with values that something else has decided."""
     updated = dict(settings.settings)
     for name, value in values.items():
         where = f"{name} {value} of {origin}"

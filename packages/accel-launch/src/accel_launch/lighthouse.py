@@ -18,13 +18,12 @@ from importlib.util import find_spec
 
 from accel_state import run_token
 from accel_state.options import FaultToleranceOptions
-from accel_state.ports import LOOPBACK, get_free_port
+from accel_state.ports import LOOPBACK, get_free_port, listening_host
 from accel_state.tunnel import TunnelClient, TunnelServer
 
 from .elastic.worker import die_with_launcher
 from .interpreter import python_command
 from .network.replica_machines import ReplicaMachines
-from .ports import listening_host
 
 _TICK_MS = 20
 # A lighthouse that ends at once is started again after this time.

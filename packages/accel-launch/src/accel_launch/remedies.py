@@ -20,30 +20,27 @@ SIZE_MISMATCH = (
 # Errors of a script's own connections, such as downloads, have other remedies.
 _COLLECTIVES = r"(?is)(gloo|nccl|tcpstore|c10d|distnetworkerror).*"
 # What occurs in an error, and the remedy; the first that matches.
-_TABLE = [
-    (re.compile(pattern), remedy)
-    for pattern, remedy in (
-        (r"\bSIGKILL\b", "Usually the system ran out of memory (see `dmesg`), or a user or scheduler killed it."),
-        (r"\bSIGSEGV\b", "It crashed in native code; set PYTHONFAULTHANDLER=1 to see where."),
-        (
-            r"\bSIGBUS\b",
-            "Often /dev/shm is full, which data loader workers use for batches: enlarge it, or use fewer workers.",
-        ),
-        (r"\bSIGABRT\b", "Native code aborted; see its output above, or set PYTHONFAULTHANDLER=1 to see where."),
-        (r"match expected size", SIZE_MISMATCH),
-        (r"remote=\[(127\.|::1)", HOST_NAME),
-        (_COLLECTIVES + r"(Name or service not known|name resolution|resolve hostname)", HOST_NAME),
-        (
-            r"did not meet at|no lighthouse listens",
-            "Start the same command on every machine, and check that each can reach the main address and port.",
-        ),
-        (r"connectFullMesh failed", NETWORK),
-        (_COLLECTIVES + r"(No route to host|unreachable|Connection timed out|unhandled system error)", NETWORK),
-        (_COLLECTIVES + r"address already in use", "Another program has the port: give another --main_process_port."),
-    )
-]
+_TABLE = (
+    (r"\bSIGKILL\b", "Usually the system ran out of memory (see `dmesg`), or a user or scheduler killed it."),
+    (r"\bSIGSEGV\b", "It crashed in native code; set PYTHONFAULTHANDLER=1 to see where."),
+    (
+        r"\bSIGBUS\b",
+        "Often /dev/shm is full, which data loader workers use for batches: enlarge it, or use fewer workers.",
+    ),
+    (r"\bSIGABRT\b", "Native code aborted; see its output above, or set PYTHONFAULTHANDLER=1 to see where."),
+    (r"match expected size", SIZE_MISMATCH),
+    (r"remote=\[(127\.|::1)", HOST_NAME),
+    (_COLLECTIVES + r"(Name or service not known|name resolution|resolve hostname)", HOST_NAME),
+    (
+        r"did not meet at|no lighthouse listens",
+        "Start the same command on every machine, and check that each can reach the main address and port.",
+    ),
+    (r"connectFullMesh failed", NETWORK),
+    (_COLLECTIVES + r"(No route to host|unreachable|Connection timed out|unhandled system error)", NETWORK),
+    (_COLLECTIVES + r"address already in use", "Another program has the port: give another --main_process_port."),
+)
 
 
 def remedy(error: str) -> str:
     """What to do about an error message or a signal's name; empty if the table has nothing."""
-    return next((text for pattern, text in _TABLE if pattern.search(error)), "")
+    return next((text for pattern, text in _TABLE if re.search(pattern, error)), "")

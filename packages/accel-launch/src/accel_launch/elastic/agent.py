@@ -131,7 +131,7 @@ class Agent:
             leaves = self.meetings.may_leave(error.number)
             if self._peers is not None and (leaves or not notes(self._logs.by_rank)):
                 # Before the ranks end: those of other machines fail when they do.
-                cause = interruption(error.number, self._meeting_rank, self._round)
+                cause = interruption(error.number, self._meeting_rank, self.meetings.round)
                 self._peers.post(State.LEFT if leaves else State.FAILED, cause)
             raise
         finally:
@@ -241,10 +241,6 @@ class Agent:
         self._start()
         return True
 
-    def _number(self) -> int:
-        """How often the ranks have been started again."""
-        return 0 if self._meeting is None else self._meeting.restarts
-
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
@@ -257,7 +253,7 @@ class Agent:
             self._peers = None
         else:
             members = [int(number) for number in self._board.me.members] if self.meetings.may_shrink else []
-            self._peers = Peers(self._board, self._round, meeting.machines, members)
+            self._peers = Peers(self._board, self.meetings.round, meeting.machines, members)
         if self._board is not None and self._left > 0 and not self.meetings.may_shrink:
             self._board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
         if self._board is not None and self._peers is not None and self.meetings.may_hang:
@@ -330,14 +326,14 @@ class Agent:
         size, machines = str(self.world_size), str(meeting.machines)
         own = "" if self._board is None else self._board.own_address
         return {
-            **interface_variables(own),
+            **(interface_variables(own) if own else {}),
             **{"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local), "GROUP_RANK": str(meeting.rank)},
             **{"WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_WORLD_SIZE": machines},
             "LOCAL_WORLD_SIZE": str(job.local_processes),
             "ROLE_NAME": job.rendezvous.role,
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._number()),
+            "TORCHELASTIC_RESTART_COUNT": str(meeting.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(job.rendezvous.max_restarts),
             "TORCHELASTIC_RUN_ID": self.meetings.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -363,11 +359,6 @@ class Agent:
     def _meeting_rank(self) -> int:
         return 0 if self._meeting is None else self._meeting.rank
 
-    @property
-    def _round(self) -> int:
-        """The start that the ranks belong to, as the other machines count."""
-        return self.meetings.round
-
     def failures(self) -> list[RankFailure]:
         """Ranks that have failed, and ranks that reported a failure before they were ended."""
         found = []
@@ -383,7 +374,7 @@ class Agent:
         """Why the ranks of this machine end: because one of them failed, or because another machine is lost."""
         if self.meetings.may_shrink and saved_by_all(self._logs.by_rank) is not None:
             return None
-        own = cause_of(self.failures(), self._meeting_rank, self.world_size, self._round)
+        own = cause_of(self.failures(), self._meeting_rank, self.world_size, self.meetings.round)
         return own if own is not None or self._peers is None else self._peers.loss()
 
     def _wait_for_machines(self) -> None:

@@ -10,11 +10,10 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
-from accel_state.ports import LOOPBACK
+from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, listening_host
 
 from ..network.board import say
 from ..pods import in_pod
-from ..ports import DEFAULT_PORT, is_free, listening_host
 
 # How long the name of another pod may take to resolve: its node may still load the image.
 _NAME_SECONDS = 300.0

@@ -12,12 +12,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
-from accel_state.ports import LOOPBACK
+from accel_state.ports import DEFAULT_PORT, LOOPBACK, listening_host
 
 from ..network.board import Board, join
 from ..network.peers import timeout_seconds
 from ..network.records import Cause
-from ..ports import DEFAULT_PORT, listening_host
 from ..supervisor import GRACE_SECONDS
 from .output import OutputOptions
 from .tcp_store import StoreServer, serve
@@ -71,7 +70,7 @@ class Meetings(ABC):
     """The meetings of a run: one before each start of the ranks.
 
     The launchers meet at the main address. The store of the ranks of each start has a free port, and listens at one
-    address: see :func:`~accel_launch.ports.listening_host`.
+    address: see :func:`~accel_state.ports.listening_host`.
     """
 
     def __init__(self, job: ElasticJob) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options.resources import MachineRange
+from accel_state.ports import is_free, is_local, listening_host
 
 from ..network.board import QUIET_SECONDS, Board, Hub, Member, say
 from ..network.interfaces import own_address
 from ..network.peers import Waiting, rendezvous_settings
 from ..network.records import FIRST_SEAT, INTERRUPTED, Cause, Machine, State
-from ..ports import is_free, is_local, listening_host
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .short_lives import ShortLives
 

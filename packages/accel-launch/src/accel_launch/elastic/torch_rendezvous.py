@@ -18,13 +18,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
-from accel_state.ports import is_loopback
+from accel_state.ports import is_local, is_loopback, listening_host, wait_for_server
 
 from ..network.board import Board, Hub, Member, say, token_of_run
 from ..network.interfaces import own_address
 from ..network.peers import Waiting, rendezvous_settings
 from ..network.records import Cause, Machine, State
-from ..ports import is_local, listening_host, wait_for_server
 from .meeting import ElasticJob, Meeting, Meetings
 from .tcp_store import serve
 

@@ -12,17 +12,16 @@ from pathlib import Path
 
 from accel_state.env import convert_dict_to_env_variables
 from accel_state.errors import ConfigurationError, require
-from accel_state.ports import get_free_port, reserved_port
+from accel_state.ports import DEFAULT_PORT, get_free_port, reserved_port
 
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
+from ..entrypoint import WORKER
 from ..external_launcher import run_external
 from ..hostfile import Host, Pool, read_pool
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
-from ..ports import DEFAULT_PORT
 from ..scratch import scratch_directory
 from .base import Launcher, MachineCommand
-from .rank import WORKER
 
 WITHOUT_SSH = "nossh"
 DEFAULT_LAUNCHER = "pdsh"

@@ -11,18 +11,17 @@ from accel_state.env import patch_environment, read_str
 from accel_state.errors import require
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
-from accel_state.ports import LOOPBACK
+from accel_state.ports import DEFAULT_PORT, LOOPBACK
 
 from ..elastic.checks import check_rendezvous
+from ..entrypoint import worker_command
 from ..interpreter import python_command
 from ..launch_context import is_explicit
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
 from ..network.farewell import telling_others
-from ..ports import DEFAULT_PORT
 from ..supervisor import GRACE_SECONDS
 from .base import Launcher, MachineCommand, launch_argv
-from .rank import worker_command
 
 
 class ElasticLauncher(Launcher):

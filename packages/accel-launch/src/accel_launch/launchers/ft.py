@@ -14,12 +14,13 @@ import psutil
 from accel_state import run_token
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
-from accel_state.ports import LOOPBACK
+from accel_state.ports import DEFAULT_PORT, LOOPBACK
 from accel_state.torchft_version import torchft_version
 
 from ..elastic.causes import interruption
 from ..elastic.checks import check_rendezvous
 from ..elastic.report import signal_name
+from ..entrypoint import worker_command
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
@@ -28,12 +29,10 @@ from ..network.board import FAREWELL_SECONDS
 from ..network.peers import timeout_seconds
 from ..network.records import KILLED, Cause, State
 from ..network.replica_machines import ReplicaMachines
-from ..ports import DEFAULT_PORT
 from ..replica_plan import numbers_here, numbers_of, rank_variables, variables, visible_devices
 from ..scratch import scratch_directory
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .base import Launcher, MachineCommand
-from .rank import worker_command
 from .replica_reports import ForeignReports
 from .replicas import Replica, Supervision
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
-from accel_state.ports import get_free_port, reserved_port
+from accel_state.ports import DEFAULT_PORT, get_free_port, reserved_port
 
 from ..cpus import usable_cores
 from ..elastic.worker import RELAY_VARIABLE
@@ -16,7 +16,6 @@ from ..hostfile import Host, read_hostfile
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
-from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 
 # Variables of this process that ranks on other machines need.

@@ -12,22 +12,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from accel_state.environments.base import Environment
 from accel_state.errors import ConfigurationError
+from accel_state.ports import DEFAULT_PORT
 
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
-from ..entrypoint import Entrypoint
+from ..entrypoint import Entrypoint, worker_command
 from ..errors import fail
 from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
-from ..ports import DEFAULT_PORT
 from .base import Launcher, MachineCommand
 from .single import become
-
-WORKER = Path(__file__).parent.parent / "elastic" / "start_worker.py"
 
 
 class RankLauncher(Launcher):
@@ -46,11 +43,6 @@ class RankLauncher(Launcher):
         machine = f"this process, rank {rank.rank} of {rank.world_size} of {rank.name}"
         command = plan.entrypoint.command(python_command("-u"))
         return [MachineCommand(machine, command, plan.environment, [variables])]
-
-
-def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:
-    """The command that runs an entrypoint as a rank, which ends when the process ``parent`` does."""
-    return [*python_command(), str(WORKER), entrypoint.kind, str(parent), entrypoint.name, *entrypoint.args]
 
 
 def torchrun_variables(rank: Environment, address: str | None, port: int | None) -> dict[str, str]:

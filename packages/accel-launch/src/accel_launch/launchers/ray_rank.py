@@ -27,10 +27,9 @@ from accel_state.preemption import Note, read_note
 
 from ..doctor.machine import versions
 from ..elastic.report import RankFailure, has_ended, read_failure
-from ..entrypoint import Entrypoint
+from ..entrypoint import WORKER, Entrypoint, worker_command
 from ..network.interfaces import interface_variables
 from ..supervisor import Child, stop
-from .rank import WORKER, worker_command
 
 READ_SECONDS = 1.0
 """How long an actor waits for output before it answers that there is none."""

@@ -24,9 +24,8 @@ from typing import Any
 from accel_state import run_token
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
-from accel_state.ports import listen
+from accel_state.ports import is_local, listen, listening_host
 
-from ..ports import is_local, listening_host
 from .agreement import compare
 from .interfaces import addresses_here
 from .records import RAISED, Cause, Lines, Machine, State, line, read_object, silences

@@ -10,9 +10,9 @@ from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 from accel_state.options.resources import MachineRange
+from accel_state.ports import DEFAULT_PORT
 
 from ..launch_context import Role, detect_context, rendezvous_settings
-from ..ports import DEFAULT_PORT
 from .records import RAISED, Cause, State
 
 # The others may start a little later than this one.

@@ -21,8 +21,11 @@ _LOST_CODE = 1
 
 def rendezvous_settings(text: str) -> Mapping[str, str]:
     """``timeout=600,join_timeout=300`` of ``--rdzv_conf`` as a mapping, with the default timeout."""
-    entries = (entry.partition("=") for entry in text.split(",") if entry)
-    return {"timeout": str(DEFAULT_TIMEOUT_SECONDS), **{key.strip(): value.strip() for key, _, value in entries}}
+    settings = {"timeout": str(DEFAULT_TIMEOUT_SECONDS)}
+    for entry in filter(None, text.split(",")):
+        key, _, value = entry.partition("=")
+        settings[key.strip()] = value.strip()
+    return settings
 
 
 def timeout_seconds(rdzv_conf: str) -> float:
