@@ -537,8 +537,10 @@ def items() -> dict[str, torch.Tensor]:
     count = (batch["labels"][:, 1:] != -100).sum()
     with pytest.raises(ConfigurationError, match="reduction='mean' does not support pp_size=2 and batches of 2 ranks"):
         accelerator.backward(model(**batch).loss, num_items=count)
+    with pytest.raises(ConfigurationError, match="2 ranks multiply their losses by different factors, from 0.5 to 1.5"):
+        accelerator.backward(model(**batch).loss * (0.5 + ranks.rank))
     model.zero_grad()
-    loss = model(**batch, num_items_in_batch=torch.tensor(1.0)).loss
+    loss = model(**batch, num_items_in_batch=torch.tensor(0.5)).loss * 0.5
     accelerator.backward(loss, num_items=count, reduction="sum")
     return {name: full_tensor(item.grad).clone() for name, item in model.named_parameters()}
 

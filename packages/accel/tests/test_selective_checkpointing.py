@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from expert_runs import accelerator_for, compare
 from expert_runs import build as build_experts
 from expert_runs import plain as plain_experts
@@ -17,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from accel_state import context
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
@@ -218,3 +221,58 @@ def test_distributed_experts_that_are_gathered_inside_of_a_checkpoint() -> None:
         loss.backward()
     assert flops <= backward.get_total_flops()
     assert "activation_checkpointing_mode='selective' in a compiled model" in refused
+
+
+class Normed(nn.Module):
+    """Blocks with batch norms: with a running mean, with a cumulative one, and without statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6, track_running_stats=False)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), norm, nn.Tanh()) for norm in norms)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train_normed(accelerator: Accelerator | None, compiles: bool = False) -> dict[str, torch.Tensor]:
+    """The weights and statistics after three batches, which are the same on all ranks."""
+    model: Any = Normed()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    step = torch.compile(model, backend="aot_eager") if compiles else model
+    for number in range(3):
+        loss = step(torch.randn(8, 6, generator=torch.Generator().manual_seed(number))).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return {name: value.clone() for name, value in state.items()}
+
+
+def train_normed_all() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for version, mode in product((0, 1, 2), ("full", "selective")):
+        with context.isolated():
+            given: dict[str, Any] = {"kwargs_handlers": [ActivationCheckpointingKwargs(["Sequential"], mode)]}
+            if version:
+                settings = {**FULL, "activation_checkpointing_mode": mode, **BLOCKS, "fsdp_version": version}
+                plugin = FullyShardedDataParallelPlugin(**settings, transformer_cls_names_to_wrap=["Sequential"])
+                given = {"fsdp_plugin": plugin}
+            found.append(train_normed(Accelerator(cpu=True, **given)))
+    return found
+
+
+def test_batch_norms_count_each_batch_once() -> None:
+    expected = train_normed(None)
+    for found in run_world(train_normed_all, 2, timeout=200)[0]:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for mode in ("full", "selective"):
+        with context.isolated():
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[ActivationCheckpointingKwargs(["Sequential"], mode)])
+            compiled = train_normed(accelerator, compiles=True)
+        torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)

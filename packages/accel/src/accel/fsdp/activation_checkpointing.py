@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import checkpoint_wrappers, checkpointed_module, selective_contexts
 from .activation_offload import offload_inputs
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns the contexts of the forward pass of a unit and of its recomputation."""
 
 
 class CheckpointingSettings(Protocol):
@@ -58,20 +63,47 @@ def checkpoint_units(
     selective = settings.activation_checkpointing_mode == "selective"
     alone = {id(module) for module in sharded}
 
-    def contexts_of(module: nn.Module) -> dict[str, Any]:
+    def contexts_of(module: nn.Module) -> Contexts | None:
         if not selective:
-            return {}
+            return None
         keep = partial(_keep, _kept_in(module))
         if any(id(inner) in alone for inner in module.modules() if inner is not module):
-            return {"context_fn": partial(selective_contexts, keep, partial(_is_one_of, _kept_in(module)))}
-        return {"context_fn": partial(create_selective_checkpoint_contexts, keep)}
+            return partial(selective_contexts, keep, partial(_is_one_of, _kept_in(module)))
+        return partial(create_selective_checkpoint_contexts, keep)
 
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-        wrapped = checkpoint_wrapper(module, **contexts_of(module))
+        contexts = contexts_of(module)
+        norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        if norms:
+            contexts = partial(_with_statistics_of_one_pass, norms, contexts)
+        wrapped = checkpoint_wrapper(module, **({} if contexts is None else {"context_fn": contexts}))
         return offload_inputs(wrapped) if settings.activation_checkpointing_offload else wrapped
 
     apply(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
+
+
+def _with_statistics_of_one_pass(
+    norms: Sequence[_BatchNorm], contexts: Contexts | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a unit with batch norms, which would count each batch twice."""
+    if torch.compiler.is_compiling():  # compiled graphs change buffers once, and take such contexts only
+        return contexts() if contexts is not None else create_selective_checkpoint_contexts([])
+    forward, again = contexts() if contexts is not None else (nullcontext(), nullcontext())
+    return forward, _keeping_statistics(norms, again)
+
+
+@contextmanager
+def _keeping_statistics(norms: Sequence[_BatchNorm], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    former = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        with inner:
+            yield
+    finally:
+        for norm, momentum, count in former:
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -162,6 +162,7 @@ class TrainingPipeline:
         self._model: nn.Module | None = model
         self._runtime: PipelineRuntime | None = None
         self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.check_factor: Callable[[torch.Tensor], None] | None = None  # called with what multiplies a loss
         self._items: torch.Tensor | float = 1.0
         self._loss_dtypes: dict[bool, torch.dtype] = {}  # by whether autocast is on
 
@@ -357,6 +358,8 @@ class TrainingPipeline:
         loss = self._share_loss(torch.stack(losses).sum().detach() / scale if losses else None)
 
         def add_gradients(factor: torch.Tensor) -> None:
+            if self.check_factor is not None:
+                self.check_factor(factor)
             ratio = factor / scale
             for parameter, gradient in zip(parameters, computed, strict=True):
                 if gradient is not None:

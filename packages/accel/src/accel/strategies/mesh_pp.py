@@ -170,6 +170,8 @@ class PipelineStrategy(MeshStrategy):
         self._check_ties(pipeline)
         if self._scaler is not None:
             pipeline.loss_scale = self._scaler.get_scale
+        if self.averaging_collectives.world_size > 1:
+            pipeline.check_factor = self._check_factor
         local_ids = {id(parameter) for part in pipeline.parts.values() for parameter in part.parameters()}
         for name, parameter in names.items():
             self._names[parameter] = name
@@ -230,6 +232,16 @@ class PipelineStrategy(MeshStrategy):
                 f"backward(loss, num_items=...) with reduction='mean' does not support pp_size="
                 f"{self.parallelism.pp_size} and batches of {ranks} ranks, whose losses would have different factors. "
                 "Compute sums: model(..., num_items_in_batch=1), and reduction='sum'."
+            )
+
+    def _check_factor(self, factor: torch.Tensor) -> None:
+        """Refuse losses that ranks multiply by different factors: the schedule has averaged their gradients before."""
+        largest = self.averaging_collectives.all_reduce(torch.stack([factor, -factor]).float(), "max")
+        if (largest[0] > -largest[1]).item():
+            raise ConfigurationError(
+                f"pp_size={self.parallelism.pp_size}: {self.averaging_collectives.world_size} ranks multiply their "
+                f"losses by different factors, from {-largest[1].item():g} to {largest[0].item():g}, but the pipeline "
+                "has averaged their gradients already. Multiply by the same number on all ranks, or set pp_size=1."
             )
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
