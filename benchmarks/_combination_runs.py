@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, CheckpointError, DeepSpeedPlugin, FullyShardedDataParallelPlugin, LocalSGD
+from accel.kwargs.ddp import DistributedDataParallelKwargs
 from accel.parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from accel.parallel.config import ParallelismConfig
 from accel.utils import DataLoaderConfiguration, TorchDynamoPlugin
@@ -34,6 +36,15 @@ BLOCKS = {
 }
 ADAPTED = ("q_proj", "v_proj", "c_attn")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
+# What a batch has besides the arguments of the model; the values describe the whole batch.
+VALUES = ("ragged", "total", "count", "text")
+SECOND_STEPS = 3  # batches of the second loader, which ends within windows
+TWO_LOADERS = ("two loaders", "second loader first")
+# Compression without loss: the rank is that of the largest matrix.
+POWER = {
+    **{"matrix_approximation_rank": 32, "min_compression_rate": 1e-6, "start_powerSGD_iter": 2},
+    **{"warm_start": False, "orthogonalization_epsilon": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -76,8 +87,19 @@ class Draw:
     features: tuple[str, ...] = ()
     resumes_under: Setup | None = None  # where it continues after half of the steps
 
-    def has(self, feature: str) -> bool:
-        return feature in self.features
+    def has(self, *features: str) -> bool:
+        return not set(features).isdisjoint(self.features)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the second rank has half of the samples in its last batch, which two ranks divide without padding."""
+        return self.has("values") and self.has("dispatched") and self.setup.parts == 2 and "pp" not in self.setup.sizes
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether parameters of half precision that are trained have a copy in fp32."""
+        shards = self.setup.name.startswith(("fsdp", "zero")) or "dp_shard" in self.setup.sizes
+        return self.has("bf16 base") and self.precision == "bf16" and shards
 
     def __str__(self) -> str:
         later = f" -> {self.resumes_under.name}/{self.resumes_under.ranks}" if self.resumes_under else ""
@@ -114,7 +136,8 @@ class LowRank(nn.Module):
         self.base, self.down, self.up = base, nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        found = self.base(x)
+        return found + self.up(self.down(x.to(self.down.weight.dtype))).to(found.dtype)
 
 
 class Adapted(nn.Module):
@@ -141,8 +164,13 @@ def build(draw: Draw, seed: int, compiles: bool = True) -> nn.Module:
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("embed_tokens", "wte", "wpe", "layers.0.", "h.0.")):
                 parameter.requires_grad_(False)
+    if draw.has("bf16 base"):
+        model.to(torch.bfloat16)
     if draw.has("lora"):
         model = _with_adapters(model)
+    if draw.has("thaws", "thaws a group"):
+        for parameter in block_of(model, 1):
+            parameter.requires_grad_(False)
     if draw.has("checkpointing") and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if draw.has("lora"):
@@ -199,10 +227,26 @@ def _with_adapters(model: nn.Module) -> nn.Module:
     return Adapted(model)
 
 
-def samples(draw: Draw) -> list[dict[str, torch.Tensor]]:
-    """The data of all steps, in order; the same for every setup."""
-    count = draw.steps * draw.window * BATCH
-    generator = torch.Generator().manual_seed(3 + draw.number)
+def block_of(model: nn.Module, number: int, adapters: bool = False) -> list[nn.Parameter]:
+    """The parameters of a layer, or those of its adapters."""
+    named = [item for item in model.named_parameters() if f"layers.{number}." in item[0] or f"h.{number}." in item[0]]
+    return [item for name, item in named if not adapters or any(part in name for part in ("lora_", "down.", "up."))]
+
+
+def samples(draw: Draw, second: bool = False) -> list[dict[str, torch.Tensor]]:
+    """The data of all steps in order, or those of the second loader; the same for every setup."""
+    count = SECOND_STEPS * BATCH if second else draw.steps * draw.window * BATCH
+    if draw.is_short and not second:
+        count -= BATCH // draw.setup.parts // 2
+    generator = torch.Generator().manual_seed(3 + draw.number + 1000 * second)
+    found = _samples(draw, count, generator)
+    if draw.has("values"):
+        for item, length in zip(found, torch.randint(1, 9, (count,), generator=generator).tolist(), strict=True):
+            item["ragged"] = torch.full((length,), float(length))
+    return found
+
+
+def _samples(draw: Draw, count: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
     if draw.model == "batchnorm":
         x = torch.randn(count, LENGTH, generator=generator)
         return [{"x": one, "labels": one.argmax()} for one in x]
@@ -222,14 +266,36 @@ def samples(draw: Draw) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def stack(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+def stack(items: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    batch: dict[str, Any] = {name: torch.stack([item[name] for item in items]) for name in arguments_of(items[0])}
+    if "ragged" in items[0]:
+        ragged = [item["ragged"] for item in items]
+        total = sum(one.sum() for one in ragged)
+        batch.update(ragged=ragged, total=total, count=len(items), text=str(float(total)))
+    return batch
 
 
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def merge(batch: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The samples of two batches in one."""
+    merged = {name: torch.cat([batch[name], other[name]]) for name in arguments_of(batch)}
+    if "ragged" in batch:
+        merged |= {name: batch[name] + other[name] for name in ("ragged", "total", "count")}
+        merged["text"] = str(float(batch["text"]) + float(other["text"]))
+    return merged
+
+
+def arguments_of(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if name not in VALUES}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if "x" in batch:
-        return functional.cross_entropy(model(batch["x"]).float(), batch["labels"])
-    loss: torch.Tensor = model(**batch).loss
+        loss = functional.cross_entropy(model(batch["x"]).float(), batch["labels"])
+    else:
+        loss = model(**arguments_of(batch)).loss
+    if "ragged" in batch:  # a value of other samples makes another loss
+        ragged = sum(float(one.sum()) for one in batch["ragged"])
+        loss = loss * (1 + (ragged + float(batch["total"]) + float(batch["text"]) + 9 * batch["count"]) / 500)
     return loss
 
 
@@ -237,10 +303,58 @@ def items_in(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(draw: Draw, model: nn.Module) -> torch.optim.Optimizer:
+    later = set(map(id, block_of(model, 1))) if draw.has("thaws") else set()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad or id(parameter) in later]
     # Adam with a small eps makes steps of gradients that are zero but for rounding.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, fused=draw.has("fused") or None)
+
+
+def change_trained(draw: Draw, model: nn.Module, optimizer: Any, step: int) -> None:
+    """Freeze and unfreeze layers, before a step; a state is loaded where they are as in the step before."""
+    if draw.has("freezes"):
+        for parameter in block_of(model, 0 if draw.model == "batchnorm" else 2, adapters=draw.has("lora")):
+            parameter.requires_grad_(step not in (1, 2))
+    if draw.has("thaws", "thaws a group"):
+        for parameter in block_of(model, 1):
+            parameter.requires_grad_(step > 0)
+    if draw.has("thaws a group") and step == 1:
+        optimizer.add_param_group({"params": block_of(model, 1), "lr": 5e-3})
+
+
+def with_feedback(residuals: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Half of a gradient and of what was kept, the other half of which is kept for the next step."""
+    half = (gradient + residuals.get(name, 0)) / 2
+    residuals[name] = half.clone()
+    return half
+
+
+def feedback_hook(names: dict[nn.Parameter, str]) -> Callable[..., Any]:
+    """A communication hook for DDP whose state differs between ranks."""
+
+    def hook(state: dict[str, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.copy_(with_feedback(state, names[parameter], gradient))
+        future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    hook.__annotations__.clear()  # DDP compares them with classes, and these are strings
+    return hook
+
+
+class PlainFeedback:
+    """What :func:`feedback_hook` does, which is linear, to the averages of all ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.reduced = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        self.residuals: dict[str, torch.Tensor] = {}
+
+    def apply(self) -> None:
+        if not all(item.requires_grad for item in self.reduced.values()):
+            return  # DDP's reducer is not used, and all gradients are averaged after the backward pass
+        for name, item in self.reduced.items():
+            assert item.grad is not None
+            item.grad = with_feedback(self.residuals, name, item.grad)
 
 
 def clip(draw: Draw, model: nn.Module, tools: Any) -> list[float]:
@@ -255,9 +369,16 @@ def clip(draw: Draw, model: nn.Module, tools: Any) -> list[float]:
 def pieces_of(draw: Draw, setup: Setup, step: int, data: list[dict[str, torch.Tensor]]) -> Iterator[Any]:
     """The micro batches of a step, and of each the batches of all parts."""
     size = BATCH // setup.parts
-    for micro in range(draw.window):
-        start = (step * draw.window + micro) * BATCH
-        yield [stack(data[start + part * size : start + (part + 1) * size]) for part in range(setup.parts)]
+
+    def parts_of(rows: list[dict[str, torch.Tensor]], start: int) -> list[dict[str, Any]]:
+        return [stack(rows[start + part * size : start + (part + 1) * size]) for part in range(setup.parts)]
+
+    second = samples(draw, second=True) if draw.has(*TWO_LOADERS) else None
+    for micro in range(step * draw.window, (step + 1) * draw.window):
+        parts = parts_of(data, micro * BATCH)
+        if second is not None:
+            parts = list(map(merge, parts, parts_of(second, micro % SECOND_STEPS * BATCH)))
+        yield parts
 
 
 @dataclass
@@ -274,7 +395,10 @@ class Found:
 def plain(draw: Draw) -> Found:
     """One process of plain PyTorch; each part of a batch has the same weight, unless items are counted."""
     models = [build(draw, seed, compiles=False) for seed in ((0, 1) if draw.has("two models") else (0,))]
-    optimizers = [optimizer_of(model) for model in models]
+    for parameter in (item for model in models for item in model.parameters() if draw.has_masters):
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    optimizers = [optimizer_of(draw, model) for model in models]
+    hooks = [PlainFeedback(model) for model in models] if draw.has("feedback hook") else []
     data, found = samples(draw), Found()
     if draw.has("local sgd"):
         return _plain_local_sgd(draw, models[0], data)
@@ -284,11 +408,14 @@ def plain(draw: Draw) -> Found:
         windows = list(pieces_of(draw, setup, step, data))
         items = sum(items_in(piece) for parts in windows for piece in parts) if draw.has("num_items") else 1
         for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            change_trained(draw, model, optimizer, step)
             total = 0.0
             for number, parts in enumerate(windows):
                 loss = _plain_losses(draw, model, parts, step * draw.window + number, len(windows), items)
                 loss.backward()
                 total += loss.item()
+            if hooks:
+                hooks[index].apply()
             found.norms += clip(draw, model, nn.utils)
             optimizer.step()
             optimizer.zero_grad()
@@ -323,7 +450,7 @@ def _put_buffers(model: nn.Module, values: Any) -> None:
 
 def _plain_local_sgd(draw: Draw, model: nn.Module, data: list[Any]) -> Found:
     copies = [copy.deepcopy(model) for _ in range(draw.setup.parts)]
-    optimizers = [optimizer_of(item) for item in copies]
+    optimizers = [optimizer_of(draw, item) for item in copies]
     found = Found()
     for step in range(draw.steps):
         losses, norms = [], []
@@ -358,6 +485,8 @@ def accelerator_for(draw: Draw, setup: Setup) -> Accelerator:
         )
     if draw.has("dynamo") or draw.has("dynamo blocks"):
         given["dynamo_plugin"] = TorchDynamoPlugin(backend="eager", use_regional_compilation=draw.has("dynamo blocks"))
+    if draw.has("power sgd"):
+        given["kwargs_handlers"] = [DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=POWER)]
     fsdp = {
         "auto_wrap_policy": "transformer_based_wrap" if setup.units else "no_wrap",
         "state_dict_type": setup.format,
@@ -379,9 +508,11 @@ def accelerator_for(draw: Draw, setup: Setup) -> Accelerator:
         extra = {"use_orig_params": True} if version == 1 else {}
         given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=version, **fsdp, **extra)
     elif setup.name.startswith("zero"):
-        clipping = {"gradient_clipping": 0.5} if draw.clip == "norm" else {}
+        settings: dict[str, Any] = {"gradient_clipping": 0.5} if draw.clip == "norm" else {}
+        if setup.name == "zero3":  # of which the weights are compared
+            settings["zero3_save_16bit_model"] = True
         given["deepspeed_plugin"] = DeepSpeedPlugin(
-            zero_stage=int(setup.name[-1]), gradient_accumulation_steps=draw.window, **clipping
+            zero_stage=int(setup.name[-1]), gradient_accumulation_steps=draw.window, **settings
         )
     return Accelerator(cpu=True, **given)
 
@@ -391,26 +522,37 @@ def train(draw: Draw, setup: Setup, first: int, last: int, folder: str | None) -
     accelerator = accelerator_for(draw, setup)
     seeds = (0, 1) if draw.has("two models") else (0,)
     models = [build(draw, seed + 10 * (first > 0)) for seed in seeds]
-    optimizers = [optimizer_of(model) for model in models]
+    optimizers = [optimizer_of(draw, model) for model in models]
     data = samples(draw)[first * draw.window * BATCH : last * draw.window * BATCH]
     size = BATCH if draw.has("split batches") else BATCH // setup.parts
-    loader = DataLoader(data, batch_size=size)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=size, collate_fn=stack)  # type: ignore[arg-type]
     if setup.name.startswith("zero"):
         *prepared, loader = accelerator.prepare(*models, *optimizers, loader)
     else:
         prepared = list(accelerator.prepare(*models, *optimizers))
         loader = accelerator.prepare(loader) if not folder else _by_hand(accelerator, data, size)
     models, optimizers = prepared[: len(models)], prepared[len(models) :]
+    for model in models if draw.has("feedback hook") else ():
+        names = {item: name for name, item in accelerator.unwrap_model(model).named_parameters()}
+        model.register_comm_hook({}, feedback_hook(names))
     if folder and first:
         accelerator.load_state(folder)
     if setup.sizes.get("sp"):
         loader = accelerator.strategy.sequences.split_loader(loader, models[0])
+    named = None
+    if draw.has(*TWO_LOADERS):
+        second = DataLoader(samples(draw, second=True), batch_size=size, collate_fn=stack)  # type: ignore[arg-type]
+        second = accelerator.prepare(second)
+        if setup.sizes.get("sp"):
+            second = accelerator.strategy.sequences.split_loader(second, models[0])
+        named = loader if draw.has("second loader first") else None
+        loader = _side_by_side(loader, second, named is not None)
     found = Found()
     with ExitStack() as blocks:
         local = LocalSGD(accelerator, models[0], 2) if draw.has("local sgd") else None
         if local is not None:
             blocks.enter_context(local)
-        _loop(draw, accelerator, models, optimizers, loader, found, local)
+        _loop(draw, accelerator, models, optimizers, loader, found, local, first, named)
     if folder and not first:
         accelerator.save_state(folder)
     for index, model in enumerate(models):
@@ -418,6 +560,19 @@ def train(draw: Draw, setup: Setup, first: int, last: int, folder: str | None) -
         found.weights.update({f"{index}.{name}": value.detach().clone() for name, value in (state or {}).items()})
     accelerator.free_memory()
     return found
+
+
+def _side_by_side(loader: Any, second: Any, second_first: bool) -> Iterator[dict[str, Any]]:
+    """The batches of a loader, each with one of the second loader, which is repeated."""
+
+    def cycled() -> Iterator[dict[str, Any]]:
+        while True:
+            yield from second
+
+    if second_first:
+        yield from (merge(batch, other) for other, batch in zip(cycled(), loader, strict=False))
+    else:
+        yield from (merge(batch, other) for batch, other in zip(loader, cycled(), strict=False))
 
 
 def _by_hand(accelerator: Accelerator, data: list[Any], size: int) -> list[Any]:
@@ -437,17 +592,26 @@ def _loop(
     loader: Any,
     found: Found,
     local: Any,
+    first: int,
+    named: Any,
 ) -> None:
     of_window: list[float] = []
     for number, batch in enumerate(loader):
-        with accelerator.accumulate(*models):
+        if number % draw.window == 0:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                inner = accelerator.unwrap_model(model)
+                change_trained(draw, inner, optimizer, first + number // draw.window)
+        with accelerator.accumulate(*models, loader=named):
             for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                if draw.has("zero first", "zero both"):
+                    optimizer.zero_grad()
                 torch.manual_seed(number)
-                loss = _step(draw, accelerator, model, batch)
+                loss = _step(draw, accelerator, model, optimizer, batch)
                 if accelerator.sync_gradients:
                     found.norms += clip(draw, model, accelerator)
                 optimizer.step()
-                optimizer.zero_grad()
+                if not draw.has("zero first", "zero after forward"):
+                    optimizer.zero_grad()
                 if not index:
                     of_window.append(_shared_loss(draw, accelerator, batch, loss))
         if accelerator.sync_gradients:
@@ -457,13 +621,17 @@ def _loop(
                 local.step()
 
 
-def _step(draw: Draw, accelerator: Accelerator, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+def _step(
+    draw: Draw, accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: dict[str, Any]
+) -> torch.Tensor:
     more = {"num_items": items_in(batch)} if draw.has("num_items") else {}
-    tensors = list(batch.values())
+    tensors = list(arguments_of(batch).values())
     with accelerator.maybe_context_parallel(
         buffers=tensors, buffer_seq_dims=[min(1, tensor.ndim - 1) for tensor in tensors]
     ):
         loss = loss_of(model, batch)
+        if draw.has("zero after forward"):
+            optimizer.zero_grad()
         accelerator.backward(loss, **more)
     return loss.detach()
 

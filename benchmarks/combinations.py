@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _combination_runs import BLOCKS, Draw, Found, Setup, plain, run_draws, train
+from _combination_runs import BLOCKS, TWO_LOADERS, Draw, Found, Setup, plain, run_draws, train
 
 from accel.parallel.axis_settings import SCHEDULES
 from accel_state import context
@@ -40,7 +40,10 @@ from accel_state.testing import WorldError, preload, run_world
 
 SETUPS: dict[int, Sequence[str]] = {
     1: ("single",),
-    2: (*("ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"), "tp2", "cp2", "sp2", "pp2", "dp_replicate2"),
+    2: (
+        *("ddp", "ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
+        *("tp2", "cp2", "sp2", "pp2", "dp_replicate2"),
+    ),
     4: (
         *("ddp", "fsdp1", "fsdp2", "zero1", "zero3", "dp_replicate2-dp_shard2", "dp_shard2-tp2", "dp_replicate2-tp2"),
         *("dp_shard2-cp2", "dp_replicate2-cp2", "dp_shard2-sp2", "tp2-cp2", "tp2-sp2", "pp2-dp_shard2", "pp2-tp2"),
@@ -61,7 +64,15 @@ FEATURES = {
     **{"frozen": 0.15, "tied": 0.2, "lora": 0.15, "masks": 0.2, "packed": 0.08, "num_items": 0.15, "dropout": 0.08},
     **{"checkpointing": 0.12, "fsdp checkpointing": 0.12, "compiled": 0.06, "dynamo": 0.05, "dynamo blocks": 0.05},
     **{"local sgd": 0.07, "dispatched": 0.1, "split batches": 0.1, "two models": 0.1},
+    **{"freezes": 0.12, "thaws": 0.1, "thaws a group": 0.06, "bf16 base": 0.15, "fused": 0.2},
+    **{"zero first": 0.12, "zero after forward": 0.1, "zero both": 0.1},
+    **{"values": 0.15, "two loaders": 0.1, "second loader first": 0.06, "feedback hook": 0.5, "power sgd": 0.7},
 }
+# Of each of these a draw has one at most.
+ALTERNATIVES = (
+    *(("thaws a group", "thaws"), ("zero first", "zero after forward", "zero both"), TWO_LOADERS),
+    ("feedback hook", "power sgd"),
+)
 FORMATS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 # Losses and weights: absolute; norms: relative. fp32 on several ranks adds the same numbers in another order, and the
 # norms of clipped steps amplify it.
@@ -84,8 +95,19 @@ def draw_of(seed: int, number: int) -> Draw:
     features = {name for name, chance in FEATURES.items() if rng.random() < chance}
     model = rng.choice(MIXTURES if mixture else (*MODELS[:4], *MODELS))
     if model == "batchnorm":
-        features -= {"tied", "lora", "masks", "packed", "num_items", "dropout", "frozen", "checkpointing"}
+        features -= {"tied", "lora", "masks", "packed", "num_items", "dropout", "frozen", "checkpointing", "bf16 base"}
+    for names in ALTERNATIVES:
+        features -= set([name for name in names if name in features][1:])
+    if "bf16 base" in features and rng.random() < 0.7:
+        features |= {"lora"}
+    if "values" in features and rng.random() < 0.7:
+        features |= {"dispatched"}
     later = setup_of(rng, experts=mixture and rng.random() < 0.8) if rng.random() < 0.15 else None
+    hooks = features & {"feedback hook", "power sgd"}
+    if setup.name not in ("ddp", "dp_replicate2"):  # the others do without DDP
+        features -= hooks
+    elif hooks and later is not None:
+        later = setup  # on other ranks it begins anew
     if setup.sizes.keys() & {"cp", "sp"}:
         features -= {"num_items"}  # the items of a batch are on several ranks: the loss is their mean already
         features -= {"dropout"}  # other positions, other random numbers
@@ -95,15 +117,19 @@ def draw_of(seed: int, number: int) -> Draw:
         features -= {"dropout", "local sgd"}
     if setup.name not in ("single", "ddp", "fsdp2"):
         features -= {"local sgd"} if rng.random() < 0.8 else set()
-    if features & {"num_items", "two models"}:
+    if features & {"num_items", "two models", "freezes", "thaws", "thaws a group"}:
+        features -= {"local sgd"}
+    if features & {"values", "bf16 base", *TWO_LOADERS, *hooks}:
         features -= {"local sgd"}
     if later is not None:
-        features -= {"dropout", "dispatched", "split batches", "local sgd", "packed", "num_items"}
+        features -= {"dropout", "dispatched", "split batches", "local sgd", "packed", "num_items", *TWO_LOADERS}
+        features -= {"thaws a group"}  # a script that resumes prepares all groups
     if features & {"dispatched", "split batches"} >= {"dispatched", "split batches"}:
         features -= {"dispatched"}
     precision = rng.choice(("no", "no", "no", "no", "no", "no", "bf16", "bf16", "fp8"))
     if precision == "fp8":
-        features -= {"local sgd"}  # whose reference is plain PyTorch, which has no fp8
+        # Their reference is plain PyTorch, which has no fp8.
+        features -= {"local sgd", "feedback hook", "power sgd", "values", "bf16 base"}
         if model == "batchnorm" and setup.ranks > 1:
             precision = "bf16"  # one process of the Accelerator has the statistics of the whole batch
     return Draw(
@@ -167,7 +193,7 @@ def verdict(draw: Draw, halves: list[list[Found]], reference: Found | str) -> di
     compares_norms = not any(setup.name.startswith("zero") for setup in (draw.setup, draw.resumes_under) if setup)
     record["norm"] = largest(norms, reference.norms, relative=True) if compares_norms else 0.0
     record["weights"] = weights_apart(halves[-1][0].weights, reference.weights)
-    limits = LIMITS[draw.precision]
+    limits = LIMITS["bf16" if draw.has("bf16 base") else draw.precision]
     equal = all(record[name] <= limit for name, limit in zip(("loss", "norm", "weights"), limits, strict=True))
     if not equal:
         record["worst"] = worst_weight(halves[-1][0].weights, reference.weights)
@@ -231,6 +257,10 @@ def run_batch(draws: Sequence[Draw], ranks: int) -> Iterable[dict[str, Any]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def computes_in_fp32(draw: dict[str, Any]) -> bool:
+    return draw["precision"] == "no" and "bf16 base" not in draw["features"]
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Counts by kind and strategy, with the largest deviations in fp32 of those that are equal."""
     rows = ["| strategy | draws | equal | refused | neither | loss | norm | weights |", "|---|" + "---|" * 7]
@@ -239,7 +269,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         groups[re.sub(r"(?<!fsdp)(?<!zero)\d", "", record["draw"]["setup"]["name"])].append(record)
     for name, group in [*sorted(groups.items()), ("**all**", list(records))]:
         kinds = Counter(record["kind"] for record in group)
-        equal = [record for record in group if record["kind"] == "equal" and record["draw"]["precision"] == "no"]
+        equal = [record for record in group if record["kind"] == "equal" and computes_in_fp32(record["draw"])]
         deviations = [f"{max((item[key] for item in equal), default=0):.0e}" for key in ("loss", "norm", "weights")]
         neither = kinds["different"] + kinds["error"]
         counts = [len(group), kinds["equal"], kinds["refused"], neither]
