@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     write(tmp_path, 0, 2, {"forward": 3.0, "data": 1.0, "step": 10, "part": "forward", "loss": None}, host='a"b\\c')
     write(tmp_path, 1, 2, {"forward": 2.0, "data": 2.0, "step": 12, "loss": 0.5, "part": "saving"})
     served = Server(tmp_path / "monitor", "127.0.0.1", 0)
-    thread = threading.Thread(target=served.serve_forever)
+    thread = threading.Thread(target=served.serve_forever, args=(0.02,))
     thread.start()
     yield served
     served.shutdown()
