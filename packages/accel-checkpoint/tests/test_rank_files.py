@@ -54,6 +54,7 @@ def test_each_rank_continues_with_its_own_numbers(tmp_path: Path) -> None:
         assert again[4][number] == more[4][number]
 
 
+@pytest.mark.slow  # a server and two ranks; files of ranks and saves into a store have fast tests
 def test_in_a_store() -> None:
     with s3_server():
         place = "s3://bucket/packed"

@@ -192,6 +192,7 @@ def half_precision() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow  # three models; distributed experts equal one process in a fast test
 def test_half_precision_is_no_further_off_than_without_distributed_experts() -> None:
     expected = plain("mixtral", 3)
     without, distributed = run_world(half_precision, 2, timeout=250)[0].values()

@@ -232,6 +232,7 @@ def test_windows_of_whole_sequences_are_those_of_one_process() -> None:
     check_windows(2, [{"cp_size": 2}, {"sp_size": 2}])
 
 
+@pytest.mark.slow  # windows of whole and of shared sequences are fast
 def test_windows_in_pipelines_are_those_of_one_process() -> None:
     check_windows(4, [{"pp_size": 2, "cp_size": 2}, {"pp_size": 2, "sp_size": 2}])
 

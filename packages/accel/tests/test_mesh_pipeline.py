@@ -182,6 +182,7 @@ def sharded_in_bf16_with_example() -> list[float]:
     return losses
 
 
+@pytest.mark.slow  # four ranks
 def test_an_example_of_the_trained_shape_with_shards_that_compute_in_bf16() -> None:
     """The example is recorded in float32, before sharding casts the weights."""
     expected = plain("llama", 3)["losses"]
