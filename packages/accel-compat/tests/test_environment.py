@@ -65,7 +65,7 @@ def test_enable_and_disable_leave_the_environment_as_it_was(python: Path) -> Non
     assert run(python, "-m", "accel_compat", "status").startswith("disabled: no `accelerate` in")
     enabled = run(python, "-m", "accel_compat", "enable")
     assert enabled.count("wrote ") == 2 and "enabled: `import accelerate` gives accel" in enabled
-    expected = f"{COVERED_VERSION} {COVERED_VERSION} <class 'accel.accelerator.Accelerator'>"
+    expected = f"{COVERED_VERSION} {COVERED_VERSION} <class 'accel_compat.accelerator.Accelerator'>"
     assert run(python, "-c", PRINT) == expected
     assert run(python.with_name("accelerate"), "launch", "--help").startswith("usage: accel launch")
     assert "wrote" not in run(python, "-m", "accel_compat", "enable")  # a second time
@@ -107,7 +107,7 @@ def test_launch_as_accelerate_changes_one_run(python: Path, tmp_path: Path) -> N
     child = f"subprocess.run([sys.executable, '-c', {PRINT!r}], check=True)"
     script.write_text(f"import subprocess, sys\n{PRINT}\n{child}\n")
     before = contents(python)
-    expected = [f"{COVERED_VERSION} {COVERED_VERSION} <class 'accel.accelerator.Accelerator'>"] * 2
+    expected = [f"{COVERED_VERSION} {COVERED_VERSION} <class 'accel_compat.accelerator.Accelerator'>"] * 2
     launch = ("-m", "accel.commands.launch", "--cpu", "--quiet", "--num_processes", "1")
     assert run(python, *launch, "--as-accelerate", str(script)).splitlines() == expected
     assert run(python, *launch, str(script), ACCEL_COMPAT="1").splitlines() == expected

@@ -11,6 +11,7 @@ import pickletools
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,12 @@ def test_the_version_is_that_of_the_interface() -> None:
 def test_modules_are_those_of_accel() -> None:
     import accelerate
     import accelerate.utils.fsdp_utils
+    from accelerate.accelerator import Accelerator, AcceleratorState
     from accelerate.commands.config import default_config_file
     from accelerate.utils import set_seed
 
-    assert accelerate.Accelerator is accel.Accelerator
+    assert accelerate.Accelerator is Accelerator and issubclass(Accelerator, accel.Accelerator)
+    assert signature(Accelerator) == signature(accel.Accelerator) and AcceleratorState is accel.state.AcceleratorState
     for name in ("big_modeling", "utils", "utils.fsdp_utils", "state", "commands.config.config_args"):
         module = importlib.import_module(f"accelerate.{name}")
         assert module is importlib.import_module(f"accel.{name}")

@@ -15,6 +15,7 @@ from .absent import COMMANDS, main_of
 
 PACKAGE = "accelerate"
 _ABSENT = "accel_compat.absent"
+_ACCELERATOR = "accel_compat.accelerator"
 _TEST_UTILS = ("accelerate.test_utils", "accelerate.test_utils.testing")
 
 # Where to find names that a module of the reference has only because it imports them from another one.
@@ -129,6 +130,8 @@ def target_of(name: str) -> str:
     """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
     if name in _TEST_UTILS:
         return f"accel_compat.{name.removeprefix('accelerate.')}"
+    if name == "accelerate.accelerator":
+        return _ACCELERATOR
     target = "accel" + name.removeprefix(PACKAGE)
     return _ABSENT if name in UNAVAILABLE and importlib.util.find_spec(target) is None else target
 
@@ -251,20 +254,17 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
     accel = importlib.import_module("accel")
-    reference_scripts = importlib.import_module("accel.core.reference_scripts")
 
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            value = getattr(accel, name)
+            # Libraries that import `Accelerator` from here are written for Accelerate.
+            value = getattr(accel if name != "Accelerator" else importlib.import_module(_ACCELERATOR), name)
         except AttributeError:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
         if isinstance(value, type):
             rename_pickled()
-        if name == "Accelerator":
-            # The module that takes it is written for Accelerate, which does not move loaders when it loads a state.
-            reference_scripts.add(sys._getframe(1).f_globals.get("__name__", ""))
         is_submodule = isinstance(value, ModuleType) and value.__name__ == target_of(f"{package}.{name}")
         return importlib.import_module(f"{package}.{name}") if is_submodule else value
 

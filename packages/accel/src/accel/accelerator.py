@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
 from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
 from .contract.strategy import Strategy
-from .core import quantized_layers, reference_scripts, weights_io
+from .core import quantized_layers, weights_io
 from .core.compile import TorchDynamoPlugin
 from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
@@ -133,6 +132,10 @@ class Accelerator(AcceleratorProperties):
         True
     """
 
+    follows_reference: ClassVar[bool] = False
+    """Whether ``load_state`` leaves it to the script to move the loaders, and ``gather`` and ``reduce`` cover all
+    processes of a mesh, as scripts written for Accelerate expect. The class of accel-compat sets it."""
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -222,10 +225,7 @@ class Accelerator(AcceleratorProperties):
         if replicas is not None:
             self._tracking = replicas.share_tracking(self._tracking)
         self._checkpointer = Checkpointer(self.prepared, self._accumulation, self._tracking, project)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        self._is_of_reference = reference_scripts.are_written_in(caller)
-        reference_scripts.check_trainer(caller, self.strategy)
-        self._checkpointer.loaders_from_start = self._is_of_reference
+        self._checkpointer.loaders_from_start = self.follows_reference
         settings = resolve(save_on_signal)
         self.preemption = None if settings is None else PreemptionHandler(settings, self)
         self.flag_tensor: torch.Tensor | None = None
@@ -826,7 +826,7 @@ class Accelerator(AcceleratorProperties):
             {'loss': tensor([0.5000])}
         """
         strategy = self.strategy
-        collectives = self.process_state.collectives if self._is_of_reference else strategy.data_collectives
+        collectives = self.process_state.collectives if self.follows_reference else strategy.data_collectives
         return operations.gather(tensor, collectives=collectives)
 
     @overload
@@ -863,7 +863,7 @@ class Accelerator(AcceleratorProperties):
             >>> total  # without the samples that even batches repeat
             8
         """
-        shares = self.strategy.averaging_collectives if self._is_of_reference else None
+        shares = self.strategy.averaging_collectives if self.follows_reference else None
         return gather_for_metrics(
             input_data,
             self.process_state,
@@ -877,7 +877,7 @@ class Accelerator(AcceleratorProperties):
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
         """Reduce nested tensors of all ranks element by element; see :func:`accel.utils.reduce`.
         On a mesh (ParallelismConfig) the ranks are those that get different samples or different parts of them; all of
-        them for scripts that import ``Accelerator`` from ``accelerate``, as with :meth:`gather`.
+        them with the ``Accelerator`` of accel-compat, as with :meth:`gather`.
 
         Args:
             tensor: nested data; every tensor has the same shape and dtype on all ranks.
@@ -899,7 +899,7 @@ class Accelerator(AcceleratorProperties):
             tensor(2.)
         """
         strategy = self.strategy
-        collectives = self.process_state.collectives if self._is_of_reference else strategy.averaging_collectives
+        collectives = self.process_state.collectives if self.follows_reference else strategy.averaging_collectives
         return operations.reduce(tensor, reduction, scale, collectives=collectives)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
