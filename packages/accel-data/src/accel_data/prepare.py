@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import torch
@@ -141,9 +142,10 @@ def prepare_data_loader(
     if put_on_device and device is None:
         device = PartialState().device
     declared = already_sharded or getattr(dataloader, "already_sharded", False) or is_already_split(dataloader.dataset)
-    sampler = get_sampler(dataloader)
-    if not (declared or isinstance(sampler, DistributedSampler)):
-        compare_between_ranks(dataloader.dataset, sampler, num_processes)
+    if num_processes > 1 and not declared:
+        sampler = get_sampler(dataloader)
+        if not isinstance(sampler, DistributedSampler):
+            compare_between_ranks(dataloader.dataset, sampler, num_processes)
     if elastic:
         _check_elastic(dataloader, logical_shards, declared, use_stateful_dataloader, batches_per_step)
         batches: Any = dataloader
@@ -277,11 +279,11 @@ class _LoaderBuilder:
     declared_sharded: bool
     fixed_shapes: bool = False
 
-    @property
+    @cached_property
     def dataset(self) -> Any:
         return self.dataloader.dataset
 
-    @property
+    @cached_property
     def iterable(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
 

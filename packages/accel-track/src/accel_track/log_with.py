@@ -93,9 +93,9 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         ConfigurationError: an unknown name, an object that is not a tracker, or a tracker that needs ``logging_dir``.
         MissingDependencyError: the library of a tracker selected by name is not installed.
     """
-    items = [] if log_with is None else [log_with]
-    if isinstance(log_with, (list, tuple, set)):
-        items = list(log_with)
+    if log_with is None:
+        return []
+    items = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     trackers = [item for item in items if not isinstance(item, str)]
     names = list(dict.fromkeys(str(item) for item in items if isinstance(item, str)))
     if LoggerType.ALL.value in names:

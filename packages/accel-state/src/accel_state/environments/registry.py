@@ -46,7 +46,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
     environ = os.environ if environ is None else environ
     variables = Variables(environ)
     for name, needed in VARIABLES.items():
-        if any(variable in environ for variable in needed):
+        if not environ.keys().isdisjoint(needed):
             environment = ENVIRONMENTS.load(name).read(variables)
             if environment is not None:
                 return environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ logger: Final = get_logger(__name__)
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """The layers of bitsandbytes in a model, with their names."""
+    if "bitsandbytes" not in sys.modules:  # then no object of its classes exists
+        return []
     return [
         (name, module)
         for name, module in model.named_modules()

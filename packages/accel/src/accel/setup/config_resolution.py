@@ -65,7 +65,7 @@ def build(
     leading = dict(list(chosen.items())[:1])
     precision_type = _precision_of(next(iter(leading.values()), None), mixed_precision, launched.mixed_precision)
     wanted = str(precision_type or launched.mixed_precision or "no"), dynamo
-    _drop_stale_state(bool(shared) and wanted != (AcceleratorState().mixed_precision, shared["dynamo_plugin"]))
+    _drop_stale_state(wanted != (shared.get("_mixed_precision"), shared.get("dynamo_plugin")))
     state = _acquire_state(owner, precision_type, cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()

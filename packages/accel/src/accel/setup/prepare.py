@@ -269,8 +269,10 @@ def _mark(obj: T) -> T:
 
 
 def _add(prepared: list[Any], obj: Any) -> Any:
-    if not any(obj is known for known in prepared):
-        prepared.append(obj)
+    for known in prepared:
+        if known is obj:
+            return obj
+    prepared.append(obj)
     return obj
 
 
