@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from accel.parallel.config import ParallelismConfig
 from accel.utils import DataLoaderConfiguration
 from accel_compat import install, shim_path
 from accel_state import context
+from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
 
@@ -80,31 +80,23 @@ def test_every_process_counts_for_scripts_of_accelerate() -> None:
         assert native["rows"] == pytest.approx([sample + rank % 2 / 10 for sample in SAMPLES])
 
 
-def warned(package: str, sizes: dict[str, int]) -> bool:
-    """Whether there is a warning about Transformers' Trainer, whose loss of sequences comes from DeepSpeed."""
-    found: list[str] = []
-    logger, handler = logging.getLogger("accel_compat.accelerator"), logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    with context.isolated():
-        construct(package)(cpu=True, parallelism_config=ParallelismConfig(**sizes))
-    logger.removeHandler(handler)
-    return any("sp_size=2: Transformers' Trainer" in message for message in found)
-
-
-def trainers() -> list[bool]:
+def trainers() -> None:
+    """Transformers' Trainer, whose loss of sequences split by heads comes from DeepSpeed, and loops of one's own."""
     install()
-    found = [warned("accelerate", {"sp_size": 2})]
-    sys.modules["transformers.trainer"] = types.ModuleType("transformers.trainer")  # as if a script had imported it
-    found += [
-        warned("accelerate", {"cp_size": 2}),
-        warned("accel", {"sp_size": 2}),
-        warned("accelerate", {"sp_size": 2}),
-    ]
+    sequences, context_parallel = ParallelismConfig(sp_size=2), ParallelismConfig(cp_size=2)
+    allowed = [("accelerate", sequences)]
+    for imported in (False, True):
+        if imported:
+            sys.modules["transformers.trainer"] = types.ModuleType("transformers.trainer")
+            allowed = [("accelerate", context_parallel), ("accel", sequences)]
+            with context.isolated(), pytest.raises(ConfigurationError, match="sp_size=2: Transformers.* Set cp_size"):
+                construct("accelerate")(cpu=True, parallelism_config=sequences)
+        for package, config in allowed:
+            with context.isolated():
+                construct(package)(cpu=True, parallelism_config=config)
     del sys.modules["transformers.trainer"]
     sys.path.remove(str(shim_path()))
-    return found
 
 
-def test_sequences_split_by_heads_warn_where_the_trainer_of_transformers_is_loaded() -> None:
-    assert run_world(trainers, 2, timeout=120)[0] == [False, False, False, True]
+def test_sequences_split_by_heads_are_refused_where_the_trainer_of_transformers_is_imported() -> None:
+    run_world(trainers, 2, timeout=120)

@@ -7,7 +7,7 @@ import sys
 from typing import Any, ClassVar
 
 import accel.accelerator
-from accel_state.logging import warn_once
+from accel_state.errors import ConfigurationError
 
 __all__ = ["Accelerator"]
 
@@ -25,11 +25,10 @@ class Accelerator(accel.accelerator.Accelerator):
         mesh = self.strategy.active_plugins.get("mesh")
         sequences = 1 if mesh is None or self.strategy.uses_engine else mesh.size("sp")
         if sequences > 1 and "transformers.trainer" in sys.modules:
-            warn_once(
-                __name__,
-                f"sp_size={sequences}: Transformers' Trainer computes the loss of sequences that are split by heads "
-                "with DeepSpeed's process groups only. To train with the Trainer, set cp_size instead, or use "
-                "DeepSpeed (TrainingArguments(deepspeed=...)).",
+            raise ConfigurationError(
+                f"sp_size={sequences}: Transformers' Trainer, which this script has imported, computes the loss of "
+                "sequences that are split by heads with DeepSpeed's process groups only. Set cp_size instead, or use "
+                "DeepSpeed (TrainingArguments(deepspeed=...)). In a loop of your own, import Accelerator from accel."
             )
 
 
