@@ -96,8 +96,6 @@ class MovingAverage:
         """
         self._check_not_applied("update()")
         steps = self._all_steps()
-        if steps == self._steps and steps:
-            return False
         self.reshard()  # then the model has the parameters that the optimizer has
         before = self._steps + [0] * (len(steps) - len(self._steps))
         stepped = [number for number in self._own_optimizers() if steps[number] != before[number]]
