@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from accel_state.errors import ConfigurationError
@@ -19,6 +18,9 @@ from .activation_offload import offload_inputs
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Returns the contexts of the forward pass of a unit and of its recomputation."""
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class CheckpointingSettings(Protocol):
@@ -74,7 +76,7 @@ def checkpoint_units(
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
         contexts = contexts_of(module)
-        norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        norms = [part for part in module.modules() if isinstance(part, _BATCH_NORMS) and part.track_running_stats]
         if norms:
             contexts = partial(_with_statistics_of_one_pass, norms, contexts)
         wrapped = checkpoint_wrapper(module, **({} if contexts is None else {"context_fn": contexts}))
@@ -84,7 +86,7 @@ def checkpoint_units(
 
 
 def _with_statistics_of_one_pass(
-    norms: Sequence[_BatchNorm], contexts: Contexts | None
+    norms: Sequence[Any], contexts: Contexts | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a unit with batch norms, which would count each batch twice."""
     if torch.compiler.is_compiling():  # compiled graphs change buffers once, and take such contexts only
@@ -94,7 +96,7 @@ def _with_statistics_of_one_pass(
 
 
 @contextmanager
-def _keeping_statistics(norms: Sequence[_BatchNorm], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _keeping_statistics(norms: Sequence[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     former = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
