@@ -1366,9 +1366,11 @@ class Accelerator(AcceleratorProperties):
             try:
                 self._tracking.finish()
             finally:
-                # Without free_memory(): its garbage collection takes 0.2 s.
                 self._forget()
-                self.process_state.device_backend.empty_cache()
+                if self.num_processes > 1:
+                    release_memory()  # models in reference cycles, such as those of FSDP 2, keep the group's threads
+                else:
+                    self.process_state.device_backend.empty_cache()  # collecting garbage takes 0.2 s
                 try:
                     self._checkpointer.close()
                 finally:
