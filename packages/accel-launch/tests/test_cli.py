@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from accel_launch.parser import CommandLine, parse
+from accel_state.options import load_groups
 from accel_state.registry import Registry
 
 # Several commands in one interpreter: what one of them imports stays.
@@ -135,3 +137,13 @@ def test_other_packages_add_launchers(shell) -> None:
     result = shell.accel("launch", "--cpu", "--num_processes", "3", "s.py", "x")
     assert (result.stdout, result.returncode) == ("would start ['python', 's.py', 'x'] true\n", 4), result.stderr
     assert shell.accel("launch", "--cpu", "--num_processes", "1", "s.py").stdout == "ran\n"
+
+
+def test_every_spelling_of_every_flag_is_parsed() -> None:
+    """The parser has only the flags of the command line; a short one may have its value attached."""
+    for opt in [opt for group in load_groups() for opt in group.options()]:
+        for flag in (*opt.flags, *opt.undo_flags):
+            alone = flag in opt.undo_flags or (opt.is_flag and not flag.startswith("--"))
+            expected = "false" if flag in opt.undo_flags else "true" if alone else "1"
+            word = flag if alone else f"{flag}=1" if flag.startswith("--") else f"{flag}1"
+            assert parse([word, "s.py", flag]) == CommandLine({opt.name: expected}, "s.py", [flag]), word
