@@ -163,7 +163,7 @@ def test_one_machine_more_stands_by_and_replaces_one_that_leaves(ranges, wait_un
     main, second = started(machines, 2)
     spare = machines.begin(machines.make())
     wait_until(lambda: "this machine stands by: 2 machines train" in capsys.readouterr().err, "it says so")
-    time.sleep(LAST_CALL + 0.5)
+    time.sleep(LAST_CALL + 0.2)
     assert not main.is_awaited() and not spare.done()
     leave(second)
     wait_until(main.is_awaited, "the main machine sees that one leaves")
@@ -261,7 +261,7 @@ def test_a_machine_that_has_ended_is_not_started_again(ranges, wait_until) -> No
     wait_until(lambda: main.board.machines()[second.board.me.rank].state is State.SUCCEEDED, "it is told")
     assert not main.is_awaited()
     late = machines.begin(machines.make())
-    time.sleep(LAST_CALL + 1)
+    time.sleep(LAST_CALL + 0.2)
     assert not main.is_awaited()  # the run is about to end: nobody joins
     with pytest.raises(RendezvousClosedError, match="have ended and are not restarted"):
         main.meet(0)
@@ -275,7 +275,7 @@ def test_only_the_machine_that_disagrees_is_kept_out(ranges, wait_until, capsys)
     main, _ = started(machines, 2)
     with pytest.raises(ConfigurationError, match="the machines disagree"):
         machines.make(**{"must script": "other.py"}).meet(0)
-    time.sleep(LAST_CALL + 0.5)
+    time.sleep(LAST_CALL + 0.2)
     assert not main.is_awaited()
     assert "other.py" in capsys.readouterr().err
 

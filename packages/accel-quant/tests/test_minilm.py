@@ -51,7 +51,8 @@ def bytes_of(model) -> int:
     ("kwargs", "least", "bits"),
     [
         ({"load_in_8bit": True}, 0.99, 8),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 0.95, 4),
+        # The next one has the same values, and quantizes their scales too.
+        pytest.param({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 0.95, 4, marks=pytest.mark.slow),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, 0.95, 4),
     ],
     ids=["8bit", "nf4", "nf4 double"],
