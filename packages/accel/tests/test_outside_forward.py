@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp": {},
 }
 ADVICE = {"FSDP 1": r"forward_methods=.*fsdp_version=2", "flat": r"forward_methods=.*fsdp_version=2"}
+Term = Callable[[Any], Any]
 
 
 class Block(nn.Module):
@@ -77,7 +78,7 @@ def accelerator_of(case: str) -> Accelerator:
     return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**CASES[case]))
 
 
-def train(accelerator: Accelerator | None, term: Callable[[Any], Any], before: bool, evaluates: bool) -> list[Any]:
+def train(accelerator: Accelerator | None, term: Term, before: bool, evaluates: bool) -> list[Any]:
     """Losses and final weights of three steps with a penalty, computed before or after the forward."""
     model: Any = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,7 +86,7 @@ def train(accelerator: Accelerator | None, term: Callable[[Any], Any], before: b
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
         ranks, rank = accelerator.strategy.data_collectives.world_size, accelerator.strategy.data_collectives.rank
-    batches, losses = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1)), []
+    batches, losses = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1), requires_grad=True), []
     for batch in batches:
         x = batch.chunk(ranks)[rank]
         if evaluates:
@@ -114,10 +115,12 @@ def each(cases: Iterable[str], run: Callable[[str], Any]) -> dict[str, Any]:
 
 def refused(case: str) -> None:
     """Penalties of what a rank has between two forwards, whose error is raised in the backward pass."""
-    for evaluates in (False, True) if case != "flat" else (False,):
+    head: Term = lambda model: model.head.weight.norm()  # noqa: E731  # in no unit
+    flat: Term = lambda model: sum(item.norm() for item in model.parameters())  # noqa: E731
+    runs = [(flat, False)] if case == "flat" else [(norms, False), (norms, True), (head, True)]
+    for term, evaluates in runs:
         own = r"blocks\.\d\.layer\.weight|head\.weight|the flat parameter "
         expected = rf"({own}).* was used outside of a forward.*{ADVICE.get(case, 'gathered_parameters')}"
-        term = norms if case != "flat" else lambda model: sum(item.norm() for item in model.parameters())
         with context.isolated(), pytest.raises(ConfigurationError, match=expected):
             train(accelerator_of(case), term, True, evaluates)
 

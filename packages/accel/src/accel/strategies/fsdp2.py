@@ -145,8 +145,7 @@ class FSDP2Strategy(ShardedStrategy):
             names = {module: clean_name(name) for name, module in model.named_modules()}
             self._calls.follow(model, [(names[unit], unit) for unit in outer])
             self._register_methods(model)
-        if self.settings.reshard_after_forward is False:
-            model.register_forward_hook(torch.compiler.disable(self._free_after_evaluation))
+        model.register_forward_hook(torch.compiler.disable(self._free_after_evaluation))
         follow_requires_grad(model)
         self.explain_uses_of(
             {clean_name(name): item for name, item in model.named_parameters() if isinstance(item, DTensor)}
@@ -185,8 +184,7 @@ class FSDP2Strategy(ShardedStrategy):
         """Leave a unit gathered after its forward, inside the block."""
         if unit in self._stays_gathered or self.settings.reshard_after_forward is not True:
             yield
-            if self.settings.reshard_after_forward is False:
-                self._free_evaluated(unit)
+            self._free_evaluated(unit)
             return
         unit.set_reshard_after_forward(False, recurse=False)
         try:
