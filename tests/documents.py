@@ -124,6 +124,9 @@ def anchors(page: Path) -> set[str]:
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     found: set[str] = set()
     for title in re.findall(r"^#+ +(.+?)\s*$", text, re.MULTILINE):
+        if own := re.search(r" \{ #([\w-]+) \}$", title):
+            found.add(own[1])
+            continue
         plain = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", title)).strip().lower()
         anchor = re.sub(r"[-\s]+", "-", plain)
         number = 0

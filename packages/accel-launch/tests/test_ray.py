@@ -97,7 +97,7 @@ class TestRefused:
     def test_replicas_have_ports_of_their_own_and_need_torchft(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigurationError, match="main_process_port 29500 and .*Ray chooses"):
             _machines(_plan("--ray", "--ft", "--main_process_port", "29500", "s.py"))
-        monkeypatch.setattr("accel_launch.launchers.replicas.find_spec", lambda name: None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(MissingDependencyError, match="--ft needs the module torchft"):
             RayLauncher().run(_plan("--ray", "--ft", "s.py"))
 

@@ -258,7 +258,7 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.slow  # starts two ranks four times
+@pytest.mark.timing  # the time of the launcher itself; starts two ranks four times
 @pytest.mark.timeout(400)
 def test_killed_ranks_lose_no_second_and_no_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -20,7 +20,7 @@ from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import checkpointed_module, flatten_mesh
+from .._torch_compat import FakeTensor, checkpointed_module, flatten_mesh
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.types import Gathered, Layout
@@ -236,6 +236,8 @@ class PipelineStrategy(MeshStrategy):
 
     def _check_factor(self, factor: torch.Tensor) -> None:
         """Refuse losses that ranks multiply by different factors: the schedule has averaged their gradients before."""
+        if isinstance(factor, FakeTensor):  # a plan
+            return
         largest = self.averaging_collectives.all_reduce(torch.stack([factor, -factor]).float(), "max")
         if (largest[0] > -largest[1]).item():
             raise ConfigurationError(
