@@ -16,10 +16,10 @@ SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and the memory that the device needs with it."""
+    """A change, and the peak with it."""
 
     description: str
-    total: int  # bytes, with what is left free
+    total: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def changes_that_fit(plan: RankPlan, request: PlanRequest) -> Changes:
     if enough:
         return Changes(tuple(enough), together=False, fits=True)
     together: list[Change] = []
-    best = plan.needed
+    best = plan.total
     for description, change in _candidates(plan, request):
         changed = change(request)
         total = _total(changed)
@@ -59,7 +59,7 @@ def _total(request: PlanRequest) -> int | None:
         plan = make_plan(request)
     except ConfigurationError:
         return None  # the change does not apply to this configuration
-    return None if plan.peak is None else plan.needed
+    return None if plan.peak is None else plan.total
 
 
 def _candidates(plan: RankPlan, request: PlanRequest) -> Iterator[tuple[str, Callable[[PlanRequest], PlanRequest]]]:

@@ -125,21 +125,12 @@ def _verdict(plan: RankPlan) -> list[str]:
     limit = plan.memory_limit
     if limit is None:
         return []
-    rest, reserve = limit - plan.needed, plan.reserve
-    lines = [""]
-    if reserve is not None:
-        lines += [
-            f"left free on {plan.hardware} (bytes):",
-            _row("context", reserve.context, "of the driver and its libraries"),
-            _row("communication", reserve.communication, "buffers of the communicators"),
-            _row("allocator", reserve.allocator, "held by torch without being used"),
-            "",
-        ]
-    spare = "" if reserve is not None else " for the device's context and allocator"
-    verdict = f"fits in {convert_bytes(limit)}, with {convert_bytes(max(rest, 0))} left{spare}"
+    rest = limit - plan.total
+    left = f"{convert_bytes(max(rest, 0))} left for the device's context and allocator"
+    verdict = f"fits in {convert_bytes(limit)}, with {left}"
     if rest < 0:
         verdict = f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"
-    return [*lines, verdict]
+    return ["", verdict]
 
 
 def _report_of_time(plan: RankPlan) -> list[str]:
