@@ -176,10 +176,27 @@ def uses(case: str) -> None:
     if case != "FSDP 1":
         with pytest.raises(ConfigurationError, match="a weight of a sharded model"), accelerator.accumulate(model):
             functional.linear(x, model.get_head().weight)
+    own_errors(accelerator, model)
+
+
+def own_errors(accelerator: Accelerator, model: Any) -> None:
+    """Errors at a line that reads what the model has computed, and of memory that ran out, are left as they are."""
+    for error, use in (
+        (RuntimeError, lambda output: output @ torch.ones(9, 9)),
+        (IndexError, lambda output: functional.cross_entropy(output, torch.full((2,), 99))),
+        (RuntimeError, lambda output: exhaust(output, model.blocks[1].layer.weight)),
+    ):
+        with pytest.raises(error), accelerator.accumulate(model):
+            use(model(torch.ones(2, 6)))
+
+
+def exhaust(*tensors: torch.Tensor) -> None:
+    raise RuntimeError(f"CUDA out of memory, with {len(tensors)} tensors")
 
 
 def all_uses() -> None:
     each(("FSDP 1", "FSDP 2", "tp"), uses)
+    each(("flat",), lambda case: own_errors(merged := accelerator_of(case), merged.prepare(Net())))
 
 
 def test_errors_of_torch_name_the_weight() -> None:

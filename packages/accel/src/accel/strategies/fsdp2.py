@@ -204,9 +204,7 @@ class FSDP2Strategy(ShardedStrategy):
         pass reaches such a term.
         """
         if not torch.is_grad_enabled():
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            self.reshard(model)
 
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from accel_state.errors import ConfigurationError
+from accel_state.memory import should_reduce_batch_size
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _OTHER_SIZE = "returned an invalid gradient at index"  # in backward passes of flat parameters, which change their size
@@ -43,12 +44,15 @@ def explain(
         advice: what to do instead.
         loss: the loss, if its backward pass has raised the error.
     """
-    if not isinstance(error, (RuntimeError, IndexError)):
+    if not isinstance(error, (RuntimeError, IndexError)) or should_reduce_batch_size(error):
         return None
     frame, line = _innermost(error.__traceback__)
     used = [loss] if loss is not None else [] if frame is None else list(_tensors_in(frame, line))
-    name = next((names[leaf] for tensor in used for leaf in _leaves(tensor) if leaf in names), None)
-    if name is not None and (loss is None or _MIXED in str(error) or _OTHER_SIZE in str(error)):
+    if _MIXED in str(error) or _OTHER_SIZE in str(error):
+        # Otherwise a weight must be in the statement itself: outputs of the model are computed with weights, too.
+        used = [leaf for tensor in used for leaf in _leaves(tensor)]
+    name = next((names[tensor] for tensor in used if tensor in names), None)
+    if name is not None:
         return ConfigurationError(message(name, advice))
     # Optimizers and clipping read all parameters at once.
     if _MIXED in str(error) and "_foreach" not in str(error) and frame is not None and not _is_of("accel", frame):
