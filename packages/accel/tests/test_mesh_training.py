@@ -365,6 +365,21 @@ def test_sharded_and_whole_parameters_are_updated_one_by_one() -> None:
     assert run_world(foreach_of, 2, state=False) == ["False", "False"]
 
 
+class Other(torch.optim.AdamW):
+    """An optimizer of somebody else, whose step may keep values in its groups."""
+
+
+def refuse_other_lists() -> None:
+    accelerator = accelerator_for({"tp_size": 2}, None)
+    model: Any = build("llama")
+    with pytest.raises(ConfigurationError, match="Other with foreach or fused updates sharded parameters together"):
+        accelerator.prepare(model, Other(model.parameters(), foreach=True))
+
+
+def test_operators_over_lists_of_other_optimizers_are_refused() -> None:
+    run_world(refuse_other_lists, 2)
+
+
 LISTS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}]
 
 

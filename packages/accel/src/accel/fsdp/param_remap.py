@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_state.errors import ConfigurationError
+
 Shard = Callable[[torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor that has the shape of the full parameter."""
 
@@ -23,12 +25,21 @@ def step_kinds_apart(optimizer: Optimizer) -> None:
     torch's operators over lists of tensors, which optimizers use by default on accelerators, do not mix the two. Where
     the optimizer was created with ``foreach=True`` or ``fused=True``, each kind has a list of its own during a step.
     Otherwise, parameters are updated one by one.
+
+    Raises:
+        ConfigurationError: it is not one of torch's, and asks for these operators. Its step may keep values in groups.
     """
     for group in optimizer.param_groups:
         if len(_kinds(group)) == 1 or "foreach" not in group:
             continue
         if not (group["foreach"] or group.get("fused")):
             group["foreach"] = False
+        elif not type(optimizer).__module__.startswith("torch.optim."):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} with foreach or fused updates sharded parameters together with others, "
+                "which torch cannot, and dividing its groups was compared for torch's optimizers only. Set foreach and "
+                "fused to False, or give each kind a group of its own."
+            )
         elif optimizer not in _divided:
             _divided[optimizer] = True
             optimizer.step = MethodType(_divide_groups(optimizer.step), optimizer)  # type: ignore[method-assign]
