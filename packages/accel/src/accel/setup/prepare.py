@@ -56,9 +56,8 @@ class Preparation:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     dataloaders: list[Any] = field(default_factory=list)
     averages: list[MovingAverage] = field(default_factory=list)
-    applied: list[Swap] = field(
-        default_factory=list
-    )  # of the averages that are in models now; the innermost block is the last
+    # Of the averages that are in models now; the innermost block is the last.
+    applied: list[Swap] = field(default_factory=list)
     shard_listener: ShardListener | None = None  # of the elastic loaders
     seeded_samplers: dict[int, SeedableRandomSampler] = field(default_factory=dict)  # by the index of their loader
     local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
