@@ -32,6 +32,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
 )
+from accel_bigmodel.offload.store import OffloadedWeightsLoader
 from accel_state.errors import ConfigurationError
 
 
@@ -237,18 +238,22 @@ def test_an_input_that_was_created_on_the_device_of_placeholders_is_refused() ->
         model(torch.ones(1, 6, device=model[0].weight.device))
 
 
-def test_a_weight_is_read_from_the_disk_once_in_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_bigmodel.offload.store import OffloadedWeightsLoader
-
-    model = on_disk(Reads(["matmul"] * 50, 0), tmp_path)
-    read: list[str] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the weights that were read from files."""
+    names: list[str] = []
     original = OffloadedWeightsLoader.read_many
 
     def reading(self: Any, keys: Any, read_now: bool = False) -> Any:
-        read.extend(keys := list(keys))
+        names.extend(keys := list(keys))
         return original(self, keys, read_now)
 
     monkeypatch.setattr(OffloadedWeightsLoader, "read_many", reading)
+    return names
+
+
+def test_a_weight_is_read_from_the_disk_once_in_a_forward(tmp_path: Path, read: list[str]) -> None:
+    model = on_disk(Reads(["matmul"] * 50, 0), tmp_path)
     for times in (1, 2):
         model(SQUARE)
         assert read.count("table.weight") == times
@@ -412,21 +417,11 @@ def meeting(model: nn.Module, layer: Meets) -> list[torch.Tensor]:
     return outputs
 
 
-def test_forwards_at_the_same_time_share_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_bigmodel.offload.store import OffloadedWeightsLoader
-
+def test_forwards_at_the_same_time_share_what_was_read(tmp_path: Path, read: list[str]) -> None:
     torch.manual_seed(0)
     layer = Meets()
     plain = [F.linear(torch.full((2, 6), float(number)), layer.weight, layer.bias).detach() for number in range(3)]
     model = on_disk(nn.Sequential(layer), tmp_path)
-    read: list[str] = []
-    original = OffloadedWeightsLoader.read_many
-
-    def reading(self: Any, keys: Any, read_now: bool = False) -> Any:
-        read.extend(keys := list(keys))
-        return original(self, keys, read_now)
-
-    monkeypatch.setattr(OffloadedWeightsLoader, "read_many", reading)
     torch.testing.assert_close(meeting(model, layer), plain)
     assert read.count("0.weight") == 1
 
