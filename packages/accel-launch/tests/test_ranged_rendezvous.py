@@ -32,12 +32,14 @@ LEAVES = Cause(INTERRUPTED, "ended by SIGTERM on host1", 128 + signal.SIGTERM)
 class Range:
     """Launchers of a range of machines at one port, whose calls run in threads."""
 
-    def __init__(self, port: int, most: int = 3, restarts: int = 0, timeout: float = 60.0) -> None:
+    def __init__(
+        self, port: int, most: int = 3, restarts: int = 0, timeout: float = 60.0, last_call: float = LAST_CALL
+    ) -> None:
         machines = MachineRange(most, 2)
         options = RendezvousOptions(
             main_process_ip="127.0.0.1",
             main_process_port=port,
-            rdzv_conf=f"timeout={timeout},last_call_timeout={LAST_CALL}",
+            rdzv_conf=f"timeout={timeout},last_call_timeout={last_call}",
             max_restarts=restarts,
         )
         self.job = ElasticJob("script.py", (), 1, machines, options)
@@ -186,7 +188,7 @@ def test_a_spare_ends_with_the_run(ranges, wait_until, capsys) -> None:
 
 
 def test_failures_count_and_machines_that_are_gone_do_not(ranges, wait_until) -> None:
-    machines = ranges(restarts=1)
+    machines = ranges(restarts=1, last_call=60)  # a start waits for all three, however slow they are
     machines.machine_timeout = 100.0  # a closed connection is enough
     main, second, third = started(machines, 3)
     for one in (main, second, third):
@@ -227,7 +229,7 @@ def test_too_few_machines_are_waited_for_and_then_it_is_an_error(ranges, wait_un
 
 
 def test_the_main_machine_is_waited_for_and_continues_the_count(ranges, wait_until) -> None:
-    machines = ranges(restarts=2)
+    machines = ranges(restarts=2, last_call=60)  # a start waits for all three, however slow they are
     main, second, third = started(machines, 3)
     machines.meet(main, second, third)
     leave(main)
