@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from expert_runs import build as mixture
 from language_models import BATCH, build, dataset, loss_of, stack
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from windows import assert_weights, copied
 
-from accel import Accelerator
+from accel import Accelerator, LocalSGD
 from accel.contract.strategy import Strategy
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
@@ -40,25 +41,40 @@ TWO: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {
     "FSDP 2, one unit": ({"fsdp_version": 2, "reshard_after_forward": False}, {}),
     "FSDP 2, whole files": ({"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT", **BLOCKS}, {}),
     "tp": (None, {"tp_size": 2}),
+    "pp": (None, {"pp_size": 2}),
+    "pp, whole files": ({"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}, {"pp_size": 2}),
+    "ep": ({"fsdp_version": 2, **BLOCKS}, {"dp_shard_size": 2, "ep_size": 2}),
+    "ep, tp": (None, {"tp_size": 2, "ep_size": 2}),
 }
 FOUR: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {
     "HSDP": ({"fsdp_version": 2, **BLOCKS}, {"dp_replicate_size": 2, "dp_shard_size": 2}),
     "dp_shard x tp": ({"fsdp_version": 2, **BLOCKS}, {"dp_shard_size": 2, "tp_size": 2}),
+    "pp x dp_shard": ({"fsdp_version": 2, **BLOCKS}, {"pp_size": 2, "dp_shard_size": 2}),
+    "pp x dp_shard, whole files": (
+        {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT", **BLOCKS},
+        {"pp_size": 2, "dp_shard_size": 2},
+    ),
+    "pp x tp": (None, {"pp_size": 2, "tp_size": 2}),
+    "ep x dp_shard": ({"fsdp_version": 2, **BLOCKS}, {"dp_shard_size": 4, "ep_size": 2}),
+    "ep x pp": ({"fsdp_version": 2, **BLOCKS}, {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}),
 }
 DECAY, STEPS, WINDOW = 0.7, 4, 2
 SAMPLES = dataset(STEPS * WINDOW)
 BATCHES = [stack(SAMPLES[start : start + BATCH]) for start in range(0, len(SAMPLES), BATCH)]
 
 
-def model_and_optimizer(frozen: bool = True) -> tuple[Any, Any]:
-    """A model with fused and tied weights, some of them frozen, and an optimizer that leaves rounding as it is."""
+def model_and_optimizer(kind: str = "frozen") -> tuple[Any, Any]:
+    """A model of a :func:`kind_of` case, and an optimizer that leaves rounding as it is."""
+    if kind == "experts":
+        model: Any = mixture("deepseek")
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model = build("gpt2")
-    model.transformer.wpe.weight.requires_grad_(not frozen)
+    model.transformer.wpe.weight.requires_grad_(kind != "frozen")
     return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
-def expected(frozen: bool, steps: int = STEPS) -> dict[str, Any]:
-    model, optimizer = model_and_optimizer(frozen)
+def expected(kind: str, steps: int = STEPS) -> dict[str, Any]:
+    model, optimizer = model_and_optimizer(kind)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for step in range(steps):
         for batch in BATCHES[step * WINDOW : (step + 1) * WINDOW]:
@@ -76,14 +92,15 @@ def accelerator_of(settings: dict[str, Any] | None, mesh: dict[str, int], **more
     return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=sizes, **more)
 
 
-def can_freeze(name: str) -> bool:
-    return "merged" not in name
+def kind_of(name: str) -> str:
+    """A mixture of experts, or a model with fused and tied weights, some of them frozen if they can be."""
+    return "experts" if name.startswith("ep") else "trained" if "merged" in name else "frozen"
 
 
 class Run:
-    def __init__(self, settings: dict[str, Any] | None, mesh: dict[str, int], frozen: bool, folder: str = "") -> None:
+    def __init__(self, settings: dict[str, Any] | None, mesh: dict[str, int], kind: str, folder: str = "") -> None:
         self.accelerator = accelerator_of(settings, mesh, gradient_accumulation_steps=WINDOW)
-        model, optimizer = model_and_optimizer(frozen)
+        model, optimizer = model_and_optimizer(kind)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = self.accelerator.moving_average(self.model, DECAY)
         if folder:
@@ -114,15 +131,15 @@ class Run:
 def train_all(cases: dict[str, Any], folder: str) -> dict[str, Any]:
     found = {}
     for name, (settings, mesh) in cases.items():
-        frozen = can_freeze(name)
+        kind = kind_of(name)
         with context.isolated():
-            run = Run(settings, mesh, frozen)
+            run = Run(settings, mesh, kind)
             run.train(0, 2)
             run.accelerator.save_state(f"{folder}/{name}")
             run.train(2, STEPS)
             found[name] = run.found()
         with context.isolated():  # on the same ranks
-            run = Run(settings, mesh, frozen, f"{folder}/{name}")
+            run = Run(settings, mesh, kind, f"{folder}/{name}")
             run.train(2, STEPS)
             found[f"{name}, resumed"] = run.found()
     return found
@@ -132,17 +149,17 @@ def resume_all(cases: dict[str, Any], folder: str) -> dict[str, Any]:
     found = {}
     for name in cases:
         with context.isolated():
-            run = Run(*cases[name], can_freeze(name), f"{folder}/{name}")
+            run = Run(*cases[name], kind_of(name), f"{folder}/{name}")
             run.train(2, STEPS)
             found[name] = run.found()
     return found
 
 
 def check(found: dict[str, Any], cases: set[str]) -> None:
-    plains = {frozen: expected(frozen) for frozen in (True, False)}
+    plains = {kind: expected(kind) for kind in set(map(kind_of, found))}
     assert set(found) == cases
     for name, result in found.items():
-        plain = plains[can_freeze(name)]
+        plain = plains[kind_of(name)]
         assert_weights(result["average"], plain["average"], name, 1e-6)
         assert_weights(result["weights"], plain["weights"], name, 1e-6)
         assert result["loss"] == pytest.approx(plain["loss"], abs=1e-6), name
@@ -485,7 +502,7 @@ def keep_the_best(cases: dict[str, Any], folder: str) -> dict[str, Any]:
     found = {}
     for name, (settings, mesh) in cases.items():
         with context.isolated():
-            run = Run(settings, mesh, can_freeze(name))
+            run = Run(settings, mesh, kind_of(name))
             best = run.accelerator.moving_average(run.model, use_buffers=True)
             run.train(0, 2)
             best.reset()
@@ -501,11 +518,11 @@ def keep_the_best(cases: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def test_the_best_weights_come_back(tmp_path: Path) -> None:
-    names = ("DDP", "FSDP 1", "FSDP 1, merged", "FSDP 2", "FSDP 2, one unit", "tp")
+    names = ("DDP", "FSDP 1", "FSDP 1, merged", "FSDP 2", "FSDP 2, one unit", "tp", "pp", "ep")
     cases = {name: TWO[name] for name in names}
     for name, (kept, restored, worse, loss) in run_world(keep_the_best, 2, cases, "", timeout=380)[0].items():
-        plain = expected(can_freeze(name), 2)
-        model, _ = model_and_optimizer()
+        plain = expected(kind_of(name), 2)
+        model, _ = model_and_optimizer(kind_of(name))
         model.load_state_dict(plain["weights"])
         assert all(torch.equal(restored[key], value) for key, value in kept.items()), name
         assert_weights(restored, plain["weights"], name, 1e-6)
@@ -553,3 +570,70 @@ def test_copies_and_full_state_dicts_of_sharded_models() -> None:
 def test_models_that_are_not_sharded_can_be_copied() -> None:
     model = Accelerator(cpu=True).prepare(small()[0])
     assert torch.equal(copy.deepcopy(model)(inputs(0)), model(inputs(0)))
+
+
+PERIOD = 3
+
+
+def average_local_training(folder: str) -> list[dict[str, Any]]:
+    """Averages in a block of LocalSGD, in between two of its averages and after it, and with a state resumed."""
+    found: list[dict[str, Any]] = [{}, {}]
+    for number, resumed in enumerate((False, True)):
+        with context.isolated():
+            accelerator = Accelerator(cpu=True)
+            model, optimizer = accelerator.prepare(*small())
+            average = accelerator.moving_average(model, DECAY, use_buffers=True)
+            if resumed:
+                accelerator.load_state(folder)
+            with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=PERIOD) as local:
+                for step in range(5 if resumed else 0, 8):
+                    accelerator.backward(model(inputs(2 * step + accelerator.process_index)).square().mean())
+                    optimizer.step()
+                    average.update()
+                    optimizer.zero_grad()
+                    local.step()
+                    if step == 4 and not resumed:
+                        accelerator.save_state(folder)
+                        with average.applied():
+                            found[number]["within"] = copied(accelerator.unwrap_model(model).state_dict())
+            with average.applied():
+                found[number]["after"] = copied(accelerator.unwrap_model(model).state_dict())
+    return found
+
+
+def test_averages_in_local_sgd_are_those_of_the_mean_weights(tmp_path: Path) -> None:
+    ranks = [small() for _ in range(2)]
+    mean = small()[0]
+    average = AveragedModel(mean, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in range(8):
+        for rank, (model, optimizer) in enumerate(ranks):
+            train_small(None, model, optimizer, range(2 * step + rank, 2 * step + rank + 1), lambda: None)
+        for each, *copies in zip(mean.parameters(), *(model.parameters() for model, _ in ranks), strict=True):
+            each.data = torch.stack([item.detach() for item in copies]).mean(0)
+            if (step + 1) % PERIOD == 0:
+                for item in copies:
+                    item.data = each.detach().clone()
+        average.update_parameters(mean)
+        if step == 4:
+            within = copied(average.module.state_dict())
+    after = average.module.state_dict()
+    for found in run_world(average_local_training, 2, str(tmp_path)):
+        for name, _ in mean.named_parameters():
+            torch.testing.assert_close(found[0]["within"][name], within[name], atol=1e-6, rtol=0)
+            torch.testing.assert_close(found[0]["after"][name], after[name], atol=1e-6, rtol=0)
+            assert torch.equal(found[1]["after"][name], found[0]["after"][name]), "resumed"
+
+
+def skip_alone() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(*small())
+    average = accelerator.moving_average(model)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2):
+        accelerator.backward(model(inputs(0)).square().mean())
+        optimizer.step()
+        with pytest.raises(ConfigurationError, match="inside LocalSGD with mixed_precision='fp16'.*skip different"):
+            average.update()
+
+
+def test_ranks_that_skip_steps_alone_are_refused() -> None:
+    run_world(skip_alone, 2)

@@ -219,9 +219,9 @@ class PipelineRuntime:
                 leave_outputs_unchecked(stages[-1])
             if loss_fn is None:
                 expect_no_gradients(stages[-1])
-        options = {} if loss_fn is None else {"scale_grads": False}
-        schedule = getattr(pipelining, self.schedule)
-        return schedule(stages if len(stages) > 1 else stages[0], n_microbatches=count, loss_fn=loss_fn, **options)
+        make = getattr(pipelining, self.schedule)
+        # Otherwise torch divides the gradients, also after an evaluation, which may be in an accumulation window.
+        return make(stages if len(stages) > 1 else stages[0], n_microbatches=count, loss_fn=loss_fn, scale_grads=False)
 
 
 def _meta(templates: dict[int, Any], value: Value, requires_grad: bool) -> torch.Tensor:

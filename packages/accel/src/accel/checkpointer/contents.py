@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from accel_checkpoint.names import (
-    AVERAGE_NAME,
     LOADER_NAME,
     OPTIMIZER_NAME,
     SAMPLER_NAME,
@@ -26,7 +25,7 @@ from accel_checkpoint.safetensors_content import safetensors_content
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state.devices.base import Device
 
-from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
+from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME, average_part
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def collect(
         else:
             parts.append(Part(numbered(MODEL_NAME, index, "bin"), state_dict))
     for index, state_dict in enumerate(averages):
-        parts.append(WeightsPart(numbered(AVERAGE_NAME, index, "safetensors"), safetensors_content(state_dict)))
+        parts.append(average_part(index, state_dict))
     for stem, group in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, objects.schedulers)):
         for index, obj in enumerate(group):
             parts.append(Part(numbered(stem, index, "bin"), obj.state_dict(), f"{stem} {index}"))

@@ -242,11 +242,20 @@ class Strategy:
         """The parameters of which this rank averages its parts, by name; see :meth:`reshard`."""
         return {clean_name(name): parameter for name, parameter in innermost_model(model).named_parameters()}
 
+    def updates(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        """True if a prepared optimizer updates a model, also where it has no parameter of this rank."""
+        own = set(map(id, model.parameters()))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def averages_written(self, model: nn.Module) -> None:
+        """Called after other values were written into :meth:`averaged_parameters`. Every rank must call it."""
+
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, so that the model has the sharded ones and its next call gathers their values."""
 
     def average_state(self, average: Any) -> dict[str, Any]:
         """A :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
+        average.synchronise()
         return dict(average.averages)
 
     def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from accel_checkpoint.atomic_file import write_atomically
+from accel_checkpoint.names import AVERAGE_NAME, numbered
+from accel_checkpoint.parts import Part, WeightsPart
 from accel_checkpoint.safe_load import read_safetensors
 from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors, safetensors_content
 from accel_checkpoint.staging import without_unsavable
@@ -31,6 +33,11 @@ SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 _WEIGHTS_FILE = re.compile(
     rf"({MODEL_NAME}(-\d+-of-\d+)?\.bin|{SAFE_MODEL_NAME}(-\d+-of-\d+)?\.safetensors)(\.index\.json)?"
 )
+
+
+def average_part(index: int, state: dict[str, Any]) -> Part:
+    """Return the file of a moving average with whole tensors."""
+    return WeightsPart(numbered(AVERAGE_NAME, index, "safetensors"), safetensors_content(state))
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

@@ -230,6 +230,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 "DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step()."
             )
         self.note_step()
+        for average in self.averages:
+            average.before_step(self)
         applied = self.engine_wrapper.step() if self.engine_wrapper is not None else None
         if applied is not None:
             self._is_overflow = not applied
@@ -330,6 +332,7 @@ class EngineBuilder:
             preparation.models.append(engine)
             replacements[id(group.model)] = engine
             if optimizer is not None:
+                optimizer.averages = preparation.averages
                 preparation.optimizers.append(optimizer)
                 replacements[id(group.optimizer)] = optimizer
             if scheduler is not None:

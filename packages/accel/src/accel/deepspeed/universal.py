@@ -164,7 +164,7 @@ def restore_omitted_state(engine: Any, source: Path, read: Callable[[Path], Any]
             continue
         if is_sharded:
             fragments = [state["frozen_param_fragments"][name].flatten() for state in states]
-            _set_shard(parameter.ds_tensor, torch.cat(fragments)[: parameter.ds_numel])
+            set_shard(parameter.ds_tensor, torch.cat(fragments)[: parameter.ds_numel])
         else:
             parameter.data.copy_(module[name])
     if is_sharded:
@@ -184,7 +184,7 @@ def _rank_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _set_shard(target: torch.Tensor, full: torch.Tensor) -> None:
+def set_shard(target: torch.Tensor, full: torch.Tensor) -> None:
     """Set this rank's shard of a parameter; the last ranks' shards may be padded."""
     shard = target.detach().view(-1)
     values = full[PartialState().process_index * shard.numel() :][: shard.numel()]

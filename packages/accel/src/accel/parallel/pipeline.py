@@ -336,7 +336,7 @@ class TrainingPipeline:
             assert labels is not None
             output = self._train(model, batches, Labels(labels, shifted, items), checks)
         else:
-            output = self._evaluate(batches, samples, None if labels is None else Labels(labels, shifted, items))
+            output = self._evaluate(model, batches, samples, None if labels is None else Labels(labels, shifted, items))
         checks.settle()  # when the device has all of its work
         return output
 
@@ -370,10 +370,13 @@ class TrainingPipeline:
         trigger = torch.zeros((), device=self.device, requires_grad=True)
         return PipelineOutput(ComputedLoss.apply(trigger, loss, add_gradients), None)
 
-    def _evaluate(self, batches: list[Any], samples: int, labels: Labels | None) -> PipelineOutput:
+    def _evaluate(self, model: nn.Module, batches: list[Any], samples: int, labels: Labels | None) -> PipelineOutput:
         assert self._runtime is not None
+        accumulated = [(parameter, parameter.grad) for parameter in model.parameters()]
         with torch.no_grad():
             outputs = self._runtime.run(batches)
+            for parameter, gradient in accumulated:
+                parameter.grad = gradient  # torch clears those of sharded stages when it meets new shapes
             logits = self.share(microbatches.merge(outputs, samples // len(batches)) if outputs else None)
             if labels is None:
                 return PipelineOutput(None, logits)

@@ -18,8 +18,10 @@ from accel_state.errors import ConfigurationError
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..contract.strategy import Strategy
 from ..core.nf4_weights import check_nf4
-from ..core.types import Gathered
-from ..deepspeed import gradients, runtime
+from ..core.types import Gathered, Layout
+from ..core.unwrap import clean_name, innermost_model, tied_names
+from ..core.weights_io import average_part
+from ..deepspeed import gradients, master_weights, runtime
 from ..deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -39,6 +41,7 @@ class DeepSpeedStrategy(Strategy):
     uses_engine = True
     gradients: AccumulatedGradients = AccumulatedGradients(can_be_saved=False)
     skips_gradient_sync = True
+    averages_weights = True
 
     def default_settings(self) -> DeepSpeedPlugin:
         return DeepSpeedPlugin()
@@ -278,6 +281,53 @@ class DeepSpeedStrategy(Strategy):
             *loads,
             *(optimizer.share_groups for optimizer in optimizers),
         ]
+
+    def layout(self, model: nn.Module) -> Layout:
+        """The whole shapes of the weights; engines load their own files, and averages have whole tensors."""
+        inner = innermost_model(model)
+        tensors: dict[str, torch.Tensor] = {clean_name(name): item for name, item in inner.named_buffers()}
+        for name, item in inner.named_parameters(remove_duplicate=False):
+            tensors[clean_name(name)] = torch.empty(getattr(item, "ds_shape", item.shape), device="meta")
+        return Layout(inner, tensors, tied_names(inner))
+
+    # -- moving averages of weights ----------------------------------------------------------------------------------
+
+    def updates(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        wrapper = getattr(optimizer, "engine_wrapper", None)
+        return wrapper is not None and wrapper.engine is model
+
+    def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return master_weights.master_parts(model)
+
+    def averages_written(self, model: nn.Module) -> None:
+        master_weights.refresh_parameters(model)
+
+    def average_state(self, average: Any) -> dict[str, Any]:
+        """The whole averages on rank 0, in CPU memory."""
+        state = super().average_state(average)
+        if not master_weights.updates_parameters(average.model):
+            for name in master_weights.master_parts(average.model):
+                del state[name]
+            with average.swapped():
+                for name, value in master_weights.whole_weights(average.model):
+                    if self.state.is_main_process:
+                        state[name] = value.detach().to("cpu", copy=True)
+        return state
+
+    def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:
+        gathered.parts.extend(average_part(index, state) for index, state in enumerate(states))
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        engine = average.model
+        if master_weights.updates_parameters(engine):
+            super().load_average(average, state, layout)
+            return
+        with average.swapped():
+            master_weights.set_whole_weights(engine, state)
+            for name, part in master_weights.master_parts(engine).items():
+                average.averages[name].copy_(part.detach())
+        buffers = [name for name in average.parts() if name in state]
+        super().load_average(average, {name: state[name] for name in buffers}, layout)
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 

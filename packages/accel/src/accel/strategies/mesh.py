@@ -115,7 +115,6 @@ class MeshStrategy(FSDP2Strategy):
         if mesh is not None and settings.ep_enabled:
             self._check_experts()
             self.experts = ExpertParallel(mesh, settings, self._averaging, state.collectives)
-        self.averages_weights: bool = self.experts is None and not self.stages
         self._sharder: ParameterSharder | None = None
         self._shards = math.prod(settings.size(axis) for axis in SHARDING_AXES) > 1
         self.distributed_type = DistributedType.FSDP if self._shards else None

@@ -260,10 +260,28 @@ class PipelineStrategy(MeshStrategy):
         pipeline = self._pipelines.get(model)
         if pipeline is None or not unwrap:
             return super().state_dict(model, unwrap)
-        state = collect(model_state(model), self.mesh, self.state.device, lambda tensor: tensor.to("cpu", copy=True))
-        for first, last in pipeline.ties.items() if state else ():
-            state[last] = state[first]
+        return self._gathered(model, model_state(model))
+
+    def _gathered(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        pipeline = self._pipelines.get(model)
+        if pipeline is None:
+            return super()._gathered(model, state)
+        state = collect(state, self.mesh, self.state.device, lambda tensor: tensor.to("cpu", copy=True))
+        for first, last in pipeline.ties.items():
+            if first in state:
+                state[last] = state[first]
         return {name: state[name] for name in pipeline.state_names if name in state}
+
+    def updates(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        pipeline = self._pipelines.get(model)
+        if pipeline is None:
+            return super().updates(optimizer, model)
+        groups = self._group_names.get(getattr(optimizer, "optimizer", optimizer), ())
+        return not set(pipeline.order).isdisjoint(name for names in groups for name in names)
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        own = {layout.local_names.get(name, name): value for name, value in state.items() if name in layout.tensors}
+        super().load_average(average, own, layout)
 
     def gather_state(
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]

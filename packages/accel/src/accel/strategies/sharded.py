@@ -208,6 +208,10 @@ class ShardedStrategy(Strategy):
             state[name] = value
         if self.settings.state_dict_type.name != "FULL_STATE_DICT":
             return state
+        return self._gathered(average.model, state)
+
+    def _gathered(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors on rank 0, in CPU memory. Every rank must call it."""
         gathered = {}
         for name, value in state.items():
             full = full_tensor(value)

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from accel_checkpoint.names import CheckpointError
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import foreach_div_
 from ..contract.strategy import Strategy
 from ..core.local_part import local
 from ..core.types import Layout
@@ -35,6 +36,7 @@ class Swap:
 
     def __init__(self, average: MovingAverage) -> None:
         self.average = average
+        average.synchronise()
         parts = average.parts()
         self._buffers = list(_buffers_of(average.model))
         averaged = set(map(id, parts.values()))
@@ -55,6 +57,7 @@ class Swap:
             value = tensor.clone()
             tensor.copy_(other)
             self._stash[index] = value
+        self.average.written()
         torch.clear_autocast_cache()  # an autocast block around this one has cast the other values
 
 
@@ -77,6 +80,7 @@ class MovingAverage:
         self._use_buffers = use_buffers
         self._tracked: dict[int, torch.Tensor] = {}  # parameters of optimizers; kept, so that no other has their id
         self._steps: list[int] = []
+        self._differs = False  # between ranks, since each has trained on its own
         self.parts()
         self.count_from_here()
 
@@ -88,11 +92,15 @@ class MovingAverage:
         It does nothing if no optimizer of the model has stepped since the last call: while gradients accumulate, and
         after a step that fp16 has skipped. The first update copies the weights, as in torch's ``AveragedModel``.
 
+        Inside LocalSGD each rank adds its own weights, without communication. The averages are averaged over the ranks
+        when they are used or saved, which gives the average of the weights' mean over the ranks.
+
         Returns:
             Whether the average was updated.
 
         Raises:
-            ConfigurationError: averages are in the model, or no prepared optimizer updates the model.
+            ConfigurationError: averages are in the model, no prepared optimizer updates the model, or the ranks of
+                LocalSGD skip steps on their own (fp16).
         """
         self._check_not_applied("update()")
         steps = self._all_steps()
@@ -102,13 +110,14 @@ class MovingAverage:
         self._steps = steps
         if not stepped:
             return False
-        if hasattr(self._prepared.local_sgd, "local_sgd_steps"):
+        if self._trains_alone() and any(self._prepared.optimizers[number].scaler is not None for number in stepped):
             raise ConfigurationError(
-                "update() inside LocalSGD, where each rank has weights of its own. Call it after the block, or leave "
-                "LocalSGD out."
+                "update() inside LocalSGD with mixed_precision='fp16', where ranks skip different steps. Use 'bf16', "
+                "or call it after the block."
             )
         with torch.no_grad():
             self._add(self.parts())
+        self._differs |= self._trains_alone()
         self.num_updates += 1
         return True
 
@@ -152,8 +161,10 @@ class MovingAverage:
         """
         self._check_not_applied("copy_to_model()")
         with torch.no_grad():
+            self.synchronise()
             for name, part in self.parts().items():
                 part.copy_(self.averages[name])
+            self.written()
 
     # -- called by the Accelerator -----------------------------------------------------------------------------------
 
@@ -177,6 +188,20 @@ class MovingAverage:
     def reshard(self) -> None:
         """Let the model have its sharded parameters, whose values the next call gathers again."""
         self._strategy.reshard(self.model)
+
+    def written(self) -> None:
+        """Let the model have what was written into :meth:`parts`."""
+        self._strategy.averages_written(self.model)
+
+    def synchronise(self) -> None:
+        """Average the averages over ranks that have trained on their own. Every rank must call it."""
+        if not self._differs:
+            return
+        everyone = self._strategy.state.collectives
+        values = [item for item in self.averages.values() if item.is_floating_point() or item.is_complex()]
+        everyone.all_reduce_many(values)
+        foreach_div_(values, everyone.world_size)
+        self._differs = False
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -218,6 +243,7 @@ class MovingAverage:
     def _load(self, state: dict[str, Any], layout: Layout, num_updates: int) -> None:
         self._restart()
         self._strategy.load_average(self, state, layout)
+        self._differs = False
         self.num_updates = num_updates
 
     # -- details -----------------------------------------------------------------------------------------------------
@@ -235,7 +261,11 @@ class MovingAverage:
         for averaged, current in groups.values():
             self._average(averaged, current, self.num_updates)
 
+    def _trains_alone(self) -> bool:
+        return hasattr(self._prepared.local_sgd, "local_sgd_steps")
+
     def _restart(self) -> None:
+        self._differs = self._trains_alone()
         self.averages.clear()
         self._tracked.clear()
         self.parts()
@@ -254,9 +284,9 @@ class MovingAverage:
 
     def _own_optimizers(self) -> list[int]:
         """The numbers of the prepared optimizers that update the model."""
-        own, found = set(map(id, self.model.parameters())), []
+        found = []
         for number, optimizer in enumerate(self._prepared.optimizers):
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            if self._strategy.updates(optimizer, self.model):
                 found.append(number)
         optimizers = [self._prepared.optimizers[number] for number in found]
         if not found or fused_optimizers(optimizers):
@@ -287,7 +317,7 @@ def start(
         where = "mixed_precision='fp8'" if precision == "fp8" else type(strategy).__name__
         raise ConfigurationError(
             f"moving averages of weights have not been compared with one process under {where}. They work in one "
-            "process, with DDP, FSDP 1 and 2, and on meshes without pp_size and ep_size, in fp32, bf16 and fp16."
+            "process, with DDP, FSDP 1 and 2, DeepSpeed and on meshes, in fp32, bf16 and fp16."
         )
     average = MovingAverage(model, prepared, multi_avg_fn or get_ema_multi_avg_fn(decay), use_buffers)
     prepared.averages.append(average)
