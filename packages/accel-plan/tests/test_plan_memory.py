@@ -25,8 +25,10 @@ from accel_plan.models import build_model, model_config
 from accel_plan.peak import more_blocks, peak_of
 from accel_plan.plan import PlanRequest, RankPlan, make_plan
 from accel_plan.report import as_text
+from accel_plan.reserve import Reserve, reserve_of
 from accel_plan.step import build_optimizer
 from accel_state.errors import ConfigurationError
+from accel_state.hardware import find_profile
 from accel_state.testing import run_world
 
 pytestmark = [
@@ -268,6 +270,30 @@ def test_each_of_the_changes_makes_the_plan_fit(tmp_path) -> None:
     assert found.changes[0].total == halved.total
 
 
+def test_a_part_of_the_device_is_left_free(tmp_path) -> None:
+    model = folder_of(tmp_path, num_hidden_layers=1)
+    device = replace(find_profile("h100-sxm"), context_bytes=1000, communicator_bytes=200, allocator_share=0.25)
+    options = {**FSDP2, "num_processes": "2", "mixed_precision": "bf16"}
+    plan = planned(model, options, hardware=device, batch_size=2)
+    # One communicator of all ranks, and one of the axis.
+    assert plan.reserve == Reserve(1000, 400, round(0.25 * plan.total))
+    assert plan.needed == plan.total + 1400 + round(0.25 * plan.total)
+    assert reserve_of(device, plan.collectives, 1, 1000) == Reserve(1000, 200, 250)
+    assert reserve_of(device, (), 1, 1000) == Reserve(1000, 0, 250)
+    limit = plan.needed
+    text = as_text(replace(plan, memory_limit=limit)).splitlines()
+    place = text.index("reserve on h100-sxm (bytes):")
+    numbers = [int(line[24:46].replace(",", "")) for line in text[place + 1 : place + 5]]
+    assert numbers == [1000, 400, plan.reserve.allocator, limit] and text[place + 6].endswith("with 0 bytes left")
+    assert "does not fit" not in "".join(text)
+    assert ": 1 bytes too much" in as_text(replace(plan, memory_limit=limit - 1))
+    # A profile that says nothing of it, such as a file with the numbers of a data sheet.
+    silent = replace(device, context_bytes=0, communicator_bytes=0, allocator_share=0.0)
+    assert reserve_of(silent, plan.collectives, 2, plan.total) is None
+    bare = replace(plan, reserve=None, memory_limit=plan.total)
+    assert "with 0 bytes left for the device's context and allocator" in as_text(bare)
+
+
 def test_a_limit_that_nothing_meets_and_one_that_a_change_meets(tmp_path, monkeypatch) -> None:
     """Of changes that take no less together with those before them, nothing is said."""
     request = request_of(
@@ -275,7 +301,7 @@ def test_a_limit_that_nothing_meets_and_one_that_a_change_meets(tmp_path, monkey
     )
     plan = make_plan(request)
     monkeypatch.setattr(
-        changes, "make_plan", lambda changed: SimpleNamespace(peak=True, total=5000 * changed.batch_size)
+        changes, "make_plan", lambda changed: SimpleNamespace(peak=True, needed=5000 * changed.batch_size)
     )
     found = changes_that_fit(plan, request)
     assert "does not fit in 1000 bytes" in as_text(plan, found)

@@ -127,6 +127,18 @@ def test_the_best_is_that_of_all(searched: tuple[PlanRequest, Found]) -> None:
         search(replace(request, memory_limit=100_000), 4 * 64)
 
 
+@pytest.mark.slow  # a search
+def test_a_search_leaves_a_part_of_the_device_free(searched: tuple[PlanRequest, Found]) -> None:
+    request, found = searched
+    assert request.hardware is not None
+    limit = int(found.best[0].plan.total * 1.1)
+    wide = search(replace(request, memory_limit=limit), 4 * 64)
+    assert wide.best[0].candidate == found.best[0].candidate
+    less = search(replace(request, memory_limit=limit, hardware=replace(request.hardware, allocator_share=0.2)), 4 * 64)
+    assert less.best[0].candidate != found.best[0].candidate
+    assert all(1.2 * choice.plan.total <= limit + 1 for choice in less.best)
+
+
 @pytest.mark.slow  # plans every configuration of four ranks
 def test_the_best_on_shared_processors_is_that_of_all(tmp_path: Path, hardware: Path) -> None:
     """Two of four ranks on a processor, where a pipeline's bubble costs nothing and messages cost much."""

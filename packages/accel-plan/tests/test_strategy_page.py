@@ -34,7 +34,7 @@ def test_the_table_has_the_figures_of_the_plans() -> None:
     table = "\n".join(line for line in text.splitlines() if re.match(r"\| \d+B ", line))
     plans = "\n".join(plan.shown for plan in PLANS)
     figures = re.findall(r"([\d.,]+) (GiB|tokens/s)", table)
-    assert len(figures) == 16 and len(PLANS) == 11
+    assert len(figures) == 17 and len(PLANS) == 12
     for number, unit in figures:
         shown = f" {number} GiB" if unit == "GiB" else f"  {number} tokens a second and device"
         assert shown in plans, f"{number} {unit}"

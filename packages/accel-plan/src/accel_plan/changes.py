@@ -16,10 +16,10 @@ SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A change, and the peak with it."""
+    """A change, and the memory that the device must have with it."""
 
     description: str
-    total: int  # bytes
+    total: int  # bytes of the peak and the reserve
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def changes_that_fit(plan: RankPlan, request: PlanRequest) -> Changes:
     if enough:
         return Changes(tuple(enough), together=False, fits=True)
     together: list[Change] = []
-    best = plan.total
+    best = plan.needed
     for description, change in _candidates(plan, request):
         changed = change(request)
         total = _total(changed)
@@ -59,7 +59,7 @@ def _total(request: PlanRequest) -> int | None:
         plan = make_plan(request)
     except ConfigurationError:
         return None  # the change does not apply to this configuration
-    return None if plan.peak is None else plan.total
+    return None if plan.peak is None else plan.needed
 
 
 def _candidates(plan: RankPlan, request: PlanRequest) -> Iterator[tuple[str, Callable[[PlanRequest], PlanRequest]]]:

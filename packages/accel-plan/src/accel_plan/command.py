@@ -110,7 +110,7 @@ def _plan(request: PlanRequest, outputs: Mapping[str, Any]) -> str:
     from .report import as_text
 
     plan, changes = make_plan(request), None
-    if plan.peak is not None and plan.memory_limit is not None and plan.total > plan.memory_limit:
+    if plan.peak is not None and plan.memory_limit is not None and plan.needed > plan.memory_limit:
         changes = changes_that_fit(plan, request)
     if outputs["html"] is not None:
         _write_page(Path(outputs["html"]), as_html(plan, request.hardware))

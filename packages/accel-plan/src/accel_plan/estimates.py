@@ -63,7 +63,7 @@ class Estimates:
         self._updates: dict[int, float] = {}
 
     def bytes(self, item: Candidate) -> float:
-        """At the peak of a step."""
+        """Needed at the peak of a step, with the allocator's reserve: the rest of the reserve is small."""
         traced, shape, axes = self._traced, self._shape, item.axes
         weights = traced.weights / item.split
         tokens = item.batch_size * self._length / item.sequence / axes["tp"]
@@ -80,7 +80,8 @@ class Estimates:
         if item.shards > 1:
             gathered = 2 * shape.vocabulary * shape.hidden / axes["tp"] * traced.element
             unreduced = weights if item.steps > 1 else 0.0  # gradients accumulate whole
-        return 4 * weights / item.shards + gathered + unreduced + tokens * (blocks + loss)
+        peak = 4 * weights / item.shards + gathered + unreduced + tokens * (blocks + loss)
+        return peak * (1 + self._hardware.allocator_share)
 
     def seconds(self, item: Candidate) -> float:
         """Of an optimizer step."""

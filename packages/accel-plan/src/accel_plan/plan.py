@@ -22,6 +22,7 @@ from .peak import PeakMemory, peak_of
 from .pipelines import PipelinePlan, pipeline_settings, trace_pipeline
 from .planners import plan_by
 from .record import Axes, Traffic, coordinates_of
+from .reserve import Reserve, reserve_of
 from .schedules import TIMED_SCHEDULES
 from .timing import FP8, Speeds, StepTime, bubble_seconds, step_time
 from .trace import RankBatch, RankTrace, TraceTask, data_ranks, trace_blocks
@@ -83,11 +84,17 @@ class RankPlan:
     hardware: str = ""  # the name of its profile
     operations: Passes = field(default=(), repr=False)  # what the time is made of
     step: StepMemory | None = field(default=None, repr=False, compare=False)  # what the peak is one of
+    reserve: Reserve | None = None  # None without a peak, or if the hardware's profile has none
 
     @property
     def total(self) -> int:
         """Bytes at the peak of a step; without one, at the end of a backward pass."""
         return self.memory.total if self.peak is None else self.peak.total
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have: the total and the reserve."""
+        return self.total + (0 if self.reserve is None else self.reserve.total)
 
     def as_dict(self) -> dict[str, Any]:
         """All values, for JSON."""
@@ -140,6 +147,7 @@ def make_plan(request: PlanRequest) -> RankPlan:
     else:
         result, batch = trace_blocks(task, all_blocks)
         memory, traffic = _memory_of(result, strategy, axes, optimizer, precision), result.traffic
+    peak = None if result.step is None else peak_of(result.step)
     return RankPlan(
         model=request.model,
         strategy=strategy,
@@ -158,7 +166,8 @@ def make_plan(request: PlanRequest) -> RankPlan:
         offloaded=_offloaded_parts(settings),
         offloads_activations=_offloads_activations(settings),
         pipeline=pipeline_plan,
-        peak=None if result.step is None else peak_of(result.step),
+        peak=peak,
+        reserve=None if peak is None else reserve_of(request.hardware, traffic, task.world_size, peak.total),
         unfollowed=_unfollowed(settings, task.pipeline),
         implementation=result.implementation,
         memory_limit=request.memory_limit,

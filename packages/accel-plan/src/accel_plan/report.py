@@ -125,12 +125,22 @@ def _verdict(plan: RankPlan) -> list[str]:
     limit = plan.memory_limit
     if limit is None:
         return []
-    rest = limit - plan.total
-    left = f"{convert_bytes(max(rest, 0))} left for the device's context and allocator"
-    verdict = f"fits in {convert_bytes(limit)}, with {left}"
+    rest, reserve = limit - plan.needed, plan.reserve
+    lines = [""]
+    if reserve is not None:
+        lines += [
+            f"reserve on {plan.hardware} (bytes):",
+            _row("context", reserve.context, "of the driver and of libraries"),
+            _row("communication", reserve.communication, "buffers of communicators"),
+            _row("allocator", reserve.allocator, "cached by torch, but not in use"),
+            _row("peak and reserve", plan.needed, ""),
+            "",
+        ]
+    spare = "" if reserve is not None else " for the device's context and allocator"
+    verdict = f"fits in {convert_bytes(limit)}, with {convert_bytes(max(rest, 0))} left{spare}"
     if rest < 0:
         verdict = f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"
-    return ["", verdict]
+    return [*lines, verdict]
 
 
 def _report_of_time(plan: RankPlan) -> list[str]:
@@ -154,7 +164,7 @@ def _changes(changes: Changes) -> list[str]:
     if not changes.fits:
         lines = ["  No change of those that were tried makes it fit. All that help, together:"]
     elif changes.together:
-        lines = ["  It fits with all of these changes (peak with each and those before it):"]
+        lines = ["  It fits with all of these changes (memory needed with each and those before it):"]
     else:
         lines = ["  It fits with any of these changes, the cheapest first:"]
     return lines + [f"    {one.description:<60}{convert_bytes(one.total):>11}" for one in changes.changes]

@@ -111,7 +111,7 @@ def search(request: PlanRequest, global_batch_tokens: int) -> Found:
     every.sort(key=lambda item: (estimates.seconds(item), estimates.bytes(item), item.describe()))
     possible = [item for item in every if estimates.bytes(item) <= _TOO_LARGE * limit]
     choices, refused = _plan_first(request, possible, estimates, limit)
-    best = sorted((choice for choice in choices if choice.plan.total <= limit), key=lambda choice: choice.seconds)[
+    best = sorted((choice for choice in choices if choice.plan.needed <= limit), key=lambda choice: choice.seconds)[
         :SHOWN
     ]
     if not best:
@@ -178,7 +178,7 @@ def _plan_first(
         pipeline = candidate.axes["pp"] > 1
         if pipeline and not _may_be_faster(estimates, candidate, choices, limit):
             continue
-        fits = any(choice.plan.total <= limit for choice in choices)
+        fits = any(choice.plan.needed <= limit for choice in choices)
         number, alike_number = (_PIPELINES, _PIPELINES_ALIKE) if pipeline else (_PLANNED, _PLANNED_ALIKE)
         if counts[pipeline] >= (number if fits else 3 * _PLANNED):
             continue
@@ -195,8 +195,8 @@ def _plan_first(
         if plan.peak is None or plan.time is None:
             refused[candidate.describe()] = f"its step {plan.unfollowed or plan.untimed} is not modelled"
             continue
-        alike[candidate.family] += plan.total <= limit
-        errors[kind] = plan.total / size
+        alike[candidate.family] += plan.needed <= limit
+        errors[kind] = plan.needed / size
         choices.append(Choice(candidate, plan))
     return choices, refused
 
@@ -212,7 +212,7 @@ def _frozen() -> Iterator[None]:
 
 
 def _may_be_faster(estimates: Estimates, candidate: Candidate, choices: Sequence[Choice], limit: int) -> bool:
-    others = [choice for choice in choices if choice.plan.total <= limit and choice.candidate.axes["pp"] == 1]
+    others = [choice for choice in choices if choice.plan.needed <= limit and choice.candidate.axes["pp"] == 1]
     best = min(others, key=lambda choice: choice.seconds, default=None)
     return best is None or estimates.seconds(candidate) < _FASTER * estimates.seconds(best.candidate)
 
@@ -229,8 +229,8 @@ def _nothing_fits(
     smallest = min(every, key=lambda item: (estimates.bytes(item), item.describe()))
     size, about, what = estimates.bytes(smallest), "about ", smallest
     if choices:
-        choice = min(choices, key=lambda item: item.plan.total)
-        size, about, what = choice.plan.total, "", choice.candidate
+        choice = min(choices, key=lambda item: item.plan.needed)
+        size, about, what = choice.plan.needed, "", choice.candidate
     return (
         f"no configuration fits in {limit / 2**30:.1f} GiB: the nearest, {what.describe()}, needs {about}"
         f"{size / 2**30:.1f} GiB. Take more devices or larger ones, or shorter samples."
@@ -269,8 +269,8 @@ def _others(
             why = refused[text]
         elif text in planned:
             choice = planned[text]
-            fits = choice.plan.total <= limit
-            why = f"{choice.seconds:.3f} s" if fits else f"does not fit: {choice.plan.total / 2**30:.1f} GiB"
+            fits = choice.plan.needed <= limit
+            why = f"{choice.seconds:.3f} s" if fits else f"does not fit: needs {choice.plan.needed / 2**30:.1f} GiB"
         elif not fitting:
             why = f"does not fit: {estimates.bytes(item) / 2**30:,.0f} GiB by the estimate"
         else:

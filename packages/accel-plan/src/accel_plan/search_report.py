@@ -28,13 +28,14 @@ def as_text(found: Found) -> str:
         f"{found.samples:,} samples of {request.seq_length:,} tokens a step",
         f"{found.searched:,} configurations: {found.too_large:,} are far too large, {found.planned} were planned",
         "",
-        f"     {'step':>10} {'tokens/s':>10} {'MFU':>6} {'peak':>11}",
+        f"     {'step':>10} {'tokens/s':>10} {'MFU':>6} {'peak':>11} {'needed':>11}",
     ]
     for number, choice in enumerate(found.best, 1):
         lines.append(f"  {number}  {_row(choice)}")
         lines.append(f"     {choice.candidate.describe()}")
         if number < len(found.best):
             lines.append(f"     {reason(choice, found.best[number])}")
+    lines += ["", "needed: the peak, and the reserve for context, communication and the allocator"]
     if found.others:
         lines += ["", "others that one would try:"]
         lines += [f"  {item.description}\n     {item.reason}" for item in found.others]
@@ -49,7 +50,8 @@ def _row(choice: Choice) -> str:
     time = choice.plan.time
     assert time is not None
     return (
-        f"{time.seconds:>8.3f} s {time.tokens:>10,.0f} {time.utilization:>6.1%} {convert_bytes(choice.plan.total):>11}"
+        f"{time.seconds:>8.3f} s {time.tokens:>10,.0f} {time.utilization:>6.1%} "
+        f"{convert_bytes(choice.plan.total):>11} {convert_bytes(choice.plan.needed):>11}"
     )
 
 

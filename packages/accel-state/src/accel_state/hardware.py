@@ -17,6 +17,7 @@ _POSITIVE = (
     *("memory_bytes", "memory_bandwidth", "flops", "link_bandwidth", "link_latency", "network_bandwidth"),
     *("network_latency", "message_seconds", "operation_seconds", "devices_per_node", "alone_speedup"),
 )
+_AT_LEAST_ZERO = ("unit_seconds", "context_bytes", "communicator_bytes", "allocator_share")
 _OPTIONAL = ("link_bandwidth", "network_bandwidth")
 
 
@@ -42,6 +43,10 @@ class HardwareProfile:
         overlaps: whether communication and preparing operations overlap with computation.
         unit_seconds: seconds in which the host gathers or reduces the parameters of a unit of FSDP 2, besides
             operations and messages, where that does not overlap with computation.
+        context_bytes: bytes of the driver's context and of libraries in a process.
+        communicator_bytes: bytes of the buffers of one communicator.
+        allocator_share: what torch's caching allocator reserves in addition to the tensors at the peak, as a share of
+            them.
         alone_speedup: how many times as fast a device computes while the others of its node wait: more than 1 where
             ranks share processors.
     """
@@ -62,6 +67,9 @@ class HardwareProfile:
     measured: bool = False
     overlaps: bool = True
     unit_seconds: float = 0.0
+    context_bytes: int = 0
+    communicator_bytes: int = 0
+    allocator_share: float = 0.0
     alone_speedup: float = 1.0
 
 
@@ -122,6 +130,10 @@ def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
         numbers = list(value.values()) if isinstance(value, dict) else [value]
         if not numbers or not all(map(_is_positive, numbers)):
             raise ConfigurationError(f"{file}: {name} is {value!r}, and must be positive.")
+    for name in _AT_LEAST_ZERO:
+        value = getattr(found, name)
+        if value != 0 and not _is_positive(value):
+            raise ConfigurationError(f"{file}: {name} is {value!r}, and must be at least 0.")
     return found
 
 
