@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -12,12 +14,14 @@ from expert_runs import accelerator_for, compare
 from expert_runs import build as build_experts
 from expert_runs import plain as plain_experts
 from expert_runs import train as train_experts
-from mesh_matrix import Case, deviation, mesh_steps, plain_step
+from mesh_matrix import Case, deviation, local, mesh_steps, plain_step
 from mesh_runs import assert_same, batches, build, loss_of, plain, train
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel import Accelerator
+from accel import Accelerator, ParallelismConfig
+from accel.core.kept_results import KeptResults, keep
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from accel_state import context
@@ -122,6 +126,51 @@ def test_products_and_attention_are_computed_once_and_half_of_the_blocks_again()
     # The head, outside of the blocks, is not computed again.
     assert again["selective"] == 0 and 0.5 * forward < again["full"] < forward
     assert again["second"] == again["full"] / 2
+
+
+def tensor_parallel_steps(precision: str, sequence: bool) -> dict[str, tuple[Counter[str], list[torch.Tensor]]]:
+    """Collectives and FLOPs of a step under tensor parallelism, and this rank's part of the gradients, by mode."""
+    found = {}
+    for name, settings in {"none": {}, "full": FULL, "selective": SELECTIVE}.items():
+        with context.isolated():
+            config = ParallelismConfig(tp_size=2, tp_sequence_parallel=sequence)
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS, **settings)
+            accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin, parallelism_config=config)
+            model = accelerator.prepare(build("llama"))
+            with CommDebugMode() as messages, FlopCounterMode(display=False) as flops:
+                accelerator.backward(loss_of(model, batches(1)))
+            counts = Counter({str(name).split(".")[-1]: count for name, count in messages.get_comm_counts().items()})
+            counts["flops"] = flops.get_total_flops()
+            found[name] = counts, [local(parameter.grad).clone() for parameter in model.parameters()]
+            accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "sequence"), [("no", True), ("bf16", True), ("no", False)])
+def test_sums_over_tensor_parallel_ranks_are_kept(precision: str, sequence: bool) -> None:
+    """The mode "selective" neither multiplies nor adds up again in row-wise layers. No mode changes a bit."""
+    found = run_world(tensor_parallel_steps, 2, precision, sequence, timeout=250)[0]
+    none, full, selective = (found[name][0] for name in ("none", "full", "selective"))
+    adds_up = "_reduce_scatter_base_" if sequence else "allreduce_"
+    # Two blocks: "full" repeats the sum of each attention. Inputs of norms and of column-wise layers are made again.
+    assert full[adds_up] - none[adds_up] == 2 and selective[adds_up] == none[adds_up]
+    gathers = {mode["_allgather_base_"] - none["_allgather_base_"] for mode in (full, selective)}
+    assert gathers == ({4} if sequence else {0})
+    assert selective["flops"] == none["flops"] < full["flops"]
+    for name in ("full", "selective"):
+        for gradient, expected in zip(found[name][1], found["none"][1], strict=True):
+            assert torch.equal(gradient, expected), name
+
+
+def test_a_kept_sum_that_was_changed_in_place_is_refused() -> None:
+    results = KeptResults()
+    with results.recorded(nullcontext()):
+        out = keep(lambda: torch.ones(2))
+    with results.reused(nullcontext()):
+        assert torch.equal(keep(lambda: torch.zeros(2)), torch.ones(2))
+    out.add_(1)
+    with results.reused(nullcontext()), pytest.raises(RuntimeError, match="was changed in place"):
+        keep(lambda: torch.ones(2))
 
 
 def with_a_cache() -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from .operations import OTHER, Message, Operation
 from .plan import PlanRequest, is_compiled, make_plan
 from .timing import Speeds
 
-# Messages of hidden states in a block under tensor parallelism: two gathers and two reductions forward, as many
-# backward, and three in a recomputation (docs/guides/planning.md).
-_TENSOR_MESSAGES, _TENSOR_AGAIN = 8, 3
+# Messages of hidden states in a block under tensor parallelism: two gathers and two reductions forward, and as many
+# backward. A recomputation gathers twice, and reduces once unless it keeps the sums (docs/guides/planning.md).
+_TENSOR_MESSAGES, _TENSOR_AGAIN = 8, {NONE: 0, SELECTIVE: 2, FULL: 3}
 _KEPT_BY_SELECTIVE = 16 / 34
 """Share of a block's activations that are results of matrix products and attention.
 
@@ -70,9 +70,9 @@ class Estimates:
         if axes["pp"] > 1:  # of the first stage
             tokens *= min(axes["pp"], item.micro_batches) / item.micro_batches
         kept = {NONE: 1.0, SELECTIVE: _KEPT_BY_SELECTIVE, FULL: 1 / shape.blocks}[item.checkpointing]
-        # Tensor parallelism gathers the hidden states twice in a block, and keeps them for the backward pass.
+        # Tensor parallelism gathers the hidden states twice in a block, and keeps them unless they are computed again.
         whole = 0 if axes["tp"] == 1 else 2 * shape.hidden * traced.element * axes["tp"]
-        whole *= 1 if item.checkpointing == FULL else shape.blocks
+        whole *= shape.blocks if item.checkpointing == NONE else 1
         inputs = 0 if item.checkpointing == NONE else shape.blocks * shape.hidden * traced.element
         loss = shape.vocabulary * (traced.element + 3 * 4)  # logits; in float32 their log-softmax and two gradients
         blocks = (traced.activations * kept + whole + inputs) / axes["pp"]
@@ -139,7 +139,7 @@ class Estimates:
         kinds = []  # messages of a micro batch: how many, and what they are
         if axes["tp"] > 1:
             size = tokens * shape.hidden / item.sequence
-            kinds.append((_TENSOR_MESSAGES + again * _TENSOR_AGAIN, "all-gather", size, axes["tp"], 1))
+            kinds.append((_TENSOR_MESSAGES + _TENSOR_AGAIN[item.checkpointing], "all-gather", size, axes["tp"], 1))
         if axes["cp"] > 1:  # keys and values, and their gradients
             size = tokens * 2 * shape.key_heads * shape.head / axes["tp"]
             kinds.append((3, "all-gather", size, axes["cp"], axes["tp"]))

@@ -223,20 +223,24 @@ def selective_contexts(policy: Callable[..., Any], counts: Callable[[Any], bool]
     """``create_selective_checkpoint_contexts``, whose modes pass on operators that are not counted.
 
     They compare all operators of the recomputation with those of the forward pass, and have no option against it: a
-    module inside that fully_shard was called on is gathered in one of them, and may still be there in the other.
+    module inside that fully_shard was called on is gathered in one of them, and may still be there in the other, and
+    kept results of tensor-parallel layers are not computed again.
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     modes = create_selective_checkpoint_contexts(policy)
     for mode in modes:
-        mode.__class__ = _counting(type(mode), counts)
+        kind: Any = type(mode)
+        mode.__class__ = _counting(kind)
+        mode.counts = counts
     return modes
 
 
-def _counting(kind: Any, counts: Callable[[Any], bool]) -> Any:
+@functools.cache
+def _counting(kind: Any) -> Any:
     class Counting(kind):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if counts(func):
+            if self.counts(func):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import checkpoint_wrappers, checkpointed_module, selective_contexts
+from ..core.kept_results import KeptResults, is_computing
 from .activation_offload import offload_inputs
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -68,10 +69,8 @@ def checkpoint_units(
     def contexts_of(module: nn.Module) -> Contexts | None:
         if not selective:
             return None
-        keep = partial(_keep, _kept_in(module))
-        if any(id(inner) in alone for inner in module.modules() if inner is not module):
-            return partial(selective_contexts, keep, partial(_is_one_of, _kept_in(module)))
-        return partial(create_selective_checkpoint_contexts, keep)
+        has_sharded = any(id(inner) in alone for inner in module.modules() if inner is not module)
+        return partial(_selective, _kept_in(module), has_sharded)
 
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
@@ -83,6 +82,29 @@ def checkpoint_units(
         return offload_inputs(wrapped) if settings.activation_checkpointing_offload else wrapped
 
     apply(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
+
+
+def _selective(
+    kept: tuple[str, ...], has_sharded: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a unit that keeps the results of some operators.
+
+    Args:
+        kept: the operators.
+        has_sharded: whether fully_shard was called on modules inside of the unit.
+    """
+    keep = partial(_keep, kept)
+    if torch.compiler.is_compiling():  # compiled graphs take contexts of torch only, and keep no other results
+        if has_sharded:
+            return selective_contexts(keep, partial(_is_one_of, kept))
+        return create_selective_checkpoint_contexts(keep)
+
+    def counts(operator: Any) -> bool:
+        return not is_computing() and (not has_sharded or _is_one_of(kept, operator))
+
+    forward, again = selective_contexts(keep, counts)
+    results = KeptResults()
+    return results.recorded(forward), results.reused(again)
 
 
 def _with_statistics_of_one_pass(

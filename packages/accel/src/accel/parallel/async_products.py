@@ -57,25 +57,25 @@ class OverlappedProducts:
         Returns:
             The gathered hidden states, and the products.
         """
-        outputs: tuple[torch.Tensor, ...] = _GatheredProducts.apply(self.mesh, *_cast([x, *matrices]))
+        outputs: tuple[torch.Tensor, ...] = _GatheredProducts.apply(self.mesh, *in_autocast_dtype([x, *matrices]))
         return outputs
 
     def scattered(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """This rank's positions of the sum over the ranks of ``x @ matrix``."""
-        output: torch.Tensor = _ScatteredProduct.apply(self.mesh, *_cast([x, matrix]))
+        output: torch.Tensor = _ScatteredProduct.apply(self.mesh, *in_autocast_dtype([x, matrix]))
         return output
 
 
-def _cast(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors in the dtype of the current autocast, which does not know torch's operators."""
+def in_autocast_dtype(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors in the dtype of the current autocast, which does not cast for functions and torch's operators."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
 
 
-def _product_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a matrix from its input and the gradient of its product."""
+def product_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a matrix from its input and the gradient of its product."""
     return x.flatten(0, 1).t() @ gradient.flatten(0, 1)
 
 
@@ -105,7 +105,7 @@ class _GatheredProducts(torch.autograd.Function):
                 rest = summed_rows(of_whole, ctx.mesh)
                 own = rest if own is None else own + rest
         of_matrices = [
-            _product_gradient(whole, grad) if needed and grad is not None else None
+            product_gradient(whole, grad) if needed and grad is not None else None
             for grad, needed in zip(of_products, ctx.needs_input_grad[2:], strict=True)
         ]
         return None, own, *of_matrices
@@ -127,4 +127,4 @@ class _ScatteredProduct(torch.autograd.Function):
         group = ctx.mesh.get_group()
         gather = symmetric_products(group).fused_all_gather_matmul
         whole, (own,) = gather(gradients[0], [matrix.t()], 1, group.group_name)
-        return None, own, _product_gradient(x, whole) if ctx.needs_input_grad[2] else None
+        return None, own, product_gradient(x, whole) if ctx.needs_input_grad[2] else None

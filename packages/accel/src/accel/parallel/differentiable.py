@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
-def differentiable(
-    x: torch.Tensor,
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    backward: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+
+def differentiable(x: torch.Tensor, forward: Collective, backward: Collective) -> torch.Tensor:
     """The result of ``forward(x)``; the gradient of x is ``backward`` of that of the result.
 
     Neither function may hold a tensor, which would be kept until the backward pass.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from .differentiable import differentiable
+from .differentiable import Collective, differentiable
 
 # torch 2.13 renamed both, and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,10 +44,15 @@ def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
 
 def scatter(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Reduce-scatter: this rank's rows of the sum over the ranks; the gradient is gathered."""
-    return differentiable(x, partial(summed_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
+    return differentiable(x, *collectives_of_scatter(mesh, x.shape[1]))
 
 
-def _gathers(mesh: DeviceMesh, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def collectives_of_scatter(mesh: DeviceMesh, length: int) -> tuple[Collective, Collective]:
+    """Return the collective of :func:`scatter` for ``length`` positions, and the collective of its gradient."""
+    return partial(summed_rows, mesh=mesh), _gathers(mesh, length)
+
+
+def _gathers(mesh: DeviceMesh, length: int) -> Collective:
     return partial(_all_rows, mesh=mesh, length=length)
 
 

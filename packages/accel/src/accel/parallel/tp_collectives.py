@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .differentiable import differentiable, same
+from .differentiable import Collective, differentiable, same
 
 
 def share_of(width: int, mesh: DeviceMesh) -> tuple[int, int]:
@@ -61,7 +61,12 @@ class SharedInput:
 
 def summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """All-reduce: the sum over the ranks."""
-    return differentiable(x, partial(_all_reduced, mesh=mesh), _unchanged)
+    return differentiable(x, *collectives_of_sum(mesh))
+
+
+def collectives_of_sum(mesh: DeviceMesh) -> tuple[Collective, Collective]:
+    """Return the collective of :func:`summed`, and the function of its gradient."""
+    return partial(_all_reduced, mesh=mesh), _unchanged
 
 
 def joined(x: torch.Tensor, mesh: DeviceMesh, width: int, dim: int = -1) -> torch.Tensor:

@@ -21,8 +21,11 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import keeps_local, shard_replicated
 from ..core.fused_dtensor import remember_packed
+from ..core.kept_results import is_keeping
 from ..core.nf4_weights import is_stored_in_nf4
-from .tp_collectives import SharedInput, joined, part, share_of, shared, summed
+from .differentiable import Collective, differentiable
+from .kept_products import kept_product
+from .tp_collectives import SharedInput, collectives_of_sum, joined, part, share_of, shared, summed
 from .tp_four_bit import four_bit_product, is_four_bit, shard_four_bit
 from .tp_nf4 import parts_of_nf4
 
@@ -106,7 +109,7 @@ class WholeSequences:
 
     def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of the products of a row-wise layer."""
-        return summed(product(layer, x, None), self.mesh)
+        return reduced_product(layer, x, collectives_of_sum(self.mesh))
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
@@ -203,6 +206,19 @@ def product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
     if bias is None:
         return x @ weight.flatten(1)
     return torch.addmm(bias, x.flatten(0, -2), weight.flatten(1)).view(*x.shape[:-1], -1)
+
+
+def reduced_product(layer: nn.Module, x: torch.Tensor, collectives: tuple[Collective, Collective]) -> torch.Tensor:
+    """Return what a collective makes of the products of a row-wise layer.
+
+    Args:
+        layer: the layer.
+        x: this rank's part of its inputs.
+        collectives: the collective, and the function of its gradient.
+    """
+    if is_keeping() and not is_in_blocks(layer):
+        return kept_product(x, matrix_of(layer), *collectives)
+    return differentiable(product(layer, x, None), *collectives)
 
 
 def _replace_forward(module: nn.Module, forward: Forward) -> None:

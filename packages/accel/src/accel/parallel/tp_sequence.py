@@ -27,10 +27,10 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import FakeTensor
 from .async_products import OverlappedProducts
-from .sequence_collectives import gather, join, rows_per_rank, scatter, split
+from .sequence_collectives import collectives_of_scatter, gather, join, rows_per_rank, split
 from .sequence_structure import BlockStructure
-from .tp_collectives import SharedInput, shared, summed
-from .tp_layers import matrix_of, product
+from .tp_collectives import SharedInput, collectives_of_sum, shared
+from .tp_layers import matrix_of, reduced_product
 
 logger: Final = get_logger(__name__)
 
@@ -136,8 +136,10 @@ class SequenceRegion:
         """The sum over the ranks of the products of a row-wise layer."""
         if self._overlaps() and self._overlapped is not None:
             return self._overlapped.scattered(x, matrix_of(layer))
-        out = product(layer, x, None)
-        return scatter(out, self.mesh) if self.length else summed(out, self.mesh)
+        length = x.shape[1]
+        return reduced_product(
+            layer, x, collectives_of_scatter(self.mesh, length) if self.length else collectives_of_sum(self.mesh)
+        )
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that is used on this rank's rows."""
