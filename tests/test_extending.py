@@ -78,15 +78,16 @@ def averaged_copies(every: int = 4) -> dict[str, torch.Tensor]:
     return models[0].state_dict()
 
 
-@pytest.mark.slow  # launches two ranks twice; test_command loads an extension in the fast tier
-@pytest.mark.parametrize("kind", ["name", "object"])
+@pytest.mark.slow  # launches two ranks four times; test_command loads an extension in the fast tier
+@pytest.mark.parametrize("kind", ["launched", "name", "object", "plugin"])
 def test_strategy_tracker_launcher_and_device(site: Path, tmp_path: Path, kind: str) -> None:
-    if kind == "name":  # --cpu would choose the built-in device
-        script, variables = [str(site / "train.py"), str(tmp_path), kind], {"FARM_LAUNCH": "1", "FARM_PIN": "1"}
-        result = accel(site, "launch", "--num_processes", "2", *script, **variables)
-        assert result.returncode == 0, result.stderr
-    else:  # an object needs no entry points
+    if kind == "object":  # which needs no entry points
         run_launched(site / "train.py", tmp_path, kind, launch=("--cpu", "--num_processes", 2), folder=tmp_path)
+    else:  # --cpu would choose the built-in device
+        variables = {"FARM_LAUNCH": "1", "FARM_PIN": "1", "FARM_AVERAGE_EVERY": "3" if kind == "plugin" else "4"}
+        options = ["--num_processes", "2", *(["--strategy", "periodic_averaging"] if kind == "launched" else [])]
+        result = accel(site, "launch", *options, str(site / "train.py"), str(tmp_path), kind, **variables)
+        assert result.returncode == 0, result.stderr
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), averaged_copies())
     with sqlite3.connect(tmp_path / "run.db") as database:
         rows = database.execute("SELECT step, name FROM metrics ORDER BY step").fetchall()

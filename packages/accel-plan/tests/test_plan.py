@@ -383,6 +383,11 @@ EIGHT = {**FSDP2, "num_processes": 8}
         ({**EIGHT, "num_processes": 9, "num_machines": 2}, {}, "num_processes=9 .* num_machines=2"),
         ({"num_processes": 10**9}, {}, "num_processes 1000000000: a plan is for up to 1000000 processes"),
         (FSDP2, {}, "does not set the number of processes. Set --num_processes"),
+        (
+            {"strategy": "fsdp2", "num_processes": 2},
+            {},
+            "--strategy fsdp2: .* does not know what strategies of that option hold",
+        ),
         ({**EIGHT, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
         (
             {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},

@@ -186,6 +186,7 @@ def test_the_file_is_the_best_configuration(
         (["--global_batch_tokens", "256", "--batch_size", "2"], "--batch_size does not go with --auto"),
         (["--global_batch_tokens", "256", "--html", "x"], "--html does not go with --auto"),
         (["--global_batch_tokens", "256", "--use_deepspeed"], "--use_deepspeed.*searches DDP, FSDP 2"),
+        (["--global_batch_tokens", "256", "--strategy", "ddp"], "--strategy.*searches DDP, FSDP 2"),
         (["--global_batch_tokens", "256", "--mixed_precision", "fp8"], "does not search in fp8"),
         (["c.yaml", "--output", "best.yaml"], "--output is an option of a search"),
     ],

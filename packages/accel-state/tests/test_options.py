@@ -87,7 +87,7 @@ KEYS = {
         image_uri log_dir machine_rank machine_timeout main_process_ip main_process_port
         main_training_function max_restarts mixed_precision monitor monitor_interval monitor_port multi_gpu
         num_cpu_threads_per_process num_machines num_processes oversubscribe py_version pytorch_version
-        rdzv_backend rdzv_conf role sagemaker_inputs_file sagemaker_metrics_file same_network tee tpu
+        rdzv_backend rdzv_conf role sagemaker_inputs_file sagemaker_metrics_file same_network strategy tee tpu
         tpu_cluster tpu_name tpu_use_sudo tpu_zone transformers_version use_deepspeed use_fsdp
         use_megatron_lm use_mps_device use_parallelism_config""",
 }

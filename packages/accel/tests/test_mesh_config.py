@@ -22,7 +22,7 @@ from accel.parallelism_config import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel.setup.registry import PLUGINS, STRATEGIES
+from accel.setup.registry import STRATEGIES
 from accel.utils import TorchTensorParallelPlugin
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
@@ -142,7 +142,6 @@ def test_the_launcher_asks_for_a_mesh() -> None:
         pytest.raises(ConfigurationError, match="tp_size=2 = 2, but there is 1 process"),
     ):
         Accelerator(cpu=True)
-    assert PLUGINS.load("mesh") is ParallelismConfig and PLUGINS.load("torch_tp") is TorchTensorParallelPlugin
     assert (
         STRATEGIES.load("mesh").__name__ == "MeshStrategy" and STRATEGIES.load("mesh_ddp").__name__ == "MeshDDPStrategy"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ class MegatronStrategy(Strategy):
 
     def default_settings(self) -> MegatronLMPlugin:
         return MegatronLMPlugin()
-
-    @property
-    def active_plugins(self) -> Mapping[str, Any]:
-        return {"megatron": self.settings}
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)

@@ -115,6 +115,11 @@ def make_plan(request: PlanRequest) -> RankPlan:
             what is allowed.
         MissingDependencyError: transformers is not installed.
     """
+    if request.settings["strategy"]:
+        raise ConfigurationError(
+            f"{request.settings.where('strategy')}: accel plan does not know what strategies of that option hold and "
+            "send. Leave it out; it supports DDP, FSDP, meshes, DeepSpeed and Megatron-LM by options of their own."
+        )
     if request.settings["use_megatron_lm"]:
         return _plan_megatron(request)
     if not has_meta_collectives():

@@ -144,7 +144,7 @@ def reason(better: Choice, worse: Choice) -> str:
 
 def _check(request: PlanRequest) -> None:
     settings = request.settings
-    for name in ("use_deepspeed", "use_megatron_lm"):
+    for name in ("use_deepspeed", "use_megatron_lm", "strategy"):
         if settings[name]:
             raise ConfigurationError(f"{settings.where(name)}: --auto searches DDP, FSDP 2 and meshes. Leave it out.")
     if settings["mixed_precision"] == "fp8":

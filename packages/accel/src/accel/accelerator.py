@@ -40,7 +40,7 @@ from accel_track.tracking import TrackerRun
 from .checkpointer.checkpointer import Checkpointer, LoadHook, SaveHook
 from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
-from .contract.strategy import Strategy
+from .contract.strategy import Plugin, Strategy
 from .core import quantized_layers, weights_io
 from .core.compile import TorchDynamoPlugin
 from .core.project import ProjectConfiguration
@@ -109,8 +109,8 @@ class Accelerator(AcceleratorProperties):
         parallelism_config: sizes of the mesh axes.
         save_on_signal: save and exit when a signal arrives: True for SIGTERM and SIGUSR1, other signals, or
             SaveOnSignal. See :meth:`resume`.
-        strategy: how models are wrapped, synchronised and saved: a Strategy object, or the name of a registered one.
-            By default it follows from the plugins and the launcher.
+        strategy: how models are wrapped, synchronised and saved: a Strategy object, the name of a registered one, or
+            its plugin. By default it follows from the other plugins and the launcher.
         deterministic_reduction: add up the gradients of elastic loaders (``DataLoaderConfiguration(elastic=True)``) in
             an order that depends on the number of logical shards only, so that weights have the same bits on any number
             of processes. It computes with one thread per process on the CPU.
@@ -160,7 +160,7 @@ class Accelerator(AcceleratorProperties):
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
-        strategy: Strategy | str | None = None,
+        strategy: Strategy | str | Plugin | None = None,
         deterministic_reduction: bool = False,
         monitor: bool | None = None,
     ) -> None:

@@ -183,3 +183,8 @@ class ParadigmOptions(OptionGroup):
         question="Should replicas that die be restarted alone, while the others continue (needs torchft)?",
         asked_when={"ray": (GIVEN,)},
     )
+    strategy: str | None = _switch(
+        metavar="NAME",
+        help="Train with a strategy by its registered name, such as one that a package adds under the entry point "
+        "accel.strategies, with its default settings. The options above set the engines that have options.",
+    )

@@ -25,6 +25,17 @@ def _from_partial(name: str, description: str) -> Any:
     )
 
 
+def _plugin(name: str, description: str) -> Any:
+    """An entry of :attr:`AcceleratorState.plugins`; None if there is none."""
+
+    def set_plugin(self: AcceleratorState, plugin: Any) -> None:
+        self.plugins.pop(name, None)
+        if plugin is not None:
+            self.plugins[name] = plugin
+
+    return property(lambda self: self.plugins.get(name), set_plugin, doc=description)
+
+
 class AcceleratorState(ProcessControl, SharedState):
     """PartialState, and the settings of the Accelerator of this process.
 
@@ -38,6 +49,10 @@ class AcceleratorState(ProcessControl, SharedState):
         megatron_lm_plugin: settings of Megatron-LM.
         parallelism_config: sizes of the mesh axes.
         **kwargs: passed to PartialState.
+
+    Attributes:
+        plugins: the settings in use, by name: "deepspeed", "fsdp", "torch_tp", "megatron", "mesh", or that of an
+            installed strategy. The attributes with the names of the arguments are entries of it.
 
     Raises:
         ConfigurationError: the state exists already with another precision, or the precision is unknown.
@@ -56,12 +71,14 @@ class AcceleratorState(ProcessControl, SharedState):
     collectives: Collectives = _from_partial("collectives", "The collectives of this run.")
     device_backend: Device = _from_partial("device_backend", "The operations of this type of device.")
 
+    deepspeed_plugins: Any = _plugin("deepspeed", "The settings of DeepSpeed, or a dictionary of them by name.")
+    fsdp_plugin: Any = _plugin("fsdp", "The settings of FSDP.")
+    torch_tp_plugin: Any = _plugin("torch_tp", "The settings of tensor parallelism.")
+    megatron_lm_plugin: Any = _plugin("megatron", "The settings of Megatron-LM.")
+    parallelism_config: Any = _plugin("mesh", "Sizes of the mesh axes.")
+
+    plugins: dict[str, Any]
     dynamo_plugin: Any
-    deepspeed_plugins: Any
-    fsdp_plugin: Any
-    torch_tp_plugin: Any
-    megatron_lm_plugin: Any
-    parallelism_config: Any
     _mixed_precision: str
     _distributed_type: DistributedType | None
 
@@ -87,11 +104,14 @@ class AcceleratorState(ProcessControl, SharedState):
         PartialState(cpu, **kwargs)
         self._mixed_precision = precision
         self.dynamo_plugin = dynamo_plugin
-        self.deepspeed_plugins = deepspeed_plugin
-        self.fsdp_plugin = fsdp_plugin
-        self.torch_tp_plugin = torch_tp_plugin
-        self.megatron_lm_plugin = megatron_lm_plugin
-        self.parallelism_config = parallelism_config
+        plugins = {
+            "deepspeed": deepspeed_plugin,
+            "fsdp": fsdp_plugin,
+            "torch_tp": torch_tp_plugin,
+            "megatron": megatron_lm_plugin,
+            "mesh": parallelism_config,
+        }
+        self.plugins = {name: plugin for name, plugin in plugins.items() if plugin is not None}
         self._distributed_type = None
 
     def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,14 @@ from ..reduction.shard_reduction import ShardReduction
 from .accumulated_gradients import AccumulatedGradients
 from .replicas import Replicas
 from .sequences import Sequences
+
+
+class Plugin(Protocol):
+    """The settings of a strategy. Without arguments, its class takes the launcher's values."""
+
+    @property
+    def strategy(self) -> str:
+        """The registered name of the strategy that this configures."""
 
 
 class Strategy:
@@ -116,8 +124,9 @@ class Strategy:
 
     @property
     def active_plugins(self) -> Mapping[str, Any]:
-        """Plugins of other strategies that this one uses too, by strategy name."""
-        return {}
+        """The plugins in use, by name, which ``accelerator.state.plugins`` has: by default this strategy's own."""
+        name = getattr(self.settings, "strategy", None)
+        return {} if name is None else {name: self.settings}
 
     @property
     def data_collectives(self) -> Collectives:

@@ -178,7 +178,7 @@ class DeepSpeedPlugin:
         return config
 
     def _micro_batch_of_other_plugins(self) -> int | None:
-        plugins = AcceleratorState._shared_state.get("deepspeed_plugins")
+        plugins = AcceleratorState._shared_state.get("plugins", {}).get("deepspeed")
         others = [plugin for plugin in plugins.values() if plugin is not self] if isinstance(plugins, dict) else []
         sizes = [plugin.deepspeed_config.get(validation.COUNTS[1]) for plugin in others]
         return min((size for size in sizes if isinstance(size, int)), default=None)

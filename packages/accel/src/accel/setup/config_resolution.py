@@ -31,7 +31,7 @@ from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from .strategy_choice import attach_strategy, attribute_of, check_strategy, choose, make_strategy
+from .registry import choose, make_strategy
 
 logger: Final = get_logger(__name__)
 
@@ -48,7 +48,7 @@ def build(
     handlers: Handlers,
     *,
     owner: object,
-    strategy: Strategy | str | None = None,
+    strategy: Any,
     launched: CoreOptions,
     mixed_precision: Any,
     cpu: bool,
@@ -56,12 +56,9 @@ def build(
     plugins: dict[str, Any],
 ) -> tuple[AcceleratorState, Strategy, Precision]:
     """Initialise the process's state, and choose strategy and precision."""
-    if strategy is not None:
-        check_strategy(strategy, plugins)
     shared = AcceleratorState._shared_state
-    public = {name for name, value in shared.items() if value is not None and not name.startswith("_")}
-    _drop_stale_state(public > {"dynamo_plugin"})  # the plugins of a strategy
-    chosen = {} if strategy is not None else choose(plugins)
+    _drop_stale_state(bool(shared.get("plugins")))
+    strategy, chosen = choose(strategy, plugins)
     leading = dict(list(chosen.items())[:1])
     precision_type = _precision_of(next(iter(leading.values()), None), mixed_precision, launched.mixed_precision)
     wanted = str(precision_type or launched.mixed_precision or "no"), dynamo
@@ -69,10 +66,7 @@ def build(
     state = _acquire_state(owner, precision_type, cpu, handlers)
     _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
     process = PartialState()
-    if strategy is not None:
-        strategy = attach_strategy(strategy, process, handlers)
-    else:
-        strategy = make_strategy(chosen, process, handlers)
+    strategy = make_strategy(strategy, chosen, process, handlers)
     checkpointing = ActivationCheckpointingKwargs.launched()
     if checkpointing is not None:
         handlers.add(checkpointing)
@@ -84,9 +78,9 @@ def build(
         )
     # For scripts that read the state; accel itself asks the strategy.
     state._distributed_type = strategy.distributed_type
-    in_use = {**(leading if strategy.settings is not None else {}), **strategy.active_plugins}
-    for name, plugin in in_use.items():
-        setattr(state, attribute_of(name), plugin)
+    if strategy.settings is not None:
+        state.plugins.update(leading)
+    state.plugins.update(strategy.active_plugins)
     if state.dynamo_plugin is None:
         state.dynamo_plugin = dynamo
     handled = strategy.handles_precision(state.mixed_precision)

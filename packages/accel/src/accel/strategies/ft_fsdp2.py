@@ -12,6 +12,7 @@ from .ft import FaultTolerantStrategy
 class FaultTolerantFSDP2Strategy(FaultTolerantStrategy, FSDP2Strategy):
     """Each process of a replica agrees with the same process of the other replicas, which has the same part."""
 
+    supports_single_process = True  # for _check_processes, whose error tells how to start a replica
     skips_gradient_sync = False
 
     def _check_processes(self, state: PartialState) -> None:
