@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from workspace import import_name, module_name, projects, sources
 
 FACTS = Path(__file__).parent / "facts" / "exports"
+MEMBERS = FACTS.with_name("accelerator_members.txt")
 UPDATE = "python tests/test_exports.py"
 _DEFINES = re.compile(r"^(async def|class|def|@)", re.MULTILINE)
 
@@ -83,7 +85,27 @@ def test_every_list_has_a_module() -> None:
     assert {file.stem for file in FACTS.glob("*.txt")} == set(_modules())
 
 
+def _accelerator_members() -> list[str]:
+    """The members of the Accelerator that scripts and libraries use, with their signatures."""
+    accelerator, lines = importlib.import_module("accel").Accelerator, []
+    for name in dir(accelerator):
+        member = inspect.getattr_static(accelerator, name)
+        if isinstance(member, property):
+            kind = "property" if member.fset is None else "settable property"
+            lines.append(f"{name}: {kind} {inspect.signature(member.fget)}")
+        elif not name.startswith("_"):
+            lines.append(f"{name}{inspect.signature(member)}" if callable(member) else name)
+    return lines
+
+
+def test_the_accelerator_has_the_reviewed_members() -> None:
+    assert _accelerator_members() == MEMBERS.read_text(encoding="utf-8").splitlines(), (
+        f"If the difference is meant, say so in the CHANGELOG of accel and run `{UPDATE}`."
+    )
+
+
 def main() -> None:
+    MEMBERS.write_text("".join(f"{member}\n" for member in _accelerator_members()), encoding="utf-8")
     exports = {}  # before a list is deleted: a module may not import
     for name in _modules():
         exports[name] = _listed(name) if _needs_another_environment(name) else _exports(name)

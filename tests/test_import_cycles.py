@@ -27,7 +27,6 @@ FLOORS = [
     {"setup"},
     {"checkpointer"},
     {"preemption"},
-    {"properties"},
     {"accelerator"},
     {"functions", "local_sgd"},
     # The module paths of the reference: re-exports.

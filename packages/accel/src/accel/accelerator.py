@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from accel_data import DataLoaderConfiguration, PreparedLoader, skip_first_batch
 from accel_state import (
     AcceleratorState,
     ConfigurationError,
+    DistributedType,
     DynamoBackend,
     GradientAccumulationPlugin,
     GradientState,
@@ -33,6 +34,7 @@ from accel_state.errors import check_type
 from accel_state.memory import release_memory
 from accel_state.operations.distributed import Reduction
 from accel_state.options import CoreOptions
+from accel_state.state.process_control import RunsOnSome
 from accel_state.storage.url import Location
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
@@ -45,11 +47,18 @@ from .core import quantized_layers, weights_io
 from .core.compile import TorchDynamoPlugin
 from .core.project import ProjectConfiguration
 from .kwargs.base import Handlers, KwargsHandler
-from .kwargs.handlers import AutocastKwargs, ProfileKwargs, TrackingKwargs
+from .kwargs.ddp import DistributedDataParallelKwargs
+from .kwargs.fp8 import AORecipeKwargs, FP8Kwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .kwargs.handlers import (
+    AutocastKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    TrackingKwargs,
+)
 from .precision.full import Precision
 from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
-from .properties import AcceleratorProperties
 from .setup import config_resolution
 from .setup.prepare import Preparation
 from .setup.unprepared import StartupChecks, warn_about_returned
@@ -71,13 +80,15 @@ if TYPE_CHECKING:  # the modules of plugins are loaded when they are used
     Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
+P = ParamSpec("P")
+H = TypeVar("H", bound=KwargsHandler)
 Model = TypeVar("Model", bound=nn.Module)
 Loader = TypeVar("Loader", bound=PreparedLoader)
 
 logger: Final = get_logger(__name__)
 
 
-class Accelerator(AcceleratorProperties):
+class Accelerator:
     """Runs a PyTorch training loop on the hardware that it was started on.
 
     Args:
@@ -802,6 +813,123 @@ class Accelerator(AcceleratorProperties):
             profiler.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
             self.wait_for_everyone()
 
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.process_state.use_distributed
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is local rank 0, the first process of its node."""
+        return self.process_state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.process_state.is_last_process
+
+    @overload
+    def on_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> RunsOnSome: ...
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorator: run the function on rank 0 only; elsewhere it returns None."""
+        return self.process_state.on_main_process(function)
+
+    @overload
+    def on_local_main_process(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> RunsOnSome: ...
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorator: run the function on the first process of each node only; elsewhere it returns None."""
+        return self.process_state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """Decorator: run the function on the highest rank only; elsewhere it returns None."""
+        return self.process_state.on_last_process(function)
+
+    @overload
+    def on_process(self, function: Callable[P, T], process_index: int | None = None) -> Callable[P, T | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> RunsOnSome: ...
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run the function on one rank only; elsewhere it returns None.
+
+        Args:
+            function: the function to decorate; None to pass the rank first: ``@on_process(process_index=1)``.
+            process_index: the rank that runs it, counted over all machines from 0.
+
+        Returns:
+            The function, or on other ranks one that does nothing and returns None.
+
+        Raises:
+            ValueError: there is no such rank.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> @accelerator.on_process(process_index=0)
+            ... def show():
+            ...     print("rank 0")
+            >>> show()
+            rank 0
+        """
+        return self.process_state.on_process(function, process_index)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[P, T], local_process_index: int | None = None
+    ) -> Callable[P, T | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> RunsOnSome: ...
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: run the function on one local rank of each node only; elsewhere it returns None."""
+        return self.process_state.on_local_process(function, local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on rank 0 before all other ranks, for example to fill a cache that they read."""
+        return self.process_state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the first process of each node before the others."""
+        return self.process_state.local_main_process_first()
+
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> AbstractContextManager[T]:
+        """Give each process its share of the inputs.
+
+        Args:
+            inputs: a list, tuple, tensor, array or data set; or a dictionary or named tuple of those, of equal lengths.
+            apply_padding: repeat the last input on processes with one input fewer, so that results can be gathered;
+                the caller removes the duplicates.
+
+        Yields:
+            A contiguous share, in rank order. Without padding the shares are a partition of the inputs; the first ranks
+            have one input more if the length is not a multiple of the world size.
+
+        Raises:
+            TypeError: the inputs cannot be split.
+            ValueError: the members of a dictionary differ in length, or the inputs to pad are empty.
+
+        Examples:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.split_between_processes(["a dog", "a cat"]) as prompts:
+            ...     print(prompts)
+            ['a dog', 'a cat']
+        """
+        return self.process_state.split_between_processes(inputs, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Call `print` once per node (on the local main process)."""
+        self.process_state.print(*args, **kwargs)
+
     # -- communicating -----------------------------------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
@@ -1377,6 +1505,332 @@ class Accelerator(AcceleratorProperties):
                     self.strategy.close()
                     config_resolution.release_state(self)
                     self.process_state.destroy_process_group()
+
+    # -- properties, of which most read an attribute of a part -------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is distributed."""
+        return self.state.distributed_type
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Directories and checkpoint naming."""
+        return self._checkpointer.project
+
+    @project_configuration.setter
+    def project_configuration(self, project_configuration: ProjectConfiguration) -> None:
+        self._checkpointer.project = project_configuration
+
+    @property
+    def save_in_flight(self) -> bool:
+        """Whether a save that was started with ``blocking=False`` is still being written on this rank."""
+        return self._checkpointer.save_in_flight
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The tracker classes and objects given as ``log_with``."""
+        return self._tracking.log_with
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that run in this process, after everything logged so far was delivered to them."""
+        return self._tracking.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[Any]) -> None:
+        self._tracking.replace_trackers(trackers)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.process_state.device
+
+    @property
+    def num_processes(self) -> int:
+        """The world size."""
+        return self.process_state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+        return self.process_state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank among the processes of this node."""
+        return self.process_state.local_process_index
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether another replica of a fault-tolerant run logs and saves."""
+        return self.process_state.stands_by
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train, each with the full model on its own device."""
+        return self.process_state.use_distributed
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of computation."""
+        return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch's own autocast computes in mixed precision."""
+        return self.precision.is_native
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was skipped: gradients overflowed, or a replica failed."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro batches per optimizer step."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self._accumulation.set_num_steps(gradient_accumulation_steps)
+
+    @property
+    def step(self) -> int:
+        """Micro batches since the loop began; the last one of a loader is 0, and the next epoch counts from 1.
+
+        Assigning a number that is a multiple of ``gradient_accumulation_steps`` begins a new window.
+        """
+        return self._accumulation.count
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.set_count(step)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all ranks; None decides by the type of the data set."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get the same number of full batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of shuffled data is determined by a seed and the epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device while it computes."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's stateful ones."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """The directory of everything that is saved."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The directory of tracker logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes a model that is saved in full."""
+        return self.process_state.is_main_process
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The coordinate among replicas of the model."""
+        return self.strategy.axis_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The coordinate among the shards of a replica; 0 if models are not sharded."""
+        return self.strategy.axis_rank("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The tensor-parallel coordinate; 0 if layers are not sharded."""
+        return self.strategy.axis_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The context-parallel coordinate; 0 if sequences are not sharded."""
+        return self.strategy.axis_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The pipeline stage; 0 without a pipeline."""
+        return self.strategy.axis_rank("pp")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Sizes of the mesh axes; None without a mesh."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The device mesh of the parallelism_config; None without one.
+
+        FSDP 2 alone has a mesh of its own, which callers must not take for one: TRL looks up its dimensions in the
+        parallelism_config.
+        """
+        return None if self.parallelism_config is None else getattr(self.strategy, "mesh", None)
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether there is a device mesh, so that several kinds of parallelism can be combined."""
+        return self.torch_device_mesh is not None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP 2."""
+        return self.state.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed settings in use; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The configuration of the DeepSpeed settings in use; None without DeepSpeed."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The DeepSpeed engine that was prepared last, as a DeepSpeedEngineWrapper; None without one."""
+        return getattr(self.strategy, "engine_wrapped", None)
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The back end that computes in 8 bits; None in other precisions."""
+        return getattr(self.precision, "backend", None)
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models compute in 8-bit floating point."""
+        return self.mixed_precision == "fp8"
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether ``kwargs_handlers`` has a recipe of 8-bit floating point."""
+        return self.fp8_recipe_handler is not None
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """Whether 8-bit autocast starts after ``prepare``; always False, because the layers themselves compute so."""
+        return False
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a LOMO optimizer was prepared, whose backward pass is :meth:`lomo_backward`."""
+        return bool(lomo.fused_optimizers(self.prepared.optimizers))
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The AutocastKwargs given in ``kwargs_handlers``, or None; the properties that follow are the same."""
+        return self._handler(AutocastKwargs)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The DistributedDataParallelKwargs, or None."""
+        return self._handler(DistributedDataParallelKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The GradScalerKwargs, or None."""
+        return self._handler(GradScalerKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The InitProcessGroupKwargs, or None."""
+        return self._handler(InitProcessGroupKwargs)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The ProfileKwargs, or None."""
+        return self._handler(ProfileKwargs)
+
+    @property
+    def fp8_recipe_handler(self) -> FP8Kwargs | None:
+        """The recipe of 8-bit floating point, or None."""
+        return self._handler(FP8Kwargs)
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The AORecipeKwargs, or None."""
+        return self._handler(AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The TERecipeKwargs, or None."""
+        return self._handler(TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
+        """The MSAMPRecipeKwargs, or None."""
+        return self._handler(MSAMPRecipeKwargs)
+
+    def _handler(self, kind: type[H]) -> H | None:
+        return next(iter(self.handlers.all(kind)), None)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._checkpointer.custom_objects
+
+    @property
+    def _models(self) -> list[Any]:
+        return self.prepared.models
+
+    @_models.setter
+    def _models(self, models: list[Any]) -> None:
+        self.prepared.models[:] = models  # the accumulation reads this list
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return self.prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return self.prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self.prepared.dataloaders
 
 
 def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:

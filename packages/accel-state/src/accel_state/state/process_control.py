@@ -33,7 +33,7 @@ def skipped(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 class ProcessControl:
-    """Methods derived from rank and world size, shared by PartialState, AcceleratorState and Accelerator."""
+    """Methods derived from rank and world size, shared by PartialState and AcceleratorState."""
 
     if TYPE_CHECKING:
         # Attributes in some of the classes, properties in others.
@@ -107,14 +107,6 @@ class ProcessControl:
 
         Raises:
             ValueError: there is no such rank.
-
-        Examples:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> @accelerator.on_process(process_index=0)
-            ... def show():
-            ...     print("rank 0")
-            >>> show()
-            rank 0
         """
         _check_index("process_index", process_index, self.num_processes)
         return self._only_if(self.process_index == process_index, function)
@@ -178,12 +170,6 @@ class ProcessControl:
         Raises:
             TypeError: the inputs cannot be split.
             ValueError: the members of a dictionary differ in length, or the inputs to pad are empty.
-
-        Examples:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> with accelerator.split_between_processes(["a dog", "a cat"]) as prompts:
-            ...     print(prompts)
-            ['a dog', 'a cat']
         """
         yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
