@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[1]
 # operation -> (files, functions, calls); the number of calls of a save and a load depends on its threads
 LIMITS = {
     "training step": (11, 25, 25),
-    "Accelerator()": (41, 111, 207),
-    "prepare": (37, 109, 203),
-    "save_state": (20, 75, None),
-    "load_state": (18, 90, None),
+    "Accelerator()": (39, 83, 139),
+    "prepare": (35, 95, 173),
+    "save_state": (20, 74, None),
+    "load_state": (18, 89, None),
     "launch of 2 processes": (46, 238, 1200),
 }
 

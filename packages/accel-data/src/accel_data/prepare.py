@@ -280,12 +280,8 @@ class _LoaderBuilder:
     fixed_shapes: bool = False
 
     @cached_property
-    def dataset(self) -> Any:
-        return self.dataloader.dataset
-
-    @cached_property
     def iterable(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
+        return isinstance(self.dataloader.dataset, IterableDataset)
 
     @property
     def batching(self) -> dict[str, Any]:
@@ -296,7 +292,7 @@ class _LoaderBuilder:
         """Whether the data is iterable and cannot be sharded at the source."""
         if not self.iterable or self.num_processes == 1 or self.declared_sharded:
             return False
-        return not can_shard_at_source(self.dataset, self.num_processes)
+        return not can_shard_at_source(self.dataloader.dataset, self.num_processes)
 
     def _settings(self) -> dict[str, Any]:
         settings = loader_settings(self.dataloader)
@@ -320,11 +316,11 @@ class _LoaderBuilder:
             if self.fixed_shapes:
                 self._report_last_batch()
             arguments = sampler_arguments(dataloader, size, rank, self.split_batches, even)
-            return self._build_shard(self.dataset, LoaderLayout(size, rank), **arguments)
-        return self._build_shard(self.dataset, layout, **sampler_arguments(dataloader))
+            return self._build_shard(self.dataloader.dataset, LoaderLayout(size, rank), **arguments)
+        return self._build_shard(self.dataloader.dataset, layout, **sampler_arguments(dataloader))
 
     def _iterable_shard(self) -> DataLoaderShard:
-        dataset = self.dataset
+        dataset = self.dataloader.dataset
         if self.num_processes == 1 and not self._completes_stream:
             return self._build_shard(dataset, LoaderLayout(), **self.batching)
         if not self.declared_sharded:
@@ -370,7 +366,8 @@ class _LoaderBuilder:
 
     def _stream_shard(self) -> DataLoaderShard:
         """A loader in which each rank reads the whole stream and keeps its part."""
-        dataloader, dataset = self.dataloader, self.dataset
+        dataloader = self.dataloader
+        dataset: Any = dataloader.dataset
         batched = dataloader.batch_size is not None
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         shard_class = StatefulIterableDatasetShard if has_state else IterableDatasetShard
@@ -420,7 +417,7 @@ class _LoaderBuilder:
                 f"{self.num_processes}. Remove num_processes and process_index, or use dispatch_batches=False."
             )
         loader = DataLoaderDispatcher(
-            self.dataset,
+            self.dataloader.dataset,
             split_batches=self.split_batches,
             use_stateful_dataloader=self.stateful,
             _drop_last=self.dataloader.drop_last,

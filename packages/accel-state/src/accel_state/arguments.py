@@ -70,5 +70,7 @@ def check_flags(settings: Any) -> None:
         declared = str(field.type).replace(" ", "")
         if declared not in ("bool", "bool|None"):
             continue
-        or_none = declared == "bool|None" or field.default is None
-        check_flag(f"{type(settings).__name__}.{field.name}", getattr(settings, field.name), or_none)
+        value = getattr(settings, field.name)
+        if value is not True and value is not False:
+            or_none = declared == "bool|None" or field.default is None
+            check_flag(f"{type(settings).__name__}.{field.name}", value, or_none)

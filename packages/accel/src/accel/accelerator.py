@@ -185,9 +185,9 @@ class Accelerator:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types: list[RNGType | str] = config_resolution.rng_settings(rng_types)
         self.handlers: Handlers = Handlers(kwargs_handlers)
-        self._tracking = TrackerRun(
-            log_with, project.logging_dir, delivery=self.handlers.get(TrackingKwargs).to_delivery(), owner=self
-        )
+        tracking = self.handlers.all(TrackingKwargs)
+        delivery = tracking[0].to_delivery() if tracking else None
+        self._tracking = TrackerRun(log_with, project.logging_dir, delivery=delivery, owner=self)
         launched = CoreOptions.from_environment()
         accumulation = config_resolution.accumulation_settings(
             gradient_accumulation_steps, gradient_accumulation_plugin, launched.gradient_accumulation_steps

@@ -70,19 +70,21 @@ class Environment(ABC):
     main_port: int | None = None  # port on that host; None if unknown
 
     def __post_init__(self) -> None:
-        self._check_below("rank", self.rank, "world size", self.world_size)
-        self._check_below("local rank", self.local_rank, "local world size", self.local_world_size)
-        self._check_below("node rank", self.node_rank, "number of nodes", self.num_nodes)
+        for what, value, limit_name, limit in (
+            ("rank", self.rank, "world size", self.world_size),
+            ("local rank", self.local_rank, "local world size", self.local_world_size),
+            ("node rank", self.node_rank, "number of nodes", self.num_nodes),
+        ):
+            if not 0 <= value < limit:
+                raise self._contradiction(
+                    f"the {what} {value} is not between 0 and the {limit_name} {limit} (exclusive)"
+                )
         if self.local_world_size > self.world_size:
             raise self._contradiction(
                 f"the local world size {self.local_world_size} exceeds the world size {self.world_size}"
             )
         if self.main_port is not None and not 0 < self.main_port < 65536:
             raise self._contradiction(f"the main port {self.main_port} is not between 1 and 65535")
-
-    def _check_below(self, what: str, value: int, limit_name: str, limit: int) -> None:
-        if not 0 <= value < limit:
-            raise self._contradiction(f"the {what} {value} is not between 0 and the {limit_name} {limit} (exclusive)")
 
     def _contradiction(self, what: str) -> ConfigurationError:
         return ConfigurationError(f"the variables of the {self.name} environment contradict each other: {what}.")

@@ -44,10 +44,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
         ConfigurationError: variables of the launcher are missing, not integers, or contradict each other.
     """
     environ = os.environ if environ is None else environ
-    variables = Variables(environ)
     for name, needed in VARIABLES.items():
         if not environ.keys().isdisjoint(needed):
-            environment = ENVIRONMENTS.load(name).read(variables)
+            environment = ENVIRONMENTS.load(name).read(Variables(environ))
             if environment is not None:
                 return environment
     return SingleEnvironment()

@@ -124,16 +124,17 @@ class PartialState(ProcessControl, SharedState):
             raise
 
     def _start(self, cpu: bool, kwargs: dict[str, Any]) -> None:
-        backend = devices.detect(cpu=cpu or CoreOptions.read("cpu"))
+        options = CoreOptions.from_environment()
+        backend = devices.detect(cpu=cpu or options.cpu)
         environment = self._locate(backend, kwargs)
         self.environment = environment
         self.device_backend = backend
-        self.debug = CoreOptions.read("debug")
+        self.debug = options.debug
         self.fork_launched = env.parse_flag_from_env("FORK_LAUNCHED")
         self.local_process_index = environment.local_rank
         self.device = _device(backend, environment.local_rank)
         self.set_device()
-        if HardwareOptions.read("enable_cpu_affinity"):
+        if HardwareOptions.from_environment().enable_cpu_affinity:
             from ..numa import set_numa_affinity
 
             set_numa_affinity(self.local_process_index, local_world_size=environment.local_world_size)

@@ -87,9 +87,10 @@ def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
     """The user's model, and the innermost compiled wrapper around it, or None."""
     compiled: nn.Module | None = None
     while True:
-        if is_compiled_module(model):
+        is_wrapper = is_compiled_wrapper(model)
+        if is_wrapper or getattr(model, COMPILED_CALL) is not None:
             compiled = model
-        if is_compiled_wrapper(model):
+        if is_wrapper:
             model = getattr(model, ORIGINAL_MODULE)
         elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_instance(model, *_WRAPPERS):
             model = model.module  # type: ignore[assignment]

@@ -61,10 +61,10 @@ class Handlers:
 
     def get(self, kind: type[H]) -> H:
         """The handler of a type (or of one derived from it), or one with default settings."""
-        if kind in self._by_type:
-            handler: H = self._by_type[kind]
-            return handler
-        return next(iter(self.all(kind)), None) or kind()
+        for handler in self._by_type.values():
+            if isinstance(handler, kind):
+                return handler
+        return kind()
 
     def all(self, kind: type[H]) -> list[H]:
         return [handler for handler in self._by_type.values() if isinstance(handler, kind)]

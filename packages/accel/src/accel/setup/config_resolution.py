@@ -57,20 +57,26 @@ def build(
 ) -> tuple[AcceleratorState, Strategy, Precision]:
     """Initialise the process's state, and choose strategy and precision."""
     shared = AcceleratorState._shared_state
-    _drop_stale_state(bool(shared.get("plugins")))
+    _drop_stale_state(shared, differs=bool(shared.get("plugins")))
     strategy, chosen = choose(strategy, plugins)
     leading = dict(list(chosen.items())[:1])
-    precision_type = _precision_of(next(iter(leading.values()), None), mixed_precision, launched.mixed_precision)
-    wanted = str(precision_type or launched.mixed_precision or "no"), dynamo
-    _drop_stale_state(wanted != (shared.get("_mixed_precision"), shared.get("dynamo_plugin")))
-    state = _acquire_state(owner, precision_type, cpu, handlers)
-    _check_recipes(handlers.all(FP8Kwargs), state.mixed_precision)
+    if chosen:
+        mixed_precision = _precision_of(chosen[next(iter(chosen))], mixed_precision, launched.mixed_precision)
+    wanted = str(mixed_precision or launched.mixed_precision or "no")
+    _drop_stale_state(shared, differs=(wanted, dynamo) != (shared.get("_mixed_precision"), shared.get("dynamo_plugin")))
+    state = _acquire_state(owner, wanted, mixed_precision is not None, cpu, handlers)
+    used = state.mixed_precision
+    recipes = handlers.all(FP8Kwargs)
+    if recipes:
+        _check_recipes(recipes, used)
     process = PartialState()
     strategy = make_strategy(strategy, chosen, process, handlers)
     checkpointing = ActivationCheckpointingKwargs.launched()
     if checkpointing is not None:
         handlers.add(checkpointing)
-    _check_checkpointing(handlers.all(ActivationCheckpointingKwargs), strategy, dynamo)
+    checkpointed = handlers.all(ActivationCheckpointingKwargs)
+    if checkpointed:
+        _check_checkpointing(checkpointed[0], strategy, dynamo)
     if strategy.uses_engine and process.has_reconnected:
         raise ConfigurationError(
             f"{type(strategy).__name__} keeps process groups that the end of the training before has destroyed. Start "
@@ -83,23 +89,23 @@ def build(
     state.plugins.update(strategy.active_plugins)
     if state.dynamo_plugin is None:
         state.dynamo_plugin = dynamo
-    handled = strategy.handles_precision(state.mixed_precision)
-    precision = PRECISIONS.load("no" if handled else state.mixed_precision)(process, handlers)
+    handled = strategy.handles_precision(used)
+    precision = PRECISIONS.load("no" if handled else used)(process, handlers)
     if isinstance(precision.scaler, SharedGradScaler):
         strategy.configure_scaler(precision.scaler)
     return state, strategy, precision
 
 
 def _check_checkpointing(
-    found: list[ActivationCheckpointingKwargs], strategy: Strategy, dynamo: TorchDynamoPlugin
+    settings: ActivationCheckpointingKwargs, strategy: Strategy, dynamo: TorchDynamoPlugin
 ) -> None:
-    if found and not strategy.checkpoints_blocks:
+    if not strategy.checkpoints_blocks:
         advice = "Set activation_checkpointing=True in fsdp_plugin" if strategy.shards_parameters else "Leave it out"
         raise ConfigurationError(
             f"ActivationCheckpointingKwargs (--activation_checkpointing) is for one process and for DDP, and this run "
             f"uses {type(strategy).__name__}. {advice}."
         )
-    if found and found[0].offload and dynamo.compiles:
+    if settings.offload and dynamo.compiles:
         raise ConfigurationError(
             "ActivationCheckpointingKwargs(offload=True) has not been compared with one process in compiled models. "
             "Leave out offload, or dynamo_backend."
@@ -127,7 +133,7 @@ def _precision_of(settings: Any, mixed_precision: Any, launched: str | None) -> 
 def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
     """Warn about recipes of 8-bit floating point without an effect, and refuse several."""
     names = [type(recipe).__name__ for recipe in recipes]
-    if names and mixed_precision != "fp8":
+    if mixed_precision != "fp8":
         logger.warning_once(
             f"kwargs_handlers holds {', '.join(names)}, which has no effect with mixed_precision={mixed_precision!r}, "
             "only with mixed_precision='fp8'."
@@ -136,39 +142,44 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
         raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
 
 
-def _drop_stale_state(differs: bool) -> None:
+def _drop_stale_state(shared: dict[str, Any], differs: bool) -> None:
     """Reset the shared state if none of its Accelerators exists any more.
 
     Args:
+        shared: its attributes.
         differs: True if a state made now would differ from it. Only then is an unused Accelerator in a reference cycle
             looked for: that takes a garbage collection of 0.2 s.
     """
-    owners = AcceleratorState._shared_state.get("_owners")
-    if differs and owners and _existing(owners):
+    owners = shared.get("_owners")
+    if owners is None:
+        return
+    if differs and any(owner() is not None for owner in owners):
         gc.collect()
-    if owners is not None and not _existing(owners):
+    owners[:] = [owner for owner in owners if owner() is not None]
+    if not owners:
         AcceleratorState._reset_state()
 
 
-def _existing(owners: list[Any]) -> list[Any]:
-    return [owner for owner in owners if owner() is not None]
+def _acquire_state(owner: object, precision: str, is_given: bool, cpu: bool, handlers: Handlers) -> AcceleratorState:
+    """Return the shared state, which lasts as long as one of the Accelerators that use it.
 
-
-def _acquire_state(owner: object, mixed_precision: Any, cpu: bool, handlers: Handlers) -> AcceleratorState:
-    """Return the shared state, which lasts as long as one of the Accelerators that use it."""
+    Args:
+        owner: the Accelerator.
+        precision: the mixed precision of a new state.
+        is_given: whether an existing state must have it too.
+        cpu: use the CPU even if an accelerator is available.
+        handlers: those of the Accelerator.
+    """
     created = not AcceleratorState._shared_state
-    options = handlers.get(InitProcessGroupKwargs).to_kwargs()
+    given = handlers.all(InitProcessGroupKwargs)
+    options = given[0].to_kwargs() if given else {}
     if PartialState._shared_state:
         PartialState().reconnect(**options)  # the Accelerator before has destroyed the group at its end
-    state = AcceleratorState(
-        mixed_precision=None if mixed_precision is None else str(mixed_precision),
-        cpu=cpu,
-        _from_accelerator=True,
-        **options,
-    )
-    owners = [] if created else state.__dict__.get("_owners")
-    if owners is not None:  # else the script has made the state
-        state.__dict__["_owners"] = [*_existing(owners), weakref.ref(owner)]
+    state = AcceleratorState(precision if created or is_given else None, cpu, _from_accelerator=True, **options)
+    if created:
+        state.__dict__["_owners"] = []
+    if "_owners" in state.__dict__:  # else the script has made the state
+        state.__dict__["_owners"].append(weakref.ref(owner))
     return state
 
 

@@ -22,7 +22,7 @@ from ..contract.scheduler import AcceleratedScheduler
 from ..contract.strategy import Strategy
 from ..core.compile import TorchDynamoPlugin, compile_model, compile_regions
 from ..core.nf4_weights import check_nf4, store_as_bytes
-from ..core.quantized_layers import keep_packing, load_scales
+from ..core.quantized_layers import keep_packing, load_scales, quantized_layers
 from ..core.unwrap import extract_model_from_parallel
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.wrap_policy import find_units, transformer_policy
@@ -87,12 +87,12 @@ class Preparation:
         for obj in (*self.models, *self.optimizers, *self.schedulers):
             _mark(obj)
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
-            if isinstance(obj, DataLoader) or is_known_loader(obj):
-                prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
-            elif isinstance(obj, nn.Module):
+            if isinstance(obj, nn.Module):
                 prepared[index] = accelerator.prepare_model(obj, device_placement=device_placement)
             elif isinstance(obj, torch.optim.Optimizer):
                 prepared[index] = accelerator.prepare_optimizer(obj, device_placement=device_placement)
+            elif isinstance(obj, DataLoader) or is_known_loader(obj):
+                prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
         # Schedulers come last: they belong to prepared optimizers.
         for index, obj in enumerate(prepared):
             if is_scheduler(obj):
@@ -113,7 +113,9 @@ class Preparation:
         strategy.check_model(model)
         if not evaluation_mode:
             check_nf4(model, strategy)
-            self._note_bytes(store_as_bytes(model))
+            replaced = store_as_bytes(model)
+            if replaced:
+                self._note_bytes(replaced)
         dispatched = is_dispatched(model)
         if dispatched and not evaluation_mode and process.num_processes > 1:
             raise ConfigurationError(
@@ -125,8 +127,9 @@ class Preparation:
         if (self.device_placement if device_placement is None else device_placement) and not dispatched:
             model = strategy.place(model)
         if not evaluation_mode:
-            keep_packing(model, process.device)
-            load_scales(model)
+            if quantized_layers(model):
+                keep_packing(model, process.device)
+                load_scales(model)
             for settings in self.handlers.all(ActivationCheckpointingKwargs):
                 blocks = transformer_policy(model, settings.block_names, settings.names_setting)
                 checkpoint_units(model, find_units(model, blocks), settings)
@@ -136,7 +139,7 @@ class Preparation:
             check_hidden(self.optimizers, [model])
         if dynamo.compiles:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
-        return _add(self.models, _mark(model))
+        return _add(self.models, model)
 
     def _check_compilation(self, model: nn.Module) -> None:
         if not self.strategy.supports_compilation:
@@ -166,7 +169,7 @@ class Preparation:
         if self.strategy.replicas is not None:
             prepared.step_gate = self.strategy.replicas.applies_step
         self.precision.watch(optimizer)
-        return _add(self.optimizers, _mark(prepared))
+        return _add(self.optimizers, prepared)
 
     def _treat_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's parameters those of the prepared models, and refuse those that cannot be updated."""
@@ -174,8 +177,6 @@ class Preparation:
         check_hidden([optimizer], self.models)
 
     def _note_bytes(self, replaced: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        if not replaced:
-            return
         from ..fsdp.param_remap import Replacements  # which imports what shards models
 
         self._bytes_of_nf4 = self._bytes_of_nf4 or Replacements()
@@ -198,21 +199,19 @@ class Preparation:
             return _add(self.schedulers, scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
         driven = [prepared for prepared in self.optimizers if prepared.wraps(optimizer)]
+        strategy = self.strategy
+        # How many batches of a loader's own size a global step has.
+        updates = strategy.data_collectives.world_size * strategy.batches_per_process
+        if strategy.replicas is not None:
+            updates = strategy.replicas.updates_per_step
         prepared = AcceleratedScheduler(
             scheduler,
             driven or self.optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.loader_settings.split_batches or self.loader_settings.elastic,
-            num_processes=self._updates_per_step(),
+            num_processes=updates,
         )
-        return _add(self.schedulers, _mark(prepared))
-
-    def _updates_per_step(self) -> int:
-        """How many batches of a loader's own size a global step has."""
-        strategy = self.strategy
-        if strategy.replicas is not None:
-            return strategy.replicas.updates_per_step
-        return strategy.data_collectives.world_size * strategy.batches_per_process
+        return _add(self.schedulers, prepared)
 
     def data_loader(
         self,
@@ -244,7 +243,7 @@ class Preparation:
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):
             self.seeded_samplers[len(self.dataloaders)] = sampler
-        return _add(self.dataloaders, _mark(prepared))
+        return _add(self.dataloaders, prepared)
 
     def forget(self) -> None:
         for prepared in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.averages):
@@ -268,6 +267,8 @@ def _mark(obj: T) -> T:
 
 
 def _add(prepared: list[Any], obj: Any) -> Any:
+    """Mark an object as prepared, and add it to a list unless it is there."""
+    setattr(obj, PREPARED, True)
     for known in prepared:
         if known is obj:
             return obj
@@ -277,7 +278,7 @@ def _add(prepared: list[Any], obj: Any) -> Any:
 
 def is_dispatched(model: nn.Module) -> bool:
     """Whether a model was dispatched over several devices or offloaded, so that it must not be moved as a whole."""
-    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(devices) > 1 or "disk" in devices:
         return True
     for module in model.modules():

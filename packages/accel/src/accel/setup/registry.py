@@ -127,7 +127,8 @@ def choose(strategy: Any, plugins: Mapping[str, Any]) -> tuple[Strategy | str | 
         given = {_row_of(strategy): strategy}
     launched = ParadigmOptions.from_environment()
     in_use = AcceleratorState._shared_state.get("plugins")
-    asked = _agreed(list(given), launched_rows(launched))
+    switched_on = launched_rows(launched)
+    asked = _agreed(list(given), switched_on) if given and switched_on else [*given, *switched_on]
     if not asked and in_use:
         known = [*TABLE, *in_use]
         ordered = sorted(in_use, key=known.index)
@@ -184,7 +185,7 @@ def launched_rows(launched: ParadigmOptions) -> list[str]:
 def _agreed(given: list[str], launched: list[str]) -> list[str]:
     """What the script passes, with what the launcher adds to it, such as the sizes of a mesh or replicas."""
     both = list(dict.fromkeys([*given, *launched]))
-    if not given or not launched or not _conflict(both):
+    if not _conflict(both):
         return both
     if not set(given) & set(launched):
         raise ConfigurationError(

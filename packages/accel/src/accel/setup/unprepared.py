@@ -29,7 +29,8 @@ _PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_sc
 def warn_about_returned(objects: Iterable[Any]) -> None:
     """Warn about arguments of ``prepare`` that it returns as they are, although they hold what it prepares."""
     for obj in objects:
-        held = next(filter(lambda item: isinstance(item, _PREPARABLE), _items(obj)), None)
+        items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+        held = next(filter(lambda item: isinstance(item, _PREPARABLE), items), None)
         hint = None
         if held is not None:
             hint = (
@@ -43,12 +44,6 @@ def warn_about_returned(objects: Iterable[Any]) -> None:
             hint = f"the data set {type(obj).__name__}. Pass a DataLoader of it"
         if hint is not None:
             warn_once(__name__, f"prepare() got {hint}; it was returned unprepared.")
-
-
-def _items(obj: Any) -> Iterable[Any]:
-    if isinstance(obj, dict):
-        return obj.values()
-    return obj if isinstance(obj, (list, tuple, set)) else ()
 
 
 class StartupChecks:

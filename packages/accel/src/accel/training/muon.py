@@ -77,13 +77,12 @@ def check_hidden(optimizers: Iterable[Any], models: Iterable[nn.Module]) -> None
     Raises:
         ConfigurationError: a Muon optimizer has an embedding, a head or a parameter that is no matrix.
     """
-    chosen = {
-        id(parameter): optimizer
-        for optimizer in (getattr(item, "optimizer", item) for item in optimizers)
-        if type(optimizer) is getattr(torch.optim, "Muon", None)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    chosen: set[int] = set()
+    for item in optimizers:
+        optimizer = getattr(item, "optimizer", item)
+        if type(optimizer) is getattr(torch.optim, "Muon", None):
+            for group in optimizer.param_groups:
+                chosen.update(map(id, group["params"]))
     for model in models if chosen else ():
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         for kind, name, parameter in _not_hidden(inner):
