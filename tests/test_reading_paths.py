@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,12 @@ def test_reading_paths_stay_short() -> None:
             assert limit is None or number <= limit, (
                 f"{operation}: {number} {what}, at most {limit}; see {command[1]} --list {operation!r}"
             )
+
+
+def test_the_page_has_these_numbers_and_stays_short() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 120
+    assert len(re.findall(r"(?<!\*)\*\w[\w ]*\*(?!\*)", page.partition("## Glossary")[2])) <= 60, "terms"
+    rows = dict(re.findall(r"^\| `?([^|`]+)`? \|(?:[^|]*\|){2}([^|]*\|[^|]*)\|$", page, re.MULTILINE))
+    for operation in ("training step", "Accelerator()", "prepare", "save_state", "load_state"):
+        assert tuple(map(int, rows[operation].split("|"))) == LIMITS[operation][:2], operation

@@ -80,13 +80,13 @@ class Accumulation:
 
     def __init__(
         self,
-        state: PartialState,
+        process: PartialState,
         gradient_state: GradientState,
         plugin: GradientAccumulationPlugin,
         strategy: Strategy,
         prepared_models: Sequence[nn.Module],
     ) -> None:
-        self.state = state
+        self.process = process
         self.gradient_state = gradient_state
         self.plugin: GradientAccumulationPlugin = plugin
         self.num_steps: int = plugin.num_steps or 1
@@ -135,7 +135,7 @@ class Accumulation:
             )
         if not (loaders.elastic or strategy.replicas):
             return
-        if deterministic and self.state.device.type == "cpu":
+        if deterministic and self.process.device.type == "cpu":
             # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
             torch.set_num_threads(1)
         reduction = strategy.reduce_in_order() if deterministic or strategy.replicas else None
@@ -187,7 +187,7 @@ class Accumulation:
         for model in models:
             check_type(model, nn.Module, "accumulate", "Pass prepared models one by one, or nothing for all of them.")
             is_prepared = any(model is prepared for prepared in self._prepared_models)
-            if not is_prepared and self.state.num_processes > 1 and not hasattr(model, "_is_accelerate_prepared"):
+            if not is_prepared and self.process.num_processes > 1 and not hasattr(model, "_is_accelerate_prepared"):
                 warn_once(
                     __name__,
                     f"accumulate got a {type(model).__name__} that prepare() did not return: its gradients are not "
@@ -348,8 +348,8 @@ class Accumulation:
 
     def _over_all_ranks(self, items: float | torch.Tensor) -> torch.Tensor:
         # float64 is exact to 2**53 items a window; on devices without it, float32 to 2**24.
-        dtype = torch.float64 if self.state.device.type == "cpu" else torch.float32
-        total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.state.device)
+        dtype = torch.float64 if self.process.device.type == "cpu" else torch.float32
+        total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.process.device)
         # A window without items has zero gradients, which must not be divided by zero.
         return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
 
