@@ -128,12 +128,12 @@ def test_known_files_are_there_with_their_size(tmp_path: Path) -> None:
 
 
 def test_files_that_a_finalizer_removes_are_not_listed(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path / "state")
-    directory.begin()
     parts = [Part("merged.bin", 1), Part("rank.bin", 2)]
     finalizers = [lambda folder: (folder / "rank.bin").unlink()]
-    writer = StateWriter(directory, True, parts, 0, 1, {"iteration": 0}, finalizers=finalizers)
-    writer.finish(PartialState(cpu=True).collectives)
+    writer = StateWriter(tmp_path / "state", parts=parts, counters={"iteration": 0}, finalizers=finalizers)
+    collectives = PartialState(cpu=True).collectives
+    with writer.saving(collectives):
+        writer.begin(collectives)
     manifest = Manifest.read(tmp_path / "state")
     assert manifest is not None and list(manifest.files) == ["merged.bin"]
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,17 +26,17 @@ from accel_state.tensor_storage import id_tensor_storage
 from . import rng_state
 from .atomic_dir import recover
 from .catalog import check_keep, why_no_checkpoint
+from .checkpoint_reader import CheckpointReader, identity_of, share_of
 from .consensus import BackgroundCollectives, on_all_ranks
-from .manifest import Manifest, Verification, Workers
-from .names import NUMBERED, RNG_PACK, CheckpointError, rng_file
+from .manifest import Manifest, Workers
+from .names import NUMBERED, CheckpointError, rng_file
 from .parts import Part, WeightsPart, copied_parts
-from .rank_files import RankPack
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .safetensors_content import safetensors_content
 from .shared_memory import SharedMemory
 from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
-from .writer import BackgroundSave, StateWriter, agreed_directory
+from .writer import BackgroundSave, StateWriter
 
 
 def save(
@@ -73,8 +73,9 @@ def save(
     """
     process = PartialState()
     saving = _Saving(process, state, as_location("path", path), step, per_rank, rng, keep)
-    saving.collect(None).finish(process.collectives)
-    return saving.directory.target
+    with saving.writer.saving(process.collectives):
+        saving.collect(None)
+    return saving.writer.target
 
 
 class AsyncSaver:
@@ -128,10 +129,11 @@ class AsyncSaver:
         self.wait()
         saving = _Saving(self._process, state, as_location("path", path), step, per_rank, rng, keep)
         collectives = self._collectives()
-        writer = saving.collect(self._memory)
+        with saving.writer.collecting(self._process.collectives):
+            saving.collect(self._memory)
         self._count += 1
-        self._running = BackgroundSave(writer, collectives, self._count, self._memory)
-        return saving.directory.target
+        self._running = BackgroundSave(saving.writer, collectives, self._count, self._memory)
+        return saving.writer.target
 
     def wait(self) -> None:
         """Return when the last save has ended. Every rank must call it.
@@ -173,13 +175,19 @@ def load(
     """
     process = PartialState()
     place = as_location("path", path)
-    what = f"loading {place}"
+    agreed = partial(on_all_ranks, process.collectives, f"loading {place}")
+    with agreed() as opened:
+        if not isinstance(place, RemotePath):
+            recover(place)
+        opened.value = place, identity_of(place)
+    place, _ = opened.reports[0].value
+    share = share_of(process.process_index, opened.reports)
     source = copied(place, process, all_files=True) if isinstance(place, RemotePath) else nullcontext((place, None))
     with source as (folder, _):
-        loading_state = _Loading(process, folder, dict(state or {}), rng, map_location, strict)
-        with on_all_ranks(process.collectives, what):
-            loading_state.read()
-        apply_changes(loading_state.changes, [], loading_state.calls, partial(on_all_ranks, process.collectives, what))
+        with agreed():
+            loading_state = _Loading(folder, process, dict(state or {}), rng, map_location, strict, share)
+            loading_state.read_state()
+        apply_changes(loading_state.changes, [], loading_state.calls, agreed)
     return loading_state.values
 
 
@@ -214,33 +222,22 @@ class _Saving:
             )
         if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
             raise ConfigurationError(f"step={self.step!r} must be an integer of 0 or more.")
-        self.directory = agreed_directory(self.target, self.process)
-
-    def collect(self, memory: SharedMemory | None) -> StateWriter:
-        """The writer of the state as it is now; with ``memory``, of a copy of it there."""
-        process = self.process
-        is_writer = process.is_main_process
-        saving = partial(on_all_ranks, process.collectives, f"saving {self.directory.target}")
-        try:
-            with saving():
-                self.directory.begin() if is_writer else self.directory.join()
-            with saving():
-                parts = [part for part in self._parts() if is_writer or part.each_rank]
-                if memory is not None:
-                    parts = copied_parts(parts, memory)
-        except BaseException:
-            self.directory.abandon()
-            raise
-        return StateWriter(
-            directory=self.directory,
-            is_writer=is_writer,
-            parts=parts,
-            rank=process.process_index,
-            world_size=process.num_processes,
-            counters={"iteration": self.step + 1, "step": 0, "optimizer_steps": self.step},
+        self.writer = StateWriter(
+            self.target,
+            rank=self.process.process_index,
+            world_size=self.process.num_processes,
+            is_writer=self.process.is_main_process,
             total_limit=self.keep,
-            on_device=memory is None and process.device.type != "cpu",
+            counters={"iteration": self.step + 1, "step": 0, "optimizer_steps": self.step},
         )
+
+    def collect(self, memory: SharedMemory | None) -> None:
+        """Give the writer the state as it is now; with ``memory``, a copy of it there. Every rank must call it."""
+        writer = self.writer
+        writer.begin(self.process.collectives)
+        parts = [part for part in self._parts() if writer.is_writer or part.each_rank]
+        writer.parts = parts if memory is None else copied_parts(parts, memory)
+        writer.on_device = memory is None and self.process.device.type != "cpu"
 
     def _parts(self) -> list[Part]:
         rank = self.process.process_index
@@ -261,30 +258,33 @@ class _Saving:
         return parts
 
 
-@dataclass
-class _Loading:
+class _Loading(CheckpointReader):
     """One load on one rank."""
 
-    process: PartialState
-    folder: Path
-    objects: dict[str, Any]
-    rng: bool
-    map_location: Any
-    strict: bool
-    changes: list[Change] = field(default_factory=list)
-    calls: list[Callable[[], Any]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def read(self) -> None:
-        """Read and check everything, and note what loads it."""
-        recover(self.folder)
-        reason = why_no_checkpoint(self.folder)
+    def __init__(
+        self,
+        folder: Path,
+        process: PartialState,
+        objects: dict[str, Any],
+        rng: bool,
+        map_location: Any,
+        strict: bool,
+        share: tuple[int, int],
+    ) -> None:
+        reason = why_no_checkpoint(folder)
         if reason is not None:
             raise ConfigurationError(reason)
-        manifest = Manifest.read(self.folder)
-        if manifest is None:
+        super().__init__(folder, process, share=share)
+        self.objects, self.rng, self.map_location, self.strict = objects, rng, map_location, strict
+        self.changes: list[Change] = []
+        self.calls: list[Callable[[], Any]] = []
+        self.values: dict[str, Any] = {}
+
+    def read_state(self) -> None:
+        """Read and check everything, and note what loads it."""
+        if self.manifest is None:
             raise CheckpointError(f"{self.folder} has no manifest: it is incomplete, or was not saved by this library.")
-        files = self._files_by_name(manifest)
+        files = self._files_by_name(self.manifest)
         missing = sorted(set(self.objects) - set(files))
         if missing:
             raise CheckpointError(
@@ -292,15 +292,18 @@ class _Loading:
                 "names, or choose another checkpoint."
             )
         with Workers() as workers:
-            verification = Verification(manifest, self.folder, workers)
+            verification = self.start_verification(workers)
             for name, file in files.items():
                 self._read(name, self.folder / file)
-            if self.rng:
-                self._read_rng(manifest)
-        verification.conclude()
+            if self.rng and self.own_file in self.rank_names:
+                own = self.read(self.own_file)
+                self.check_rng(own)
+                self.calls.append(partial(self.restore_rng, own))
+        if verification is not None:
+            verification.conclude()
 
     def _files_by_name(self, manifest: Manifest) -> dict[str, str]:
-        rank, files = self.process.process_index, {}
+        files = {}
         for file in manifest.files:
             stem, _, suffix = file.rpartition(".")
             name, separator, number = stem.partition(".rank")
@@ -308,12 +311,12 @@ class _Loading:
                 continue
             if not separator or not number.isdigit():
                 files[stem] = file
-            elif int(number) == rank:
+            elif int(number) == self.rank:
                 files[name] = file
-            elif rank >= manifest.world_size and name in self.objects:
+            elif self.is_new_rank and name in self.objects:
                 raise CheckpointError(
-                    f"{self.folder} holds {name} of {manifest.world_size} ranks, and this is rank {rank}. Load it on "
-                    f"{manifest.world_size} ranks, or leave {name} out."
+                    f"{self.folder} holds {name} of {manifest.world_size} ranks, and this is rank {self.rank}. Load it "
+                    f"on {manifest.world_size} ranks, or leave {name} out."
                 )
         return files
 
@@ -355,21 +358,6 @@ class _Loading:
                 "differ. Load it into the model that was saved, or pass strict=False."
             )
         return partial(model.load_state_dict, weights, strict=self.strict)
-
-    def _read_rng(self, manifest: Manifest) -> None:
-        rank, device = self.process.process_index, self.process.device_backend
-        pack = RankPack(self.folder) if RNG_PACK in manifest.files else None
-        if pack is None and rng_file(0) not in manifest.files:
-            return
-        is_new = rank >= manifest.world_size
-        path = self.folder / rng_file(0 if is_new else rank)
-        own = read(path) if pack is None else pack.read(path.name)
-        if is_new:
-            rng_state.seed_of_new_rank(own, rank, path)
-            self.calls.append(partial(rng_state.seed_new_rank, own, rank, device, path))
-        else:
-            rng_state.check_rng(own, device, path)
-            self.calls.append(partial(rng_state.restore_rng, own, device, path))
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -21,12 +21,17 @@ PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
 _MAX_LOST_RACES = 10
 # A process that looks for leftovers locks each of them for a moment, which is waited for.
 _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
+_NOT_SHARED = (
+    "this rank does not see {}, which another rank made. Save to a file system that all nodes share, or set "
+    "ProjectConfiguration(save_on_each_node=True)."
+)
 
 
 class CheckpointDirectory:
     """A checkpoint that is being written."""
 
     shared = True  # whether ranks write into one directory
+    save_id = ""  # only saves into a store have one
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target: Path = Path(target).resolve()
@@ -43,13 +48,7 @@ class CheckpointDirectory:
             raise ConfigurationError(f"{self.target} is {what}, which cannot be replaced. Give a directory inside it.")
         for path in (self.partial, self.replaced, aside(self.target, DELETED)):
             refuse_link(path)
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock_partial()
-        for entry in self.partial.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+        self._make_partial()
         if self.replaced.exists():
             _finish_replacement(self.target, self.replaced)
         remove_leftovers(self.target.parent, skip=self.partial)
@@ -58,8 +57,35 @@ class CheckpointDirectory:
         """Whether there is something of this name."""
         return self.target.exists()
 
+    def _make_partial(self) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_partial()
+        for entry in self.partial.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
     def join(self) -> None:
-        """Prepare for writing, on a rank that :meth:`begin` was not called on."""
+        """Prepare for writing where another rank has begun."""
+        if not self.partial.is_dir():
+            raise CheckpointError(_NOT_SHARED.format(self.partial))
+
+    def stage(self, rank: int) -> None:
+        """Prepare for writing without waiting for :meth:`begin`: into a directory of this rank's own.
+
+        It is hidden and locked like the one that :meth:`take` moves its files to, so that what a killed rank has left
+        is removed by the next save.
+        """
+        self.partial = aside(self.target.parent / f"{self.target.name}.rank{rank}", PARTIAL)
+        refuse_link(self.partial)
+        self._make_partial()
+
+    def take(self, staged: Path) -> None:
+        """Move the files of another rank's directory into this one."""
+        if not staged.is_dir():
+            raise CheckpointError(_NOT_SHARED.format(staged))
+        _merge(staged, self.partial)
 
     def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
         """Those of files that are there with that size: other nodes may have their own, and hooks may change files."""
@@ -149,6 +175,16 @@ class CheckpointDirectory:
                 f"({type(error).__name__}: {error}). Free some space, or save elsewhere; an older checkpoint there is "
                 "unchanged."
             ) from error
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Move everything in a directory into another one."""
+    for entry in list(source.iterdir()):
+        place = target / entry.name
+        if entry.is_dir() and not entry.is_symlink() and place.is_dir():
+            _merge(entry, place)
+        else:
+            shutil.move(entry, place)
 
 
 def aside(target: Path, kind: str) -> Path:

@@ -4,40 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from accel_state import PartialState
 from accel_state.collectives.single import Collectives
-from accel_state.errors import AccelError, ConfigurationError
+from accel_state.errors import AccelError, CollectiveTimeoutError, ConfigurationError
 
 from .names import CheckpointError
 
 
+class Report(NamedTuple):
+    """What a rank tells the others when they meet."""
+
+    joins: bool  # whether this rank waits for the main process to begin, which not every rank has to
+    error: str | None
+    value: Any = None
+
+
+@dataclass
+class Outcome:
+    """What ranks share at the end of a block of :func:`on_all_ranks`."""
+
+    value: Any = None  # of this rank, set in the block
+    reports: list[Report] = field(default_factory=list)  # of all ranks, after the block
+
+
+def described(error: Exception | None) -> str | None:
+    """An error as ranks tell it to each other; None without one."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def exchange(collectives: Collectives, own: Report) -> list[Report]:
+    """The reports of all ranks. Every rank must call it.
+
+    A rank that joins does so in an exchange of its own, in which ranks that need not join take part by sending the
+    report that they have anyway.
+    """
+    while True:
+        reports = [Report(*report) for report in collectives.all_gather_object(tuple(own))]
+        if own.joins or not any(report.joins for report in reports):
+            return reports
+
+
 @contextmanager
-def on_all_ranks(collectives: Collectives, what: str) -> Iterator[None]:
-    """A block that fails on every rank if it fails on one. Every rank must enter it."""
+def on_all_ranks(collectives: Collectives, what: str, joins: bool = False) -> Iterator[Outcome]:
+    """A block that fails on every rank if it fails on one. Every rank must enter it, unless it joins."""
     error: Exception | None = None
+    outcome = Outcome()
     try:
-        yield
+        yield outcome
     except Exception as raised:
         error = raised
-    outcomes = [None if error is None else f"{type(error).__name__}: {error}"]
+    reports = [Report(joins, described(error), outcome.value)]
     if collectives.world_size > 1:
         try:
-            outcomes = collectives.all_gather_object(outcomes[0])
+            if isinstance(error, CollectiveTimeoutError):
+                raise error
+            reports = exchange(collectives, reports[0])
         except RuntimeError as lost:
             raise CheckpointError(
                 f"{what}: rank {collectives.rank} cannot learn whether the other ranks succeeded: {lost}"
             ) from error or lost
+    outcome.reports = reports
     if isinstance(error, AccelError):
         raise error
-    if outcomes.count(None) < len(outcomes):
-        failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None]
-        raise CheckpointError(
-            f"{what} failed on {len(failed)} of {len(outcomes)} ranks. {'; '.join(failed)}"
-        ) from error
+    failed = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error is not None]
+    if failed:
+        raise CheckpointError(f"{what} failed on {len(failed)} of {len(reports)} ranks. {'; '.join(failed)}") from error
 
 
 class BackgroundCollectives:

@@ -34,6 +34,13 @@ class WeightsPart(Part):
     write_value: ClassVar[Callable[..., Any]] = staticmethod(write_safetensors)
 
 
+class TextPart(Part):
+    """A text, such as JSON."""
+
+    def write_value(self, value: str, target: Any) -> None:
+        target.write(value.encode())
+
+
 def copied_parts(parts: Sequence[Part], memory: SharedMemory) -> list[Part]:
     """The same files of copies in host memory, whose former contents may be overwritten."""
     memory.start()

@@ -103,10 +103,11 @@ def apply_changes(
         with on_all_ranks():
             for change in reversible:
                 change.make(undo)
-        with on_all_ranks():
+        if collective:
             # Those that communicate come after all that may fail on one rank alone.
-            for change in collective:
-                change.make(undo)
+            with on_all_ranks():
+                for change in collective:
+                    change.make(undo)
         with on_all_ranks():
             for call in others:
                 call()

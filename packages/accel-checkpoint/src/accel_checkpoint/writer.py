@@ -15,22 +15,23 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
-from accel_state import PartialState, get_logger
+from accel_state import get_logger
 from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
 from accel_state.paths import open_for_writing, refuse_link
 from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
-from .consensus import on_all_ranks
+from .consensus import Report, described, exchange, on_all_ranks
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
-from .names import MANIFEST_NAME
+from .names import MANIFEST_NAME, CheckpointError
 from .parts import Part
 from .rank_files import PACKED_ABOVE, write_pack
 from .remote.directory import RemoteDirectory, new_save_id
@@ -44,6 +45,8 @@ logger: Final = get_logger(__name__)
 
 # Small pieces are written together.
 _BUFFER_BYTES = 1 << 16
+# Records of this many blocks of all files of a rank are sent with the message that it has written them.
+_FEW_BLOCKS = 4
 # Looking for a distribution takes longer than writing a small file.
 _version: Final = cache(version)
 _sums_lock: Final = threading.Lock()
@@ -212,84 +215,153 @@ def sync_directories(directory: Path) -> None:
         sync(Path(parent))
 
 
-def agreed_directory(target: Location, process: PartialState) -> CheckpointDirectory | RemoteDirectory:
-    """The directory to write to, which is that of the main process. Every rank must call it.
-
-    A path that is made of the time, for example, may differ between ranks.
-    """
-    chosen = target, new_save_id() if isinstance(target, RemotePath) else ""
-    if process.num_processes > 1:
-        chosen = process.collectives.broadcast_object(chosen)
-    target, save_id = chosen
-    return RemoteDirectory(target, save_id) if isinstance(target, RemotePath) else CheckpointDirectory(target)
-
-
 @dataclass
 class StateWriter:
-    """One save on one rank."""
+    """One save on one rank.
 
-    directory: CheckpointDirectory | RemoteDirectory  # where to write; its partial directory exists
+    Ranks meet twice: when all have written their files, and when the checkpoint has its name. Where they have to begin
+    together (:meth:`begin_together`), they meet once more.
+    """
+
+    target: Location  # the checkpoint; where ranks differ, that of the main process
+    rank: int = 0  # of this process
+    world_size: int = 1  # number of processes
     # whether this process writes what is common to all ranks: the main process (of each node, if the nodes save on
     # their own)
-    is_writer: bool
-    parts: Sequence[Part]  # the files that this rank writes
-    rank: int  # of this process
-    world_size: int  # number of processes
-    counters: Mapping[str, int]  # for the manifest
+    is_writer: bool = True
+    each_node: bool = False  # whether the nodes save on their own
     total_limit: int | None = None  # how many automatically named checkpoints to keep; None keeps all
-    # called on the writer with the directory that is being written, when every rank has written its parts
-    finalizers: Sequence[Callable[[Path], None]] = ()
     on_device: bool = True  # whether tensors may be on a device
-    workers: int | None = None  # threads that sync files; by default one for each processor
-    process: ProcessWriter | None = None  # writes the files in another process
+    packs: bool | None = None  # whether small files of all ranks are put into one; None: if there are many ranks
     uploader: Uploader | None = None  # copies the checkpoint into a store, on the writer; all ranks have one or none
     copy: RemotePath | None = None  # its place there
-    each_node: bool = False  # whether the nodes save on their own
-    packs: bool | None = None  # whether small files of all ranks are put into one; None: if there are many ranks
+    parts: Sequence[Part] = ()  # the files that this rank writes
+    counters: Mapping[str, int] = field(default_factory=dict)  # for the manifest
+    # called on the writer with the directory that is being written, when every rank has written its parts
+    finalizers: Sequence[Callable[[Path], None]] = ()
+    workers: int | None = None  # threads that sync files; by default one for each processor
+    process: ProcessWriter | None = None  # writes the files in another process
+    existing: str = ""  # the error if there is a checkpoint of this name already; "" replaces it
     committed: bool = field(default=False, init=False)  # whether the checkpoint has its final name
+    _joined: bool = field(default=False, init=False)  # whether this rank writes into the directory of the main process
+    _staged: bool = field(default=False, init=False)  # whether it writes into one of its own
 
-    def finish(self, collectives: Collectives) -> None:
-        """Write the files, rename the checkpoint to its final name, delete old ones. Every rank must call it."""
-        directory, partial_dir = self.directory, self.directory.partial
-        saving = partial(on_all_ranks, collectives, f"saving {directory.target}")
-        packs = self.world_size > PACKED_ABOVE if self.packs is None else self.packs
-        packs = packs and not self.each_node
-        try:
-            with saving(), directory.explaining_write_errors():
-                write = write_parts if self.process is None else self.process.write_parts
-                packed: dict[str, bytes] = self._pack() if packs else {}
-                records = write(partial_dir, self.parts, self.workers, self.on_device)
-                if isinstance(directory, RemoteDirectory):
-                    records = directory.hand_over(records)
-            self.parts = ()
-            with saving():
-                if self.world_size > 1:
-                    records, packed = self._gathered(records, packed, collectives)
-                if self.is_writer:
-                    with directory.explaining_write_errors():
-                        for finalize in self.finalizers:
-                            finalize(partial_dir)
-                        if packs:
-                            write_pack(partial_dir, packed)
-                        manifest = write_manifest(
-                            partial_dir, self.world_size, self.counters, records, directory.shared
-                        )
-                        directory.commit(manifest)
-        except BaseException:
-            directory.abandon()
-            raise
-        self.committed = True
-        if self.uploader is not None:
+    def __post_init__(self) -> None:
+        save_id = new_save_id() if isinstance(self.target, RemotePath) else ""
+        self.directory: CheckpointDirectory | RemoteDirectory = _directory(self.target, save_id)
+        self.target = self.directory.target
+
+    def begin(self, collectives: Collectives) -> None:
+        """Begin on this rank; every rank must call it.
+
+        Ranks wait for the main process only where they cannot do without: files in a store go under the prefix that it
+        chooses.
+        """
+        if isinstance(self.target, RemotePath) and self.world_size > 1:
+            self.begin_together(collectives)
+        elif self.is_writer:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.existing and self.directory.exists():
+            raise ConfigurationError(self.existing)
+        self.directory.begin()
+
+    def begin_together(self, collectives: Collectives, note: Any = None) -> list[Any]:
+        """Begin on the main process, and then let this rank write into the same directory.
+
+        Args:
+            collectives: of all ranks.
+            note: what other ranks should know.
+
+        Returns:
+            The notes of all ranks that take part. Others write on their own.
+
+        Raises:
+            CheckpointError: the main process, or another rank that takes part, cannot begin.
+        """
+        with on_all_ranks(collectives, f"saving {self.target}", joins=True) as outcome:
             if self.is_writer:
-                # It deletes old ones too, when they are not needed for an upload any more.
-                self.uploader.upload(directory.target, self.copy, self.total_limit)
-        elif self.total_limit is not None:
-            with on_all_ranks(collectives, f"deleting old checkpoints of {directory.target.parent}"):
-                if self.is_writer:
-                    deleted = rotate(directory.target.parent, self.total_limit, directory.target)
-                    if deleted:
-                        names = ", ".join(path.name for path in deleted)
-                        logger.info("Deleted %s: total_limit=%d.", names, self.total_limit)
+                self._begin()
+            outcome.value = self.target, self.directory.save_id, note
+        if not self.is_writer:
+            if outcome.reports[0].joins:
+                self.directory = _directory(*outcome.reports[0].value[:2])
+            self.directory.join()
+        self._joined = True
+        return [report.value[2] for report in outcome.reports if report.joins]
+
+    @contextmanager
+    def collecting(self, collectives: Collectives) -> Iterator[None]:
+        """A block that begins and prepares :attr:`parts`, which fails on every rank if it fails on one.
+
+        Every rank must enter it.
+        """
+        with self._abandoning(), on_all_ranks(collectives, f"saving {self.target}") as outcome:
+            yield
+            outcome.value = self.target
+        self.target = outcome.reports[0].value
+
+    @contextmanager
+    def saving(self, collectives: Collectives) -> Iterator[None]:
+        """A block that begins and prepares :attr:`parts`, which are written when it ends.
+
+        The checkpoint then gets its final name, and old ones are deleted. If anything fails on one rank, it fails on
+        all, and an older checkpoint stays. Every rank must enter it.
+        """
+        try:
+            with self._abandoning(), on_all_ranks(collectives, f"saving {self.target}") as outcome:
+                error: Exception | None = None
+                records: dict[str, FileRecord] = {}
+                packed: dict[str, bytes] = {}
+                try:
+                    yield
+                    records, packed = self._write()
+                except Exception as raised:
+                    error = raised
+                # A rank that has failed takes part in what ranks exchange.
+                written = self._gathered(records, packed, error, collectives)
+                if error is not None:
+                    raise error
+                if self.is_writer and written is not None:
+                    self._commit(written)
+                outcome.value = self.target, self.committed
+                if self.committed:
+                    self._clear()
+        finally:
+            self.committed = any(report.value[1] for report in outcome.reports if report.value is not None)
+        if not self.is_writer:
+            self.directory.abandon()  # what is left of a directory of its own
+        self.target = outcome.reports[0].value[0]
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """A block that removes what was written if it fails before the checkpoint is complete."""
+        try:
+            yield
+        except BaseException:
+            if not self.committed:
+                self.directory.abandon()
+            raise
+
+    def _write(self) -> tuple[dict[str, FileRecord], dict[str, bytes]]:
+        """Write the files of this rank; returns their records, and the small files that go into one of all ranks."""
+        packed = self._pack() if self._packs else {}
+        directory = self.directory
+        if isinstance(directory, CheckpointDirectory) and self.parts and not (self.is_writer or self._joined):
+            directory.stage(self.rank)
+            self._staged = True
+        with directory.explaining_write_errors():
+            write = write_parts if self.process is None else self.process.write_parts
+            records = write(directory.partial, self.parts, self.workers, self.on_device)
+            if isinstance(directory, RemoteDirectory):
+                records = directory.hand_over(records)
+        self.parts = ()
+        return records, packed
+
+    @property
+    def _packs(self) -> bool:
+        return not self.each_node and (self.world_size > PACKED_ABOVE if self.packs is None else self.packs)
 
     def _pack(self) -> dict[str, bytes]:
         """Take the small files from those to write, and return what they would hold."""
@@ -303,16 +375,84 @@ class StateWriter:
         return packed
 
     def _gathered(
-        self, records: dict[str, FileRecord], packed: dict[str, bytes], collectives: Collectives
-    ) -> tuple[dict[str, FileRecord], dict[str, bytes]]:
-        """On a writer, what all ranks have written, and their small files. Every rank must call it."""
-        gather = collectives.all_gather_object if self.each_node else collectives.gather_object
-        written: dict[str, FileRecord] = {}
-        small: dict[str, bytes] = {}
-        for found, files in gather((records, packed)) or ():
-            written |= self.directory.known(found) if self.is_writer else {}
-            small |= files
-        return written, small
+        self,
+        records: dict[str, FileRecord],
+        packed: dict[str, bytes],
+        error: Exception | None,
+        collectives: Collectives,
+    ) -> _Written | None:
+        """What all ranks have written; None if one of them has failed. Every rank must call it."""
+        if self.world_size == 1:
+            return None if error is not None else _Written(records, packed, [])
+        # Records as plain values, and few of them, fit into the first message.
+        plain = {} if self.is_writer else {name: (record.size, record.digests) for name, record in records.items()}
+        is_small = not packed and sum(len(digests) for _, digests in plain.values()) <= _FEW_BLOCKS
+        value = str(self.directory.partial) if self._staged else None, plain if is_small else None
+        reports = exchange(collectives, Report(False, described(error), value))
+        if any(report.error is not None for report in reports):
+            return None
+        contents: list[Any] = [(report.value[1], {}) for report in reports]
+        if any(found is None for found, _ in contents):
+            gather = collectives.all_gather_object if self.each_node else collectives.gather_object
+            contents = gather((plain, packed)) or []
+        written = _Written(records, {}, [Path(report.value[0]) for report in reports if report.value[0]])
+        for found, files in contents:
+            written.records.update({name: FileRecord(*record) for name, record in found.items()})
+            written.packed.update(files)
+        return written
+
+    def _commit(self, written: _Written) -> None:
+        """On a writer: give the checkpoint its name, when every rank has written its files."""
+        directory = self.directory
+        with directory.explaining_write_errors():
+            if isinstance(directory, CheckpointDirectory):
+                for staged in written.staged:
+                    if staged.is_dir() or not self.each_node:  # other nodes have their own
+                        directory.take(staged)
+            records = directory.known(written.records)
+            for finalize in self.finalizers:
+                finalize(directory.partial)
+            if self._packs:
+                write_pack(directory.partial, written.packed)
+            directory.commit(
+                write_manifest(directory.partial, self.world_size, self.counters, records, directory.shared)
+            )
+        self.committed = True
+
+    def _clear(self) -> None:
+        """On a writer: delete old checkpoints."""
+        if self.uploader is not None:
+            # It deletes old ones too, when they are not needed for an upload any more.
+            self.uploader.upload(self.target, self.copy, self.total_limit)
+        elif self.total_limit is not None:
+            try:
+                deleted = rotate(self.target.parent, self.total_limit, self.target)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.target} is complete, but older checkpoints could not be deleted "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+            if deleted:
+                names = ", ".join(path.name for path in deleted)
+                logger.info("Deleted %s: total_limit=%d.", names, self.total_limit)
+
+
+class _Written(NamedTuple):
+    """What all ranks have written.
+
+    Attributes:
+        records: the files.
+        packed: contents of the small files that go into one.
+        staged: directories of ranks that have not joined the main process.
+    """
+
+    records: dict[str, FileRecord]
+    packed: dict[str, bytes]
+    staged: list[Path]
+
+
+def _directory(target: Location, save_id: str) -> CheckpointDirectory | RemoteDirectory:
+    return RemoteDirectory(target, save_id) if isinstance(target, RemotePath) else CheckpointDirectory(target)
 
 
 class BackgroundSave:
@@ -349,8 +489,8 @@ class BackgroundSave:
     def _run(self) -> None:
         time.sleep(0)  # the thread that starts this one waits for it to begin, and goes on first
         try:
-            self.writer.finish(self._collectives)
+            with self.writer.saving(self._collectives):
+                pass  # everything is collected
         except BaseException as error:
             self._error = error
-            target = self.writer.directory.target
-            logger.error("the state could not be saved to %s: %s", target, error, main_process_only=False)
+            logger.error("the state could not be saved to %s: %s", self.writer.target, error, main_process_only=False)

@@ -125,7 +125,7 @@ def load_accelerator_state(
     objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     reader.read_state(objects, models, load_model_func_kwargs)
     reader.apply(nullcontext)
-    reader.restore_rng()
+    reader.restore_rng(reader.own)
     return {"step": int(reader.own.get("step", 0))}
 
 

@@ -146,6 +146,7 @@ class RemoteDirectory:
 
     def __init__(self, target: RemotePath, save_id: str) -> None:
         self.target = target
+        self.save_id = save_id
         self._save = RemoteSave(target, save_id)
         name = hashlib.blake2b(f"{target.url} {save_id} {os.getpid()}".encode(), digest_size=12).hexdigest()
         self._local = CheckpointDirectory(_staging_folder() / name)
@@ -167,7 +168,7 @@ class RemoteDirectory:
         self._local.begin()
 
     def join(self) -> None:
-        """Prepare for writing, on a rank that :meth:`begin` was not called on."""
+        """Prepare for writing where another rank has begun."""
         self._local.begin()
 
     def hand_over(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:

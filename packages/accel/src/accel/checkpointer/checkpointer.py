@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,18 +16,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_checkpoint import save_process
-from accel_checkpoint.atomic_dir import CheckpointDirectory, recover, recover_all
+from accel_checkpoint.atomic_dir import recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
+from accel_checkpoint.checkpoint_reader import Identity, identity_of, share_of
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
 from accel_checkpoint.manifest import Workers
-from accel_checkpoint.names import MANIFEST_NAME, NUMBERED, CheckpointError, gradients_file
-from accel_checkpoint.parts import Part, copied_parts
+from accel_checkpoint.names import NUMBERED, gradients_file
+from accel_checkpoint.parts import Part, TextPart, copied_parts
 from accel_checkpoint.remote.catalog import read_manifest
-from accel_checkpoint.remote.directory import RemoteDirectory
 from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
 from accel_checkpoint.shared_memory import SharedMemory
 from accel_checkpoint.uploading import Uploader, newest
-from accel_checkpoint.writer import BackgroundSave, StateWriter, agreed_directory
+from accel_checkpoint.writer import BackgroundSave, StateWriter
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
@@ -99,19 +98,18 @@ class Checkpointer:
         if self._strategy.shards_parameters or self._strategy.uses_engine:
             weights_io.refuse_each_node(process, project.save_on_each_node)
         self.wait_for_save()
-        directory = agreed_directory(self._target(output_dir), process)
-        if isinstance(directory.target, RemotePath) and project.save_on_each_node:
-            raise ConfigurationError(
-                f"save_on_each_node=True saves on each node, but {directory.target} is one place for all. Leave it out."
-            )
-        collectives = process.collectives if blocking else self._background_collectives()
-        writer = self._collect(directory, safe_serialization, blocking)
+        writer = self._writer(self._target(output_dir))
         if blocking:
-            writer.finish(collectives)
+            with writer.saving(process.collectives):
+                self._collect(writer, safe_serialization)
         else:
+            collectives = self._background_collectives()
+            with writer.collecting(process.collectives):
+                self._collect(writer, safe_serialization)
+                writer.parts, writer.on_device = copied_parts(writer.parts, self._memory), False
             self._background = BackgroundSave(writer, collectives, project.iteration, self._memory)
         project.iteration += 1
-        return directory.target
+        return writer.target
 
     def count_save(self, output_dir: str | os.PathLike[str] | None) -> Location:
         """The path of a state that another process saves."""
@@ -148,77 +146,85 @@ class Checkpointer:
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
 
-    def _collect(
-        self, directory: CheckpointDirectory | RemoteDirectory, safe_serialization: bool, blocking: bool
-    ) -> StateWriter:
-        process, project, prepared, strategy = self._process, self.project, self._prepared, self._strategy
-        target, is_writer = directory.target, self._is_writer
-        saving = partial(on_all_ranks, process.collectives, f"saving {target}")
-        try:
-            with saving():
-                if is_writer:
-                    if project.automatic_checkpoint_naming and not self._replaces and directory.exists():
-                        raise ConfigurationError(
-                            f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
-                            f"(now {project.iteration}) to the number to continue with."
-                        )
-                    directory.begin()
-                else:
-                    directory.join()
-            weights = list(map(strategy.weights_to_save, prepared.models))
-            with saving(), directory.explaining_write_errors():
-                self._run_save_hooks(directory.partial, weights)
-            objects = self._objects()
-            gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
-            averages = list(map(strategy.average_state, objects.averages))
-            if gathered is not None:
-                strategy.gather_averages(averages, gathered)
-            accumulation = self._accumulation
-            step, windows = 0 if accumulation.current is None else accumulation.current.position, None
-            if accumulation.has_accumulated:
-                windows = accumulation_state.capture(accumulation, prepared.dataloaders, prepared.models)
-            with saving():
-                parts = collect(
-                    objects,
-                    weights if gathered is None else [],
-                    objects.optimizers if gathered is None else [],
-                    process.process_index,
-                    step,
-                    process.device_backend,
-                    safe_serialization,
-                    with_manifest=True,
-                    averages=averages if gathered is None else [],
-                )
-                if gathered is not None:
-                    parts += gathered.parts
-                if windows is not None:
-                    parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
-                parts = parts if is_writer else list(filter(attrgetter("each_rank"), parts))
-                if not blocking:
-                    parts = copied_parts(parts, self._memory)
-        except BaseException:
-            directory.abandon()
-            raise
-        copy = None if project.upload_to is None else self._copy_of(target)
-        return StateWriter(
-            directory=directory,
-            is_writer=is_writer,
-            parts=parts,
+    def _writer(self, target: Location) -> StateWriter:
+        process, project = self._process, self.project
+        if isinstance(target, RemotePath) and project.save_on_each_node:
+            raise ConfigurationError(
+                f"save_on_each_node=True saves on each node, but {target} is one place for all. Leave it out."
+            )
+        existing = ""
+        if project.automatic_checkpoint_naming and not self._replaces:
+            existing = (
+                f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
+                f"(now {project.iteration}) to the number to continue with."
+            )
+        writer = StateWriter(
+            target,
             rank=process.process_index,
             world_size=process.num_processes,
-            counters={
-                "iteration": project.iteration + 1,
-                "step": step,
-                "optimizer_steps": prepared.optimizers[0].steps_taken if prepared.optimizers else 0,
-            },
-            total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
-            finalizers=[] if gathered is None else gathered.finalizers,
-            on_device=blocking and process.device.type != "cpu",
-            uploader=None if copy is None else self._upload(),
-            copy=copy,
+            is_writer=self._is_writer,
             each_node=project.save_on_each_node,
+            total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
+            on_device=process.device.type != "cpu",
             packs=project.pack_rank_files,
+            existing=existing,
         )
+        if project.upload_to is not None:
+            writer.copy = self._copy_of(writer.target)
+            writer.uploader = None if writer.copy is None else self._upload()
+        return writer
+
+    def _collect(self, writer: StateWriter, safe_serialization: bool) -> None:
+        """Give the writer the files of this rank. Every rank must call it."""
+        process, prepared, strategy = self._process, self._prepared, self._strategy
+        collectives = process.collectives
+        communicates = strategy.shards_parameters or strategy.uses_engine
+        weights = list(map(strategy.weights_to_save, prepared.models))
+        for model, state in zip(prepared.models, weights, strict=True):
+            weights_io.refuse_unsavable(model, state)
+        hooks, hooked = list(self.save_hooks.values()), [False]
+        if communicates or hooks:
+            hooked = writer.begin_together(collectives, bool(hooks))
+        else:
+            writer.begin(collectives)
+        # A rank whose hook fails must not leave others waiting for it.
+        agreed = on_all_ranks(collectives, f"saving {writer.target}") if communicates and any(hooked) else nullcontext()
+        with agreed, writer.directory.explaining_write_errors():
+            for hook in hooks:
+                hook(list(prepared.models), weights, str(writer.directory.partial))
+        objects = self._objects()
+        gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
+        averages = list(map(strategy.average_state, objects.averages))
+        if gathered is not None:
+            strategy.gather_averages(averages, gathered)
+            writer.finalizers = gathered.finalizers
+        accumulation = self._accumulation
+        step, windows = 0 if accumulation.current is None else accumulation.current.position, None
+        if accumulation.has_accumulated:
+            windows = accumulation_state.capture(accumulation, prepared.dataloaders, prepared.models)
+        parts = collect(
+            objects,
+            weights if gathered is None else [],
+            objects.optimizers if gathered is None else [],
+            process.process_index,
+            step,
+            process.device_backend,
+            safe_serialization,
+            with_manifest=True,
+            averages=averages if gathered is None else [],
+        )
+        if gathered is not None:
+            parts += gathered.parts
+        if windows is not None:
+            parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
+        if self._continues_runs and (runs := self._tracking.state_dict())["trackers"]:
+            parts.append(TextPart(self._runs_file, json.dumps(runs, indent=2) + "\n", each_rank=True))
+        writer.parts = parts if writer.is_writer else list(filter(attrgetter("each_rank"), parts))
+        writer.counters = {
+            "iteration": self.project.iteration + 1,
+            "step": step,
+            "optimizer_steps": prepared.optimizers[0].steps_taken if prepared.optimizers else 0,
+        }
 
     def _upload(self) -> Uploader:
         """What copies checkpoints into a store, on the process that writes."""
@@ -257,22 +263,6 @@ class Checkpointer:
             averages=prepared.averages,
             registered=self.custom_objects,
         )
-
-    def _run_save_hooks(self, partial_dir: Path, weights: list[dict[str, Any]]) -> None:
-        if not partial_dir.is_dir():
-            raise CheckpointError(
-                f"rank {self._process.process_index} does not see {partial_dir}, which another rank made. Save to a "
-                "file system that all nodes share, or set ProjectConfiguration(save_on_each_node=True)."
-            )
-        models = list(self._prepared.models)
-        for model, state in zip(models, weights, strict=True):
-            weights_io.refuse_unsavable(model, state)
-        for hook in list(self.save_hooks.values()):
-            hook(models, weights, str(partial_dir))
-        if self._continues_runs:
-            state = self._tracking.state_dict()
-            if state["trackers"]:
-                (partial_dir / self._runs_file).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
     def wait_for_save(self) -> None:
         save, self._background = self._background, None
@@ -365,18 +355,18 @@ class Checkpointer:
     ) -> None:
         process, strategy = self._process, self._strategy
         self.wait_for_save()
-        with on_all_ranks(process.collectives, "looking for a state to load"):
-            found = self._find(input_dir)
-        if process.num_processes > 1:
-            found = process.collectives.broadcast_object(found)
+        with on_all_ranks(process.collectives, "looking for a state to load") as outcome:
+            outcome.value = self._find(input_dir)
+        found, _ = outcome.reports[0].value
+        share = share_of(process.process_index, outcome.reports)
         self._replaces = self.project.upload_to is not None and isinstance(found, RemotePath)
         if not isinstance(found, RemotePath):
-            self._load(found, None, load_kwargs, load_model_kwargs)
+            self._load(found, None, share, load_kwargs, load_model_kwargs)
             if self.project.upload_to is not None and found == self._newest_found:
                 self._complete_upload(found)
             return
         with copied(found, process, all_files=strategy.uses_engine) as (folder, remote):
-            self._load(folder, remote, load_kwargs, load_model_kwargs)
+            self._load(folder, remote, share, load_kwargs, load_model_kwargs)
 
     def _complete_upload(self, loaded: Path) -> None:
         """Upload the newest checkpoint, if the process that saved it was killed before it had done so."""
@@ -388,12 +378,12 @@ class Checkpointer:
         self,
         directory: Path,
         remote: RemoteCheckpoint | None,
+        share: tuple[int, int],
         load_kwargs: dict[str, Any] | None,
         load_model_kwargs: dict[str, Any],
     ) -> None:
         place: Location = directory if remote is None else remote.place
         process, prepared, strategy = self._process, self._prepared, self._strategy
-        share = self._share_of(directory) if process.num_processes > 1 else (0, 1)
         loading = partial(on_all_ranks, process.collectives, f"loading {place}")
         # Ranks may have to communicate to find out how models are sharded.
         layouts = None
@@ -417,49 +407,54 @@ class Checkpointer:
                     hook(models, str(directory))
                 reader.read_state(objects, models, options, strategy, layouts)
             runs = reader.read_trackers(self._runs_file)
+        reader.changes.append(partial(self._conclude_load, reader, runs, place.name))
         reader.apply(loading)
-        with loading():
-            if runs is not None:
-                self._continues_runs = True
-                self._tracking.load_state_dict(runs)
-            if reader.windows is not None or self._accumulation.has_accumulated:
-                windows = reader.windows
-                accumulation_state.restore(self._accumulation, windows, prepared.dataloaders, prepared.models)
-            else:
-                self._accumulation.current = None
-                self._accumulation.gradient_state.sync_gradients = True
-            if reader.manifest is not None:
-                self.project.iteration = reader.manifest.counters["iteration"]
-                for optimizer in prepared.optimizers[:1]:
-                    optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
-            elif number := NUMBERED.fullmatch(place.name):
-                self.project.iteration = int(number[1]) + 1
-            local, active = reader.own.get("local_sgd") if reader.has_same_ranks else None, prepared.local_sgd
-            if local is None or not hasattr(active, "local_sgd_steps"):
-                prepared.local_sgd = active if local is None else local
-            else:
-                active.load_state_dict(local)
-            for average in prepared.averages:
-                average.count_from_here()
-            # Last, because everything before may have drawn random numbers.
-            reader.restore_rng()
-            if process.num_processes > 1:
-                strategy.share_generators()
+        if process.num_processes > 1:
+            strategy.share_generators()
 
-    def _find(self, input_dir: str | os.PathLike[str] | None) -> Location:
-        """The path of the checkpoint to load; of the newest one on the main process only."""
+    def _conclude_load(self, reader: StateReader, runs: dict[str, Any] | None, name: str) -> None:
+        """Load what does not belong to an object."""
+        prepared = self._prepared
+        if runs is not None:
+            self._continues_runs = True
+            self._tracking.load_state_dict(runs)
+        if reader.windows is not None or self._accumulation.has_accumulated:
+            windows = reader.windows
+            accumulation_state.restore(self._accumulation, windows, prepared.dataloaders, prepared.models)
+        else:
+            self._accumulation.current = None
+            self._accumulation.gradient_state.sync_gradients = True
+        if reader.manifest is not None:
+            self.project.iteration = reader.manifest.counters["iteration"]
+            for optimizer in prepared.optimizers[:1]:
+                optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
+        elif number := NUMBERED.fullmatch(name):
+            self.project.iteration = int(number[1]) + 1
+        local, active = reader.own.get("local_sgd") if reader.has_same_ranks else None, prepared.local_sgd
+        if local is None or not hasattr(active, "local_sgd_steps"):
+            prepared.local_sgd = active if local is None else local
+        else:
+            active.load_state_dict(local)
+        for average in prepared.averages:
+            average.count_from_here()
+        # Last, because everything before may have drawn random numbers.
+        reader.restore_rng(reader.own)
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> tuple[Location, Identity]:
+        """The path of the checkpoint to load, of the newest one on the main process only; and what this rank sees."""
         automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
         path = as_location("input_dir", LATEST if input_dir is None else input_dir)
         if isinstance(path, RemotePath):
-            return path
+            return path, identity_of(path)
         if input_dir is None or (str(path) == LATEST and (automatic or not path.is_dir())):
             # The newest one must be the same for all ranks, so one process looks for it.
-            return self._newest() if self._process.process_index == 0 else path
+            found = self._newest() if self._process.process_index == 0 else path
+            return found, identity_of(path, Path(self.project.project_dir or ""))
         if self._is_writer:
             recover(path)
-        return path
+        return path, identity_of(path)
 
     def _newest(self) -> Location:
         if self.project.upload_to is not None and self.project.project_dir is not None:
@@ -492,9 +487,11 @@ class Checkpointer:
     def newest(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
         """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
         collectives = self._process.collectives
-        with on_all_ranks(collectives, "looking for a state to resume from"):
-            newest = self._newest_or_none(output_dir) if self._process.process_index == 0 else None
-        return collectives.broadcast_object(newest)
+        with on_all_ranks(collectives, "looking for a state to resume from") as outcome:
+            if self._process.process_index == 0:
+                outcome.value = self._newest_or_none(output_dir)
+        newest: Location | None = outcome.reports[0].value
+        return newest
 
     def _newest_or_none(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
         if output_dir is not None:
@@ -521,12 +518,3 @@ class Checkpointer:
         if all(info.unfinished for info in list_checkpoints(directory)):
             return None
         return (newest_complete if automatic else newest_saved)(directory)
-
-    def _share_of(self, directory: Path) -> tuple[int, int]:
-        """Which share of the files this process verifies, of as many as there are processes that see the same files."""
-        identity: tuple[Any, ...] = os.getpid(), socket.gethostname()
-        with suppress(OSError):  # without the file, this process verifies all others
-            status = (directory / MANIFEST_NAME).stat()
-            identity = socket.gethostname(), status.st_dev, status.st_ino, status.st_mtime_ns
-        identities = self._process.collectives.all_gather_object(identity)
-        return identities[: self._process.process_index].count(identity), identities.count(identity)

@@ -11,9 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final
 
-from accel_checkpoint import rng_state
-from accel_checkpoint.catalog import why_no_checkpoint
-from accel_checkpoint.manifest import Manifest, Verification, Workers
+from accel_checkpoint.checkpoint_reader import CheckpointReader, number_of
 from accel_checkpoint.names import (
     CUSTOM_FILE,
     GRADIENTS_FILE,
@@ -30,7 +28,6 @@ from accel_checkpoint.names import (
     CheckpointError,
     custom_file,
     engine_folders,
-    files_without_manifest,
     gradients_file,
     holds_shards,
     is_checkpoint_file,
@@ -39,11 +36,9 @@ from accel_checkpoint.names import (
     require_count,
     require_files,
     require_number,
-    rng_file,
 )
-from accel_checkpoint.rank_files import RankPack
 from accel_checkpoint.remote.reading import RemoteCheckpoint
-from accel_checkpoint.safe_load import MANIFEST_MARK, check_sums, read, read_safetensors
+from accel_checkpoint.safe_load import MANIFEST_MARK, read, read_safetensors
 from accel_checkpoint.validation import (
     Change,
     apply_changes,
@@ -56,7 +51,6 @@ from accel_checkpoint.validation import (
 )
 from accel_data import PreparedLoader, SeedableRandomSampler
 from accel_state import PartialState, get_logger
-from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 
 from ..contract.strategy import Strategy
@@ -72,18 +66,15 @@ logger: Final = get_logger(__name__)
 _OPTIMIZER_FILE = re.compile(rf"{re.escape(OPTIMIZER_NAME)}(?:_(\d+))?(?:_rank\d+)?(?:\.bin|/.*)")
 
 
-class StateReader:
-    """Reads one checkpoint on one rank.
+class StateReader(CheckpointReader):
+    """Reads the state of an Accelerator from one checkpoint on one rank.
 
     Attributes:
-        manifest: the manifest; None for a checkpoint of another library.
-        names: the files of the checkpoint.
         reversible: what is loaded first, on all ranks or on none.
         collective: what is loaded next: sharded optimizers.
         changes: the calls that load what was checked before: weights, and the state of engines.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
-        has_same_ranks: whether as many ranks saved the state, so that each may have what it kept for itself.
         strict: whether a checkpoint with more objects than there are to load is refused.
     """
 
@@ -97,21 +88,14 @@ class StateReader:
         remote: RemoteCheckpoint | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        self._remote = remote
-        self._share = share
-        if not folder.is_dir():
-            raise ConfigurationError(str(why_no_checkpoint(folder)))
-        self.folder = folder
+        super().__init__(folder, process, rank, remote, share)
+        if self.manifest is not None and self.own_file not in self.rank_names:
+            raise CheckpointError(
+                f"{self.folder} has no {self.own_file}: it was saved on {self.manifest.world_size} processes with "
+                f"save_on_each_node, and rank {self.rank} was on another node. Start the same ranks "
+                "on each node, or copy the directories of all nodes into one."
+            )
         self.load_kwargs = load_kwargs
-        self.manifest: Manifest | None = Manifest.read(folder)
-        if self.manifest is not None:
-            # Other files in the directory are not verified, so they are not read.
-            self.names: list[str] = list(self.manifest.files)
-        else:
-            reason = why_no_checkpoint(folder)
-            if reason is not None:
-                raise CheckpointError(reason)
-            self.names = files_without_manifest(folder)
         self.reversible: list[Change] = []
         self.collective: list[Change] = []
         self.changes: list[Callable[[], Any]] = []
@@ -121,36 +105,9 @@ class StateReader:
         self.loaders_from_start = False
         """Whether the epochs of loaders begin with their first batch, for scripts that leave out batches themselves."""
         self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
-        self._process = process
-        self._rank = process.process_index if rank is None else rank
         where = "cpu" if map_location is None else map_location
         self._map_location = process.device if where == "on_device" else where
         self._read_names: set[str] = set()
-        same = self.manifest is not None and self.manifest.world_size == process.num_processes
-        self.has_same_ranks: bool = same
-        self._is_new_rank = self.manifest is not None and self._rank >= self.manifest.world_size
-        self._pack = RankPack(folder) if RNG_PACK in self.names else None
-        self._own_file = rng_file(self._rank)
-        if self._is_new_rank:
-            # A rank that did not exist when the state was saved reads the file of the lowest one that was saved.
-            names = self.names if self._pack is None else self._pack.names
-            saved = [name for name in names if name.startswith(f"{RNG_STATE_NAME}_")]
-            self._own_file = min(saved, key=_number_of, default=rng_file(0))
-
-    def start_verification(self, workers: Workers) -> Verification | None:
-        """Begin to compare all files with the manifest."""
-        if self.manifest is None:
-            for name in sorted(filter(is_checkpoint_file, self.names)):
-                workers.submit(partial(check_sums, self.folder / name))
-            return None
-        if self._own_file not in (self.manifest.files if self._pack is None else self._pack.names):
-            raise CheckpointError(
-                f"{self.folder} has no {self._own_file}: it was saved on {self.manifest.world_size} processes with "
-                f"save_on_each_node, and rank {self._rank} was on another node. Start the same ranks "
-                "on each node, or copy the directories of all nodes into one."
-            )
-        manifest = self.manifest if self._remote is None else self._remote.copied_files
-        return Verification(manifest, self.folder, workers, self._share)
 
     def read_state(
         self,
@@ -164,7 +121,7 @@ class StateReader:
         self.strict = options.get("strict") is True
         saved_optimizers = {match[1] or "0" for match in map(_OPTIMIZER_FILE.fullmatch, self.names) if match}
         trains_less = not self.strict and len(objects.optimizers) < len(saved_optimizers)
-        own = self._read(self._own_file)
+        own = self._read(self.own_file)
         self.own = own if isinstance(own, dict) else {}
         if self.manifest is None and self.own.get(MANIFEST_MARK):
             raise CheckpointError(
@@ -199,13 +156,14 @@ class StateReader:
             for index, obj in enumerate(objects.registered):
                 name = custom_file(index)
                 self.reversible.append(loading(obj, self._read(name), self.folder / name))
-            windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=_number_of)
+            windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=number_of)
             if windows and self._left.keys() & {"model", "optimizer", "dataloader"}:
                 self._left["windows"] = "open accumulation windows"
                 self._read_names.update(windows)
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
-        self._check_rng()
+        self.check_rng(self.own)
+        require_number(self.own.get("step", 0), f"{self.folder / self.own_file}: step")
         hooks = self.own.get("comm_hooks", {}) if self.has_same_ranks else {}
         for index, model in enumerate(models):
             if hasattr(model, "load_comm_hook"):
@@ -252,31 +210,11 @@ class StateReader:
         """Load what was read. Every rank must call it; if it fails on one, nothing is loaded that can be undone."""
         apply_changes(self.reversible, self.collective, self.changes, on_all_ranks)
 
-    def _check_rng(self) -> None:
-        path = self.folder / self._own_file
-        if self._is_new_rank:
-            rng_state.seed_of_new_rank(self.own, self._rank, path)
-        else:
-            rng_state.check_rng(self.own, self._process.device_backend, path)
-        require_number(self.own.get("step", 0), f"{path}: step")
-
-    def restore_rng(self) -> None:
-        """Restore the random number generators."""
-        path, device = self.folder / self._own_file, self._process.device_backend
-        if self._is_new_rank:
-            rng_state.seed_new_rank(self.own, self._rank, device, path)
-        else:
-            rng_state.restore_rng(self.own, device, path)
-
     def _read(self, name: str, mapped: bool = False) -> Any:
-        if self._pack is not None and name in self._pack.names:
-            self._read_names.add(RNG_PACK)
-            return self._pack.read(name, self.load_kwargs)
-        require_files(self.folder, [name], self.names)
-        self._read_names.add(name)
+        self._read_names.update((name, RNG_PACK))
         # The states of generators can only be set from host memory.
         location = "cpu" if name.startswith((RNG_STATE_NAME, LOADER_NAME)) else self._map_location
-        return read(self.folder / name, location, self.load_kwargs, mapped)
+        return self.read(name, location, self.load_kwargs, mapped)
 
     def _read_models(self, models: list[Any], options: dict[str, Any]) -> None:
         stem, suffix = SAFE_MODEL_NAME, "safetensors"
@@ -342,11 +280,11 @@ class StateReader:
         return ShardedReader(
             directory=self.folder,
             names=set(self.names),
-            rank=self._rank,
-            world_size=self._process.num_processes,
+            rank=self.rank,
+            world_size=self.process.num_processes,
             read=self._read,
             read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
-            source=lambda directory: None if self._remote is None else self._remote.source(directory.name),
+            source=lambda directory: None if self.remote is None else self.remote.source(directory.name),
         )
 
     def _read_averages(self, averages: Sequence[Any], strategy: Strategy, layouts: Mapping[int, Layout] | None) -> None:
@@ -358,7 +296,7 @@ class StateReader:
             layout = strategy.layout(average.model) if layouts is None else layouts[id(average.model)]
             state = reader.average(index, layout)
             number = updates[index] if isinstance(updates, list) and index < len(updates) else None
-            number = require_number(number, f"{self.folder / self._own_file}: averages")
+            number = require_number(number, f"{self.folder / self.own_file}: averages")
             self.changes.append(average.plan_load(state, layout, number, self.folder))
         self._read_names |= reader.used
 
@@ -384,7 +322,7 @@ class StateReader:
             self.reversible.append(loading_attributes(sampler, values, self.folder / name))
         # The rank's own state of a loader has its generators; on another number of ranks the common part is read.
         positions = {}
-        if self.manifest is not None and self.manifest.world_size == self._process.num_processes:
+        if self.manifest is not None and self.manifest.world_size == self.process.num_processes:
             positions = self.own.get("dataloaders", {})
         resumable = []
         for index, loader in enumerate(dataloaders):
@@ -426,8 +364,8 @@ class StateReader:
                 type(strategy).__name__,
             )
             return
-        own_name = gradients_file(self._rank)
-        ranks, world = strategy.averaging_collectives.world_size, self._process.num_processes
+        own_name = gradients_file(self.rank)
+        ranks, world = strategy.averaging_collectives.world_size, self.process.num_processes
         first = self._read_window(names[0])
         same_ranks = self.manifest.world_size == world and first.get("averaging_ranks", world) == ranks
         # Where ranks hold shards of a model, they take them from the average of what all ranks have saved.
@@ -446,7 +384,3 @@ class StateReader:
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder / name} does not hold the gradients of accumulation windows.")
         return content
-
-
-def _number_of(name: str) -> int:
-    return int(name.rpartition("_")[2].partition(".")[0])
