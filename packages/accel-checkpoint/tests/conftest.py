@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from accel_state import context
+from accel_state.testing import preload
+
+# What the ranks of most tests import.
+preload("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "accel_checkpoint.api")
 
 
 @pytest.fixture(autouse=True)

@@ -293,24 +293,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert values["place"] == 10 and list_checkpoints(tmp_path)[0].complete
 
 
-def sharded(folder: str) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    PartialState()
-    tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    try:
-        save({"model": {"weight": tensor}}, Path(folder, "one"))
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
-    assert all("model" in text for text in run_world(sharded, 2, str(tmp_path), timeout=120))
-    assert os.listdir(tmp_path) == []
-
-
 def test_torch_compat() -> None:
     from accel_checkpoint import _torch_compat
 

@@ -29,7 +29,7 @@ from .catalog import check_keep, why_no_checkpoint
 from .checkpoint_reader import CheckpointReader, identity_of, share_of
 from .consensus import BackgroundCollectives, on_all_ranks
 from .manifest import Manifest, Workers
-from .names import NUMBERED, CheckpointError, rng_file
+from .names import NUMBERED, SHARD_TABLE_NAME, CheckpointError, rng_file
 from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
@@ -55,7 +55,8 @@ def save(
 
     Args:
         state: by name, objects with ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, loaders),
-            tensors, or plain values: numbers, texts, and lists, tuples and dictionaries of all these.
+            tensors, or plain values: numbers, texts, and lists, tuples and dictionaries of all these. Every rank
+            writes its own parts of sharded tensors (DTensors).
         path: the directory of this checkpoint, which replaces an older one, or the URL of a place in object storage.
         step: the number of optimizer steps taken, which ``accel checkpoint list`` shows.
         per_rank: the names whose values differ between ranks, such as loaders: every rank saves its own. Of the others
@@ -69,7 +70,7 @@ def save(
 
     Raises:
         CheckpointError: saving failed on some rank, or the state of an object could not be loaded again.
-        ConfigurationError: an argument that cannot be used; sharded tensors (DTensors).
+        ConfigurationError: an argument that cannot be used; ranks whose sharded tensors (DTensors) have other names.
     """
     process = PartialState()
     saving = _Saving(process, state, as_location("path", path), step, per_rank, rng, keep)
@@ -167,7 +168,8 @@ def load(
         strict: models must have exactly the weights that were saved.
 
     Returns:
-        What was saved under the other names: values, and the state dicts of objects.
+        What was saved under the other names: values, and the state dicts of objects. Sharded tensors are whole in it;
+        objects get theirs as they are sharded now, on any number of ranks.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the objects.
@@ -233,28 +235,59 @@ class _Saving:
 
     def collect(self, memory: SharedMemory | None) -> None:
         """Give the writer the state as it is now; with ``memory``, a copy of it there. Every rank must call it."""
-        writer = self.writer
-        writer.begin(self.process.collectives)
-        parts = [part for part in self._parts() if writer.is_writer or part.each_rank]
+        writer, collectives = self.writer, self.process.collectives
+        contents = {}
+        for name, value in self.state.items():
+            contents[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        sharded = {name: content for name, content in contents.items() if _holds_sharded(content)}
+        parts = []
+        for name, content in contents.items():
+            if name not in sharded:
+                parts.append(self._part(name, content))
+        if sharded:
+            parts += self._sharded(sharded)
+        else:
+            writer.begin(collectives)
+        if self.rng:
+            state = rng_state.capture_rng(self.process.device_backend)
+            parts.append(Part(rng_file(writer.rank), state, each_rank=True, is_small=True))
+        parts = [part for part in parts if writer.is_writer or part.each_rank]
         writer.parts = parts if memory is None else copied_parts(parts, memory)
         writer.on_device = memory is None and self.process.device.type != "cpu"
 
-    def _parts(self) -> list[Part]:
-        rank = self.process.process_index
+    def _part(self, name: str, content: Any) -> Part:
+        each = name in self.per_rank
+        stem = f"{name}.rank{self.writer.rank}" if each else name
+        plain = isinstance(content, Mapping) and all(type(item) is torch.Tensor for item in content.values())
+        if isinstance(self.state[name], nn.Module) and plain and content:
+            return WeightsPart(f"{stem}.safetensors", safetensors_content(content), each_rank=each)
+        return Part(f"{stem}.bin", content, name, each)
+
+    def _sharded(self, contents: Mapping[str, Any]) -> list[Part]:
+        """The files of states with sharded tensors, for which ranks communicate."""
+        from .sharded.nested import SplitState
+
+        split = {name: SplitState(content) for name, content in contents.items()}
+        writer, collectives = self.writer, self.process.collectives
+        for name in split:
+            if name in self.per_rank:
+                raise ConfigurationError(
+                    f"per_rank has {name!r}, whose sharded tensors (DTensors) all ranks write together. Leave it out "
+                    "of per_rank."
+                )
+        digests = writer.begin_together(collectives, [(name, state.digest()) for name, state in split.items()])
+        if len(digests) < writer.world_size or any(digest != digests[0] for digest in digests):
+            raise ConfigurationError(
+                f"{', '.join(split)}: ranks hold sharded tensors (DTensors) of different names. Give every rank the "
+                "same state, or save what differs with Accelerator.save_state."
+            )
         parts: list[Part] = []
-        for name, value in self.state.items():
-            content = value.state_dict() if hasattr(value, "state_dict") else value
-            _refuse_sharded(name, content)
-            each = name in self.per_rank
-            stem = f"{name}.rank{rank}" if each else name
-            plain = isinstance(content, Mapping) and all(type(item) is torch.Tensor for item in content.values())
-            if isinstance(value, nn.Module) and plain and content:
-                parts.append(WeightsPart(f"{stem}.safetensors", safetensors_content(content), each_rank=each))
-            else:
-                parts.append(Part(f"{stem}.bin", content, name, each))
-        if self.rng:
-            state = rng_state.capture_rng(self.process.device_backend)
-            parts.append(Part(rng_file(rank), state, each_rank=True, is_small=True))
+        finalizers = []
+        for name, state in split.items():
+            files, finalize = state.parts(name, collectives)
+            parts += files
+            finalizers.append(finalize)
+        writer.finalizers = finalizers
         return parts
 
 
@@ -325,10 +358,16 @@ class _Loading(CheckpointReader):
             content: Any = read_safetensors(path, self.map_location)
         else:
             content = read(path, self.map_location, mapped=True)
+        target = self.objects.get(name)
+        is_sharded = f"{name}/{SHARD_TABLE_NAME}" in self.names
+        if is_sharded or _is_sharded(target):
+            from .sharded.nested import joined
+
+            location = self.map_location if isinstance(self.map_location, (str, torch.device)) else "cpu"
+            content = joined(content, self.folder / name if is_sharded else None, target, torch.device(location))
         if name not in self.objects:
             self.values[name] = content
             return
-        target = self.objects[name]
         if isinstance(target, nn.Module):
             self.calls.append(self._weights(target, content, path))
         elif isinstance(target, Optimizer):
@@ -362,6 +401,7 @@ class _Loading(CheckpointReader):
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is equal for two names of the same weight."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return (
         *id_tensor_storage(tensor),
         tensor.storage_offset(),
@@ -371,19 +411,23 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-def _refuse_sharded(name: str, value: Any) -> None:
-    """Refuse tensors of which each rank holds a part: one rank cannot write them for all."""
-    module = sys.modules.get("torch.distributed.tensor")
+def _is_sharded(target: Any) -> bool:
+    """Whether an object has sharded tensors in its state, or an optimizer sharded parameters."""
+    if isinstance(target, Optimizer):
+        return _holds_sharded(target.param_groups)
+    return hasattr(target, "state_dict") and _holds_sharded(target.state_dict())
+
+
+def _holds_sharded(value: Any) -> bool:
+    """Whether a nested state has tensors of which each rank holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # which defines them
     pending = [value]
     while module is not None and pending:
         item = pending.pop()
         if isinstance(item, module.DTensor):
-            raise ConfigurationError(
-                f"{name} holds sharded tensors (DTensors), which save() does not write. Gather them with "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(..., full_state_dict=True), or save with "
-                "Accelerator.save_state, which writes each rank's shards."
-            )
+            return True
         if isinstance(item, Mapping):
             pending += item.values()
         elif isinstance(item, (list, tuple)):
             pending += item
+    return False
