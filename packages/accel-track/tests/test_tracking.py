@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import threading
 import time
 from pathlib import Path
@@ -417,3 +418,34 @@ def test_a_run_whose_owner_is_gone_ends_when_another_one_starts() -> None:
         run.init_trackers("sweep")
         assert "finish" in str(first.told[-1]) and "finish" not in str(second.told)
     kept.run.finish()
+
+
+def test_the_thread_of_a_run_that_nobody_ends_leaves_with_its_owner() -> None:
+    before, owner, recorder = set(threading.enumerate()), Owner(Recorder()), Recorder()
+    owner.run = tracking = TrackerRun([recorder], owner=owner)
+    tracking.init_trackers("project")
+    tracking.log({"a": 1}, step=0)
+    (thread,) = {one for one in threading.enumerate() if one.name == "accel_track recorder"} - before
+    thread.join(2.5)  # longer than an idle thread needs to notice
+    assert thread.is_alive()
+    del owner
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert recorder.told[-2][0] == "log" and recorder.told[-1] == ("finish", False)
+    tracking.finish()
+    assert [call for call, *_ in recorder.told].count("finish") == 1
+
+
+def test_a_run_whose_tracker_the_script_has_outlives_its_owner() -> None:
+    recorder = Recorder()
+    owner = Owner(recorder)
+    tracking = owner.run
+    tracking.init_trackers("project")
+    tracking.get_tracker("recorder")
+    del owner
+    gc.collect()
+    time.sleep(2.5)  # longer than an idle thread needs to notice
+    assert ("finish", False) not in recorder.told
+    tracking.finish()
+    assert recorder.told[-1] == ("finish", False)

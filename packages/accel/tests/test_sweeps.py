@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,10 @@ def test_an_engine_that_keeps_process_groups_is_refused_then() -> None:
         assert "Engine keeps process groups" in message and "new processes" in message
 
 
-def _freed_trainings(folder: str, kind: str) -> list[tuple[int, int]]:
-    """Descriptors and threads after each trial."""
+def _freed_trainings(folder: str, kind: str) -> list[tuple[int, int, float]]:
+    """Descriptors, threads, and memory in KiB after each trial."""
     found, process = [], psutil.Process()
-    for trial in range(6):
+    for trial in range(14):
         accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=Path(folder, str(trial)), **_plugins(kind))
         accelerator.init_trackers("sweep")
         accelerator.log({"loss": _trained(accelerator)}, step=0)
@@ -86,19 +87,59 @@ def _freed_trainings(folder: str, kind: str) -> list[tuple[int, int]]:
         else:
             accelerator.free_memory()
             gc.collect()
-        found.append((process.num_fds(), process.num_threads()))
-    deadline = time.monotonic() + 5  # the system's part of a thread ends a little later than Python's
-    while process.num_threads() > found[1][1] and time.monotonic() < deadline:
+        found.append((process.num_fds(), process.num_threads(), process.memory_info().rss / 1024))
+    deadline = time.monotonic() + 5  # connections, and the system's part of threads, end a little later than Python's
+    while (process.num_fds() > found[1][0] or process.num_threads() > found[1][1]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [*found[:-1], (process.num_fds(), process.num_threads())]
+    return [*found[:-1], (process.num_fds(), process.num_threads(), found[-1][2])]
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
 def test_trainings_whose_memory_was_freed_leave_nothing(ranks: int, kind: str, tmp_path) -> None:
-    """Each new Accelerator had a group and a thread of a tracker of its own, which were never given back."""
+    """Each Accelerator has a group for its saves, threads of it and one of a tracker, and gives them back."""
     for found in run_world(_freed_trainings, ranks, str(tmp_path), kind, timeout=100):
         # The first has what all use; a tracker is ended when the next one starts.
         assert found[-1][0] <= found[1][0] and found[-1][1] <= found[1][1], found
+        if kind == "ddp":  # 10 KiB; a group that is kept takes 250
+            assert (found[-1][2] - found[5][2]) / 8 < 100, found
+
+
+def _settings_one_after_another() -> list[tuple[str, str, int, dict[str, str | None]]]:
+    """Strategy, precision and accumulation of each trial, and the variables that it has changed."""
+    sharded: Any = {"cpu_ram_efficient_loading": True, "sync_module_states": True}
+    settings: list[dict[str, Any]] = [
+        {"mixed_precision": "bf16", "gradient_accumulation_steps": 3},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, **sharded)},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **sharded)},
+        {"dynamo_backend": "eager"},
+        {},
+    ]
+    found = []
+    for chosen in settings:
+        before = dict(os.environ)
+        accelerator = Accelerator(cpu=True, **chosen)
+        _trained(accelerator)
+        used = type(accelerator.strategy).__name__, str(accelerator.mixed_precision)
+        steps = accelerator.gradient_accumulation_steps
+        accelerator.end_training()
+        changed = {
+            name: os.environ.get(name)
+            for name in {*before, *os.environ} - {"ACCEL_RANK_OWNER", "TORCHINDUCTOR_CACHE_DIR"}
+            if os.environ.get(name) != before.get(name)
+        }
+        found.append((*used, steps, changed))
+    return found
+
+
+def test_settings_and_variables_of_a_training_do_not_reach_the_next() -> None:
+    for found in run_world(_settings_one_after_another, 2):
+        assert found == [
+            ("DDPStrategy", "bf16", 3, {}),
+            ("FSDP1Strategy", "no", 1, {}),
+            ("FSDP2Strategy", "no", 1, {}),
+            ("DDPStrategy", "no", 1, {}),
+            ("DDPStrategy", "no", 1, {}),
+        ]
 
 
 def test_garbage_is_collected_only_for_an_accelerator_that_needs_another_state() -> None:

@@ -20,6 +20,7 @@ Call = Callable[[], Any]
 _POLL_SECONDS = 0.05
 _POLLS_BEFORE_IDLE = 20
 _NAP_SECONDS = 0.1
+_OWNER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,24 @@ class DeliveryQueue:
 
     The first call that raises, or that hangs while the script waits for it, disables the tracker: a warning is logged
     once, and later calls are dropped. In strict mode the script's next call raises the error instead.
+
+    Args:
+        tracker: the tracker.
+        delivery: the queue's size and timeouts.
+        last_call: returns the tracker's ``finish`` once nothing can submit calls any more, else None. An idle thread
+            asks for it every second, so that it ends although the script does not end the run.
     """
 
-    def __init__(self, tracker: GeneralTracker, delivery: Delivery) -> None:
+    def __init__(
+        self, tracker: GeneralTracker, delivery: Delivery, last_call: Callable[[], Call | None] = lambda: None
+    ) -> None:
         self.tracker = tracker
         self.name: str = str(tracker.name)
         self.error: TrackerError | None = None  # why the tracker is disabled
         self.waited: float = 0.0  # seconds of the last wait since the last progress
         self._raised = False
         self._delivery = delivery
+        self._last_call = last_call
         self._calls: deque[tuple[str, Call]] = deque()
         self._changed = threading.Condition()
         self._urgent = threading.Event()
@@ -120,6 +130,8 @@ class DeliveryQueue:
             self._execute("finish", finish)
             return
         with self._changed:
+            if self._closing:
+                return
             self._calls.append(("finish", finish))
             self._closing = True
             self._changed.notify_all()
@@ -200,7 +212,8 @@ class DeliveryQueue:
         with self._changed:
             self._idle = True
             while not self._calls and not self._closing:
-                self._changed.wait()
+                if not self._changed.wait(_OWNER_SECONDS) and (finish := self._last_call()) is not None:
+                    self.close(finish)
             self._idle = False
             return bool(self._calls)
 

@@ -48,7 +48,8 @@ class TrackerRun:
         logging_dir: directory for trackers that write files.
         strict: raise TrackerError when a tracker fails, instead of disabling it with a warning.
         delivery: queue size and timeouts; ``strict`` is added to it.
-        owner: an object that uses it. When it is gone and another run starts, this one is finished.
+        owner: an object that uses it. The run is finished when the owner is gone; at the latest when another run
+            starts, if the script asked for a tracker and may still use it.
 
     Attributes:
         log_with: the tracker classes and objects that were selected.
@@ -84,6 +85,7 @@ class TrackerRun:
         self._last_step: int | None = None
         self._warned: set[str] = set()
         self._owner = None if owner is None else weakref.ref(owner)
+        self._trackers_in_use = False  # whether the script asked for a tracker
 
     def __getstate__(self) -> dict[str, Any]:
         # Queues and threads belong to this object: a copy logs nothing until init_trackers is called on it.
@@ -110,7 +112,7 @@ class TrackerRun:
         self.finish()
         _finish_abandoned()
         self._config = _without_secrets(_dictionary(config))
-        self.owner_pid, self._last_step = os.getpid(), None
+        self.owner_pid, self._last_step, self._trackers_in_use = os.getpid(), None, False
         self._not_created.clear()
         # A loaded state is resumed once; later calls start new runs.
         self._resumed, self._to_resume = self._to_resume, {}
@@ -267,6 +269,7 @@ class TrackerRun:
     def trackers(self) -> list[Any]:
         """The enabled trackers in this process, once they have received everything that was logged."""
         self.flush()
+        self._trackers_in_use = True
         return [queue.tracker for queue in self._queues if queue.error is None]
 
     def replace_trackers(self, trackers: Iterable[Any]) -> None:
@@ -305,6 +308,7 @@ class TrackerRun:
                 if os.getpid() != self.owner_pid:
                     return Silence(queue.name)
                 queue.wait()
+                self._trackers_in_use = True
                 tracker: Any = Silence(queue.name) if queue.error else queue.tracker
                 return tracker.tracker if unwrap else tracker
         selected = any(tracker.name == name for tracker in self.log_with)
@@ -366,7 +370,7 @@ class TrackerRun:
             run = self._resumed.get(str(tracker.name))
             if run is not None and hasattr(tracker, "resume"):
                 tracker.resume(run["run_id"], run.get("step"))
-            queue = DeliveryQueue(tracker, self._delivery)
+            queue = DeliveryQueue(tracker, self._delivery, partial(self._last_call, tracker))
         except Exception as error:
             message = f"The tracker {str(selected.name)!r} could not be created"
             if self._delivery.strict:
@@ -379,6 +383,10 @@ class TrackerRun:
         queue.submit("start", getattr(tracker, "start", _no_op))
         if self._config is not None:
             queue.submit("store_init_configuration", partial(tracker.store_init_configuration, dict(self._config)))
+
+    def _last_call(self, tracker: Any) -> Callable[[], Any] | None:
+        unused = self.is_abandoned and not self._trackers_in_use
+        return partial(_finish, tracker, False) if unused else None
 
     def _wait_for_start(self) -> None:
         left = self._delivery.start_timeout
