@@ -186,6 +186,7 @@ def test_what_a_manifest_refuses(capsys: pytest.CaptureFixture[str], words: list
     ("words", "message"),
     [
         (["--machine_rank", "1", "t.py"], "--machine_rank comes from SkyPilot"),
+        (["--accelerators", "H100:8", "--cpu", "t.py"], "--accelerators H100:8 and --cpu contradict each other"),
         (["--accelerators", "8 x H100", "t.py"], "'8 x H100' is not NAME:N"),
         (["--storage", "data=bucket", "t.py"], "give PATH=URL with an absolute path"),
         (["--secret", "A=b", "t.py"], "give the name of a variable, without its value"),
@@ -203,6 +204,17 @@ def test_a_range_of_machines_in_a_file_is_refused(capsys, tmp_path: Path, make: 
     file.write_text("num_machines: 2:8\nmain_process_ip: 10.0.0.1\n")
     with pytest.raises(ConfigurationError, match=f"2:8 in .*a fixed number of {what}, which --nodes"):
         make(capsys, "--nodes", "2", "--config_file", str(file), "t.py")
+
+
+@pytest.mark.parametrize(("make", "option"), [(written, "--gpus-per-node=2"), (task, "--accelerators=H100:8")])
+def test_accelerators_for_a_file_that_uses_the_cpu_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, make: Any, option: str
+) -> None:
+    settings = tmp_path / "cpu.yaml"
+    settings.write_text("use_cpu: true\n")
+    with pytest.raises(ConfigurationError, match=rf"{option.replace('=', ' ')} and use_cpu: true .*line 1 contradict"):
+        make(capsys, option, "--config_file", str(settings), "t.py")
+    make(capsys, "--config_file", str(settings), "t.py")
 
 
 def test_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

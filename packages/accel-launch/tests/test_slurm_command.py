@@ -102,6 +102,7 @@ def test_a_file_is_never_replaced(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--mixed_precision", "fp61", "train.py"], "fp61"),
         (["--mixed_precison", "fp16", "train.py"], "--mixed_precision"),
         (["--nodes", "2"], "no script"),
+        (["--gpus-per-node", "4", "--cpu", "train.py"], "--gpus-per-node 4 and --cpu contradict"),
     ],
 )
 def test_wrong_words_are_named(words: list[str], named: str) -> None:

@@ -139,6 +139,7 @@ FULL: dict[str, Change] = {
     "group is a list": rewrite("optimizer.bin", put("param_groups", 0, value=[1])),
     "state is a list": rewrite("optimizer.bin", put("state", value=[])),
     "entries are a number": rewrite("optimizer.bin", put("state", "0.weight", value=3)),
+    "state of an unknown parameter": rewrite("optimizer.bin", put("state", "9.weight", value={})),
     "moment of another shape": rewrite("optimizer.bin", put("state", "0.weight", "exp_avg", value=torch.zeros(3))),
     "moment is a number": rewrite("optimizer.bin", put("state", "2.bias", "exp_avg_sq", value=1.0)),
     "steps below zero": rewrite("optimizer.bin", put("state", "2.bias", "step", value=torch.tensor(-5.0))),

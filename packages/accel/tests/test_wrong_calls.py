@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel import (
     Accelerator,
@@ -52,6 +53,14 @@ def accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
 
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(linear().parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader([1, 2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=repr)
@@ -116,6 +125,10 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "cpu": ("cpu='no'", lambda: Accelerator(cpu="no")),  # type: ignore[arg-type]
     "placement": ("device_placement='no'", lambda: Accelerator(cpu=True, device_placement="no")),  # type: ignore[arg-type]
     "schedulers": ("step_scheduler", lambda: Accelerator(cpu=True, step_scheduler_with_optimizer="no")),  # type: ignore[arg-type]
+    "split": ("split_batches='x'", lambda: Accelerator(cpu=True, split_batches="x")),  # type: ignore[arg-type]
+    "list of placements": ("device_placement=", lambda: Accelerator(cpu=True, device_placement=["x"])),  # type: ignore[arg-type]
+    "deterministic": ("deterministic_red", lambda: Accelerator(cpu=True, deterministic_reduction="no")),  # type: ignore[arg-type]
+    "monitor": ("monitor='no'", lambda: Accelerator(cpu=True, monitor="no")),  # type: ignore[arg-type]
     "batch size": ("starting_batch_size", lambda: find_executable_batch_size(print, "x")()),  # type: ignore[arg-type]
     "size": ("size=-1", lambda: convert_file_size_to_int(-1)),
     "text of a size": ("'10XB' is not a size", lambda: convert_file_size_to_int("10XB")),
@@ -149,6 +162,48 @@ OF_AN_ACCELERATOR: dict[str, tuple[str, Callable[[Accelerator], Any]]] = {
     "load": ("f=5", lambda accelerator: accelerator.load(5)),
     "map of a model": ("verify_device_map", lambda accelerator: accelerator.verify_device_map("x")),  # type: ignore[arg-type]
     "placement": ("device_placement", lambda accelerator: accelerator.prepare(linear(), device_placement="x")),  # type: ignore[call-overload]
+    "placements": (
+        r"device_placement\[1\]='x'",
+        lambda accelerator: accelerator.prepare(loader(), linear(), device_placement=[True, "x"]),
+    ),
+    "prepare a number": ("prepare.. got 5, a int, as object 2", lambda accelerator: accelerator.prepare(linear(), 5)),
+    "prepare a text": ("prepare.. got 'x', a str", lambda accelerator: accelerator.prepare("x")),
+    "model's placement": ("device_placement='yes'", lambda accelerator: accelerator.prepare_model(linear(), "yes")),
+    "evaluation": (
+        "evaluation_mode='yes'",
+        lambda accelerator: accelerator.prepare_model(linear(), evaluation_mode="yes"),
+    ),
+    "optimizer's placement": (
+        "device_placement='yes'",
+        lambda accelerator: accelerator.prepare_optimizer(sgd(), "yes"),
+    ),
+    "loader's placement": (
+        "device_placement='yes'",
+        lambda accelerator: accelerator.prepare_data_loader(loader(), "yes"),
+    ),
+    "slices": ("slice_fn", lambda accelerator: accelerator.prepare_data_loader(loader(), slice_fn_for_dispatch="x")),
+    "pad_first": ("pad_first='x'", lambda accelerator: accelerator.pad_across_processes(torch.ones(2), pad_first="x")),
+    "weights": (
+        "safe_serialization='x'",
+        lambda accelerator: accelerator.save_model(linear(), "a", safe_serialization="x"),
+    ),
+    "object": ("safe_serialization='x'", lambda accelerator: accelerator.save({}, "a", safe_serialization="x")),
+    "objects": ("use_gather_object='x'", lambda accelerator: accelerator.gather_for_metrics([1], "x")),
+    "wrapper": (
+        "keep_fp32_wrapper='no'",
+        lambda accelerator: accelerator.unwrap_model(linear(), keep_fp32_wrapper="no"),
+    ),
+    "compiled": (
+        "keep_torch_compile='no'",
+        lambda accelerator: accelerator.unwrap_model(linear(), keep_torch_compile="no"),
+    ),
+    "names": ("unwrap='no'", lambda accelerator: accelerator.get_state_dict(linear(), unwrap="no")),
+    "even": ("even_batches='x'", lambda accelerator: accelerator.join_uneven_inputs([linear()], even_batches="x")),
+    "shares": ("apply_padding='x'", lambda accelerator: accelerator.split_between_processes([1], "x").__enter__()),
+    "sum of unknown items": (
+        "without num_items",
+        lambda accelerator: accelerator.backward(torch.ones(()), reduction="sum"),
+    ),
     "reduction": ("reduction='x'", lambda accelerator: accelerator.reduce(torch.ones(2), "x")),  # type: ignore[arg-type]
     "scale": ("scale=nan", lambda accelerator: accelerator.reduce(torch.ones(2), scale=NAN)),
     "dim": ("dim='x'", lambda accelerator: accelerator.pad_across_processes(torch.ones(2), dim="x")),  # type: ignore[arg-type]
@@ -173,6 +228,22 @@ def test_wrong_arguments_of_methods(accelerator: Accelerator, name: str) -> None
     with pytest.raises(ConfigurationError, match=text):
         call(accelerator)
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("index", [None, "x", 1, -1], ids=repr)
+def test_processes_of_functions(accelerator: Accelerator, index: Any) -> None:
+    with pytest.raises(ValueError, match="process_index="):
+        accelerator.on_process(print, index)
+    with pytest.raises(ValueError, match="local_process_index="):
+        accelerator.on_local_process(print, index)
+
+
+def test_nothing_is_prepared_before_a_wrong_object(accelerator: Accelerator) -> None:
+    with pytest.raises(ConfigurationError, match="got 5"):
+        accelerator.prepare(linear(), sgd(), 5)
+    assert not accelerator._models and not accelerator.prepared.optimizers
+    model, nothing = accelerator.prepare(linear(), None)
+    assert nothing is None and accelerator._models == [model]
 
 
 def test_nothing_to_clip(accelerator: Accelerator) -> None:

@@ -226,9 +226,9 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
     if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
         return  # what other optimizers keep for a parameter may have any shape
     for key, entries in state["state"].items():
-        if key in parameters:
-            _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
-            _check_moments(key, entries, (parameters[key].shape,), path)
+        _require(key in parameters, path, f"has state of parameter {key!r}, which none of its groups has")
+        _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
+        _check_moments(key, entries, (parameters[key].shape,), path)
     for group in saved:
         _check_group(optimizer, group, state["state"], path)
 
@@ -252,7 +252,9 @@ def check_named_optimizer(
         return  # what other optimizers keep for a parameter may have any shape
     for group in state["param_groups"]:
         _check_group(optimizer, group, state["state"], path)
+    known = {name for group in state["param_groups"] for name in group["params"]}
     for name, entries in state["state"].items():
+        _require(name in known, path, f"has state of parameter {name!r}, which none of its groups has")
         shapes = shapes_of(name)
         if shapes:
             _check_moments(name, entries, shapes, path)

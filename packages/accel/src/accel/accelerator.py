@@ -61,7 +61,7 @@ from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .setup import config_resolution
 from .setup.prepare import Preparation
-from .setup.unprepared import StartupChecks, warn_about_returned
+from .setup.unprepared import StartupChecks, check_arguments
 from .training import lomo, monitoring
 from .training import moving_average as averages
 from .training.gather_for_metrics import gather_for_metrics
@@ -178,6 +178,8 @@ class Accelerator:
         check_flag("device_placement", device_placement)
         check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         check_flag("cpu", cpu, or_none=True)
+        check_flag("deterministic_reduction", deterministic_reduction)
+        check_flag("monitor", monitor, or_none=True)
         project = config_resolution.project_settings(project_dir, project_config)
         loaders = config_resolution.loader_settings(dataloader_config, split_batches)
         self.dataloader_config: DataLoaderConfiguration = loaders
@@ -264,7 +266,7 @@ class Accelerator:
         """Prepare models, optimizers, schedulers and loaders, given in any order.
 
         Args:
-            *args: the objects; those of other types are returned as they are.
+            *args: the objects; None and those of other types are returned as they are.
             device_placement: for each of them, whether it is moved to the device; by default the Accelerator's setting.
 
         Returns:
@@ -273,7 +275,8 @@ class Accelerator:
             :meth:`prepare_data_loader` and :meth:`prepare_optimizer` return.
 
         Raises:
-            ConfigurationError: ``device_placement`` and ``args`` differ in length, or a model cannot be trained here.
+            ConfigurationError: an object is a number or a text, ``device_placement`` and ``args`` differ in length, or
+                a model cannot be trained here.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True)
@@ -284,11 +287,13 @@ class Accelerator:
         if device_placement is not None and not isinstance(device_placement, (list, tuple)):
             raise ConfigurationError(f"device_placement={device_placement!r} must be a list of True, False or None.")
         placements: list[bool | None] = [None] * len(args) if device_placement is None else list(device_placement)
+        for index, placement in enumerate(device_placement or ()):
+            check_flag(f"device_placement[{index}]", placement, or_none=True)
         if len(placements) != len(args):
             raise ConfigurationError(
                 f"device_placement has {len(placements)} values for {len(args)} objects. Give one for each."
             )
-        warn_about_returned(args)
+        check_arguments(args)
         result = self.prepared.prepare(args, placements, self)
         self._monitor.prepared()
         return result[0] if len(result) == 1 else tuple(result)
@@ -313,6 +318,10 @@ class Accelerator:
             >>> accelerator = Accelerator(cpu=True)
             >>> model = accelerator.prepare_model(model, evaluation_mode=True)
         """
+        if device_placement is not None:
+            check_flag("device_placement", device_placement)
+        if evaluation_mode is not False:
+            check_flag("evaluation_mode", evaluation_mode)
         prepared: Any = self.prepared.model(model, device_placement, evaluation_mode)
         return prepared
 
@@ -339,6 +348,8 @@ class Accelerator:
             >>> optimizer.step_was_skipped
             False
         """
+        if device_placement is not None:
+            check_flag("device_placement", device_placement)
         return self.prepared.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -390,6 +401,10 @@ class Accelerator:
             >>> inputs.device
             device(type='cpu')
         """
+        if device_placement is not None:
+            check_flag("device_placement", device_placement)
+        if slice_fn_for_dispatch is not None and not callable(slice_fn_for_dispatch):
+            raise ConfigurationError(f"slice_fn_for_dispatch={slice_fn_for_dispatch!r} must be a function or None.")
         prepared: PreparedLoader[T] = self.prepared.data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         return prepared
 
@@ -456,6 +471,8 @@ class Accelerator:
             >>> accelerator.unwrap_model(prepared) is model
             True
         """
+        check_flag("keep_fp32_wrapper", keep_fp32_wrapper)
+        check_flag("keep_torch_compile", keep_torch_compile)
         # An object that forwards attributes to a model (accmt) is returned as it is.
         if not isinstance(getattr(model, "_modules", None), dict):
             check_type(model, nn.Module, "unwrap_model", "Pass a model that prepare() returned.")
@@ -529,6 +546,10 @@ class Accelerator:
         """
         if not hasattr(loss, "backward"):  # engines and pipelines have losses of their own
             check_type(loss, torch.Tensor, "backward", "Pass the tensor of the loss, such as outputs.loss.")
+        if num_items is None and reduction != "mean":
+            raise ConfigurationError(
+                f"reduction={reduction!r} has no effect without num_items. Pass the number of items in the loss, too."
+            )
         if self.prepared.applied:
             averages.refuse_applied(self.prepared.applied, "backward()")
         checks = self.startup_checks
@@ -778,6 +799,7 @@ class Accelerator:
             ...         accelerator.backward(cross_entropy(model(inputs), targets))
         """
         check_type(joinables, (list, tuple), "join_uneven_inputs", "Pass a list of prepared models: [model].")
+        check_flag("even_batches", even_batches, or_none=True)
         self.precision.check_uneven_inputs()
         if self.use_distributed:
             refuse_alone(self.prepared.optimizers, "join_uneven_inputs")
@@ -991,6 +1013,7 @@ class Accelerator:
             >>> total  # without the samples that even batches repeat
             8
         """
+        check_flag("use_gather_object", use_gather_object)
         shares = self.strategy.averaging_collectives if self.follows_reference else None
         return gather_for_metrics(
             input_data,
@@ -1314,6 +1337,7 @@ class Accelerator:
             ['weight', 'bias']
         """
         check_type(model, nn.Module, "get_state_dict", "Pass a model that prepare() returned.")
+        check_flag("unwrap", unwrap)
         state = self.strategy.state_dict(model, unwrap)
         if unwrap:
             quantized_layers.add_scales(model, state)
@@ -1346,6 +1370,7 @@ class Accelerator:
             ['model.safetensors']
         """
         weights_io.check_shard_size(max_shard_size)
+        check_flag("safe_serialization", safe_serialization)
         self._checkpointer.check_model_directory(save_directory)
         state_dict = self.get_state_dict(model)
         self._checkpointer.save_model(model, state_dict, save_directory, max_shard_size, safe_serialization)

@@ -58,6 +58,20 @@ def parse_job(
     return arguments, words, command_line
 
 
+def refuse_cpu(settings: Resolution, devices: str | None) -> None:
+    """Refuse accelerators for a run on the CPU, which would leave them idle.
+
+    Args:
+        settings: of the launch.
+        devices: the option that asks for accelerators, as it was typed; None if it was not.
+
+    Raises:
+        ConfigurationError: both were chosen.
+    """
+    if devices and settings["cpu"]:
+        raise ConfigurationError(f"{devices} and {settings.where('cpu')} contradict each other. Leave out one of them.")
+
+
 def refuse_range(settings: Resolution, what: str) -> None:
     """Refuse a range of machines, which a file of settings may ask for: a scheduler starts a fixed number.
 

@@ -16,7 +16,18 @@ from ..cloud.kubernetes_manifest import CONTAINER, KINDS, PodJob, objects
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
 from ..parser import CommandLine, ConfigParser
-from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable, refuse_range
+from .job_files import (
+    LABEL,
+    VARIABLE,
+    count_of,
+    deliver,
+    name_of,
+    one_line,
+    parse_job,
+    plain_variable,
+    refuse_cpu,
+    refuse_range,
+)
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -130,8 +141,7 @@ def _job(arguments: argparse.Namespace, settings: Resolution, command_line: Comm
             "it out."
         )
     refuse_range(settings, "pods")
-    if gpus and settings["cpu"]:
-        raise ConfigurationError(f"--gpus-per-node {gpus} and {settings.where('cpu')} contradict each other.")
+    refuse_cpu(settings, f"--gpus-per-node {gpus}" if gpus else None)
     return PodJob(
         name=_job_name(arguments.name or name_of(command_line.script), arguments.kind, nodes),
         image=arguments.image,

@@ -16,7 +16,18 @@ from accel_state.preemption import PREEMPTED_EXIT_CODE
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
 from ..parser import CommandLine, ConfigParser
-from .job_files import LABEL, VARIABLE, count_of, deliver, name_of, one_line, parse_job, plain_variable, refuse_range
+from .job_files import (
+    LABEL,
+    VARIABLE,
+    count_of,
+    deliver,
+    name_of,
+    one_line,
+    parse_job,
+    plain_variable,
+    refuse_cpu,
+    refuse_range,
+)
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -92,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _task(arguments: argparse.Namespace, settings: Resolution, command_line: CommandLine) -> dict[str, Any]:
     refuse_range(settings, "nodes")
+    refuse_cpu(settings, f"--accelerators {arguments.accelerators}" if arguments.accelerators else None)
     recovery = {"max_restarts_on_errors": settings["max_restarts"], "recover_on_exit_codes": [PREEMPTED_EXIT_CODE]}
     resources = {
         "infra": arguments.infra,

@@ -14,7 +14,7 @@ from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
 from ..parser import ConfigParser
-from .job_files import count_of, deliver, one_line, parse_job
+from .job_files import count_of, deliver, one_line, parse_job, refuse_cpu
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -38,7 +38,8 @@ def run(argv: list[str]) -> int:
     """
     reason = "comes from SLURM in a job. Leave it out; --nodes counts the machines."
     arguments, words, command_line = parse_job(argv, _parser(), _NOT_HERE, reason)
-    load_settings(command_line.options)
+    settings = load_settings(command_line.options)
+    refuse_cpu(settings, f"--gpus-per-node {arguments.gpus_per_node}" if arguments.gpus_per_node else None)
     text = "\n".join(_lines(arguments, words, Path(command_line.script).stem)) + "\n"
     deliver(text, arguments.output, 0o777, "Submit it with: sbatch")
     return 0

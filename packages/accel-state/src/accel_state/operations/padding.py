@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..arguments import check_number
+from ..arguments import check_flag, check_number
 from ..state import PartialState
 from .input_checks import chained_operation, exchange_lengths
 from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
@@ -38,6 +38,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     """
     dim = int(check_number("dim", dim, whole=True))
     check_number("pad_index", pad_index, infinite=True)
+    check_flag("pad_first", pad_first)
     state = PartialState()
     other_types = {type(leaf).__name__ for leaf in leaves(tensor, _is_other_leaf)}
     if other_types:

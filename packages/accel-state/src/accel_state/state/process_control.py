@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
+from ..arguments import check_flag
 from ..splitting import share_of
 
 T = TypeVar("T")
@@ -171,6 +172,7 @@ class ProcessControl:
             TypeError: the inputs cannot be split.
             ValueError: the members of a dictionary differ in length, or the inputs to pad are empty.
         """
+        check_flag("apply_padding", apply_padding)
         yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -180,5 +182,5 @@ class ProcessControl:
 
 
 def _check_index(name: str, index: int | None, count: int) -> None:
-    if index is None or not 0 <= index < count:
+    if not isinstance(index, int) or not 0 <= index < count:
         raise ValueError(f"{name}={index!r} is not a rank of this run. Allowed: 0 to {count - 1}.")

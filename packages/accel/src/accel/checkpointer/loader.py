@@ -343,9 +343,13 @@ class StateReader(CheckpointReader):
             # Other libraries save positions only for some kinds of loader.
             if index not in positions and name not in self.names:
                 continue
-            state = positions[index] if index in positions else self._read(name)
+            # The file that all ranks share is checked even if this rank has a position of its own.
+            found = [self._read(name)] if name in self.names else []
+            if index in positions:
+                found.append(positions[index])
+            for state in found:
+                _check_position(loader, state, self.folder / name)
             if isinstance(loader, PreparedLoader):
-                loader.check_state_dict(state)
                 # Accelerator.resume, which completes a finished epoch, takes these back.
                 self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
                 if self.loaders_from_start:
@@ -384,3 +388,11 @@ class StateReader(CheckpointReader):
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder / name} does not hold the gradients of accumulation windows.")
         return content
+
+
+def _check_position(loader: Any, state: Any, path: Path) -> None:
+    """Raise CheckpointError if something is not the position of a loader."""
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(f"{path} holds {state!r}, not the position of a loader. Choose another checkpoint.")
+    if isinstance(loader, PreparedLoader):
+        loader.check_state_dict(state)

@@ -19,6 +19,7 @@ from accel_checkpoint.safe_load import read_safetensors
 from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors, safetensors_content
 from accel_checkpoint.staging import without_unsavable
 from accel_state import PartialState
+from accel_state.arguments import check_flag
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import convert_file_size_to_int
 from accel_state.paths import as_path
@@ -52,6 +53,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     Raises:
         ConfigurationError: an object that safetensors cannot hold.
     """
+    check_flag("save_on_each_node", save_on_each_node)
+    check_flag("safe_serialization", safe_serialization)
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return

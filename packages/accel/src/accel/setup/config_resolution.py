@@ -17,6 +17,7 @@ from accel_state import (
     RNGType,
     get_logger,
 )
+from accel_state.arguments import check_flag
 from accel_state.errors import check_type
 from accel_state.options import CoreOptions
 from accel_state.random import rng_kind
@@ -213,6 +214,7 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
         raise ConfigurationError(f"dataloader_config is a {type(config).__name__}. Pass {hint}.")
     if split_batches is UNSET:
         return config or DataLoaderConfiguration()
+    check_flag("split_batches", split_batches, or_none=True)
     if config is not None and config.split_batches != split_batches:
         raise ConfigurationError(
             f"split_batches={split_batches} contradicts dataloader_config.split_batches={config.split_batches}. Set "

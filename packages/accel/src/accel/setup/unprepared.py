@@ -1,4 +1,4 @@
-"""Warnings about objects that were not prepared, where training with them goes wrong in silence.
+"""Checks of the arguments of ``prepare``, and warnings about objects that were not prepared, where training goes wrong.
 
 They are looked for when objects are prepared and in the first steps, so later steps cost nothing.
 """
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_data.other_loaders import is_known_loader
 from accel_state import GradientState
+from accel_state.errors import ArgumentTypeError
 from accel_state.logging import warn_once
 
 from ..core.unwrap import extract_model_from_parallel
@@ -26,9 +27,18 @@ from .prepare import Preparation
 _PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
 
 
-def warn_about_returned(objects: Iterable[Any]) -> None:
-    """Warn about arguments of ``prepare`` that it returns as they are, although they hold what it prepares."""
-    for obj in objects:
+def check_arguments(objects: Iterable[Any]) -> None:
+    """Refuse numbers and texts as arguments of ``prepare``, and warn about objects that hold what it prepares.
+
+    Raises:
+        ArgumentTypeError: an object is a number or a text.
+    """
+    for index, obj in enumerate(objects):
+        if isinstance(obj, (int, float, complex, str, bytes)):
+            raise ArgumentTypeError(
+                f"prepare() got {obj!r}, a {type(obj).__name__}, as object {index + 1}. Pass models, optimizers, "
+                "schedulers and loaders."
+            )
         items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
         held = next(filter(lambda item: isinstance(item, _PREPARABLE), items), None)
         hint = None
