@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_state import devices, get_logger
 from accel_state.enums import RNGType
-from accel_state.errors import ConfigurationError, check_type
+from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import counted
 from accel_state.random import synchronize_rng_states
 from accel_state.state import GradientState, PartialState
@@ -361,7 +361,11 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
 
     def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
         """The position in a state, which this loader can continue from."""
-        check_type(state_dict, dict, "the state of a loader", "Load what state_dict() of a prepared loader returned.")
+        if not isinstance(state_dict, dict):
+            raise ArgumentTypeError(
+                f"the state of a loader is {state_dict!r}, a {type(state_dict).__name__}. Load what state_dict() of a "
+                "prepared loader has returned."
+            )
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps, state_dict)
         point.check_fits(self._unit)

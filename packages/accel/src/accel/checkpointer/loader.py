@@ -348,7 +348,12 @@ class StateReader(CheckpointReader):
             if index in positions:
                 found.append(positions[index])
             for state in found:
-                _check_position(loader, state, self.folder / name)
+                if not isinstance(state, dict) or not state:
+                    raise CheckpointError(
+                        f"{self.folder / name} holds {state!r}, not the position of a loader. Choose another checkpoint."
+                    )
+                if isinstance(loader, PreparedLoader):
+                    loader.check_state_dict(state)
             if isinstance(loader, PreparedLoader):
                 # Accelerator.resume, which completes a finished epoch, takes these back.
                 self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
@@ -388,11 +393,3 @@ class StateReader(CheckpointReader):
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder / name} does not hold the gradients of accumulation windows.")
         return content
-
-
-def _check_position(loader: Any, state: Any, path: Path) -> None:
-    """Raise CheckpointError if something is not the position of a loader."""
-    if not isinstance(state, dict) or not state:
-        raise CheckpointError(f"{path} holds {state!r}, not the position of a loader. Choose another checkpoint.")
-    if isinstance(loader, PreparedLoader):
-        loader.check_state_dict(state)
