@@ -7,6 +7,7 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from accel_launch.launch_plan import make_plan
 from accel_launch.launchers import ft
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
+from accel_state.options.conflicts import check
 from accel_state.ports import is_free, loopback_variables
 
 
@@ -211,6 +213,19 @@ class TestContradictions:
             ConfigurationError, match="use_cpu: true.*, line 1 and multi_gpu: true.*, line 2 contradict"
         ):
             plan(tmp_path, config="use_cpu: true\nmulti_gpu: true\n")
+
+    def test_a_type_for_gpus(self, tmp_path) -> None:
+        file, both = tmp_path / "c.yaml", "distributed_type: MULTI_GPU\nuse_cpu: true\n"
+
+        def checked(config: str, **options: str) -> Any:
+            file.write_text(config)
+            return check(resolve(load_groups(), options, {}, ConfigFile.read(file)))["distributed_type"]
+
+        with pytest.raises(ConfigurationError, match="use_cpu: true.*, line 2 and distributed_type: MULTI_GPU.*line 1"):
+            checked(both)
+        assert checked(both.replace("true", "false"), cpu="true") == "MULTI_GPU"
+        assert checked(both.replace("_GPU", "_CPU")) == "MULTI_CPU"
+        assert checked(both.replace("MULTI_GPU", "TP") + "tp_config:\n  tp_size: 2\n") == "MULTI_CPU"
 
 
 def test_several_processes_on_the_cpu_by_default(tmp_path: Path, no_gpu: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -333,3 +334,66 @@ def test_a_state_that_was_reset_says_so() -> None:
             read()
     with pytest.raises(AttributeError, match="AcceleratorState.*'nothing'$"):
         Accelerator(cpu=True).state.nothing  # noqa: B018
+
+
+def accumulated(in_blocks: bool, own_backward: bool, **settings: Any) -> list[float]:
+    """Train with two micro batches per step, and return the weights."""
+    accelerator = Accelerator(cpu=True, **settings)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.5), DataLoader(TensorDataset(torch.ones(2, 2)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model) if in_blocks else nullcontext():
+            loss = model(inputs).sum()
+            if own_backward:
+                loss.backward()
+            else:
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model).weight.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("in_blocks", "own_backward", "warning", "weight"),
+    [
+        (True, False, "", 0.5),
+        (False, False, "accumulate() was not entered", 0.5),  # two steps with half a gradient each
+        (True, True, "not from accelerator.backward(loss)", 0.0),
+        (False, True, "not from accelerator.backward(loss)", 0.0),
+    ],
+)
+def test_accumulation_that_the_loop_leaves_out(
+    in_blocks: bool,
+    own_backward: bool,
+    warning: str,
+    weight: float,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accel_logging, "_already_warned", set())
+    assert accumulated(in_blocks, own_backward, gradient_accumulation_steps=2) == [weight, weight]
+    assert [warning in record.getMessage() for record in caplog.records] == [True] * bool(warning)
+    caplog.clear()
+    accumulated(in_blocks, own_backward)
+    assert not caplog.records
+
+
+def test_a_loop_that_sets_sync_gradients_itself_is_not_warned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accel_logging, "_already_warned", set())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for ends in (False, True):
+        accelerator.gradient_state._set_sync_gradients(ends)
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    assert optimizer.steps_taken == 1 and not caplog.records
+
+
+def test_a_loss_that_was_not_scaled_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"call accelerator.backward\(loss\)"):
+        accumulated(in_blocks=True, own_backward=True, mixed_precision="fp16")

@@ -39,6 +39,7 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
 )
 from accel_state import AccelError, ConfigurationError, convert_bytes, convert_file_size_to_int
+from accel_state.testing import run_world
 from accel_track import TrackerRun
 
 NAN = float("nan")
@@ -125,6 +126,11 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "cpu": ("cpu='no'", lambda: Accelerator(cpu="no")),  # type: ignore[arg-type]
     "placement": ("device_placement='no'", lambda: Accelerator(cpu=True, device_placement="no")),  # type: ignore[arg-type]
     "schedulers": ("step_scheduler", lambda: Accelerator(cpu=True, step_scheduler_with_optimizer="no")),  # type: ignore[arg-type]
+    "steps": ("gradient_accumulation_steps='4' must", lambda: Accelerator(cpu=True, gradient_accumulation_steps="4")),  # type: ignore[arg-type]
+    "short name": ("grad_accum. Did you mean gradient_accumulation_steps", lambda: Accelerator(grad_accum=4)),
+    "precision": (r"fp16. Did you mean mixed_precision='fp16'", lambda: Accelerator(fp16=True)),
+    "setting of loaders": (r"DataLoaderConfiguration\(even_batches=", lambda: Accelerator(even_batches=True)),
+    "nothing alike": (r"no argument zzz. See help", lambda: Accelerator(zzz=1)),
     "split": ("split_batches='x'", lambda: Accelerator(cpu=True, split_batches="x")),  # type: ignore[arg-type]
     "list of placements": ("device_placement=", lambda: Accelerator(cpu=True, device_placement=["x"])),  # type: ignore[arg-type]
     "deterministic": ("deterministic_red", lambda: Accelerator(cpu=True, deterministic_reduction="no")),  # type: ignore[arg-type]
@@ -290,6 +296,33 @@ def test_steps_of_logs(tmp_path: Path, tracked: bool, step: Any) -> None:
     run.finish()
     with pytest.raises(ConfigurationError, match="project_name"):
         run.init_trackers(5)  # type: ignore[arg-type]
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle, self.frozen = linear(), linear(), linear().requires_grad_(False)
+        self.heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(8)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+def unused_parameters() -> str:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(PartlyUsed())
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 2))
+    assert caught.value.__suppress_context__
+    return str(caught.value)
+
+
+def test_unused_parameters_are_named_before_the_error_of_torch() -> None:
+    names = ", ".join(["idle.weight", "idle.bias", *(f"heads.{index}.weight" for index in range(6))])
+    for message in run_world(unused_parameters, 2):
+        assert message.startswith(f"{names} and 2 more did not take part in the loss of the last step")
+        assert message.index("find_unused_parameters=True") < message.index("Expected to have finished reduction")
 
 
 class Several(Strategy):

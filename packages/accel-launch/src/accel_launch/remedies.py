@@ -16,6 +16,10 @@ SIZE_MISMATCH = (
     "gloo aborts if the tensors of a collective have different sizes on different ranks: `accel launch --debug` names "
     "the call, and pad_across_processes makes the sizes equal."
 )
+NO_DEVICE = (
+    "The script uses .cuda() or a device by name, and this run is on the CPU or another device. Remove it: prepare() "
+    "moves models, batches arrive on accelerator.device, and other tensors take device=accelerator.device."
+)
 
 # Errors of a script's own connections, such as downloads, have other remedies.
 _COLLECTIVES = r"(?is)(gloo|nccl|tcpstore|c10d|distnetworkerror).*"
@@ -35,6 +39,7 @@ _TABLE = (
         r"did not meet at|no lighthouse listens",
         "Start the same command on every machine, and check that each can reach the main address and port.",
     ),
+    (r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|Expected all tensors to be on the same device", NO_DEVICE),
     (r"connectFullMesh failed", NETWORK),
     (_COLLECTIVES + r"(No route to host|unreachable|Connection timed out|unhandled system error)", NETWORK),
     (_COLLECTIVES + r"address already in use", "Another program has the port: give another --main_process_port."),

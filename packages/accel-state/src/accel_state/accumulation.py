@@ -35,11 +35,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigurationError(
-                f"gradient accumulation num_steps={steps!r} is not a positive integer. Use 1 to turn accumulation off."
-            )
+        check_steps("GradientAccumulationPlugin.num_steps", self.num_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings by name."""
@@ -48,3 +44,9 @@ class GradientAccumulationPlugin:
     def to_kwargs(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+
+def check_steps(name: str, steps: object) -> None:
+    """Raise ConfigurationError for a number of micro batches that is neither None nor a positive integer."""
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigurationError(f"{name}={steps!r} must be a positive integer. Use 1 to turn accumulation off.")

@@ -70,7 +70,7 @@ from .training.muon import refuse_alone
 from .training.uneven_inputs import join_uneven_inputs
 
 if TYPE_CHECKING:  # the modules of plugins are loaded when they are used
-    from typing_extensions import TypeVarTuple, Unpack
+    from typing_extensions import Never, TypeVarTuple, Unpack
 
     from .core.megatron import MegatronSettings
     from .deepspeed.plugin import DeepSpeedPlugin
@@ -174,7 +174,10 @@ class Accelerator:
         strategy: Strategy | str | Plugin | None = None,
         deterministic_reduction: bool = False,
         monitor: bool | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            config_resolution.refuse_unknown(unknown, type(self))
         check_flag("device_placement", device_placement)
         check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         check_flag("cpu", cpu, or_none=True)
@@ -553,7 +556,7 @@ class Accelerator:
         if self.prepared.applied:
             averages.refuse_applied(self.prepared.applied, "backward()")
         checks = self.startup_checks
-        if checks is not None and not checks.next(loss, self.gradient_accumulation_steps):
+        if checks is not None and not checks.next(loss, self._accumulation):
             self.startup_checks = None
         elastic, scaler = self._accumulation.elastic, self.scaler
         scale = None if scaler is None else scaler.scale

@@ -263,9 +263,11 @@ def _tensor_parallel(entries: dict[str, Entry]) -> list[str]:
         )
     if run_type is None or str(run_type.value).upper() != "TP":
         return []
-    entries["distributed_type"] = replace(run_type, value="MULTI_GPU")
+    cpu = entries.get("use_cpu")
+    new = "MULTI_CPU" if cpu is not None and str(cpu.value).lower() in ("true", "yes", "1") else "MULTI_GPU"
+    entries["distributed_type"] = replace(run_type, value=new)
     return [
-        f"{run_type.location}: distributed_type TP is read as MULTI_GPU with a parallelism_config; `accel config "
+        f"{run_type.location}: distributed_type TP is read as {new} with a parallelism_config; `accel config "
         "update` rewrites the file"
     ]
 

@@ -114,6 +114,16 @@ def _check_run_type(settings: Resolution) -> None:
             f"{settings.where('distributed_type')} cannot be used with compute_environment "
             f"{settings['compute_environment']} ({settings.where('compute_environment')}). Allowed: {allowed}."
         )
+    of_devices = str(run_type).startswith("MULTI_") and run_type != "MULTI_CPU"
+    if (
+        of_devices
+        and settings["cpu"]
+        and settings.settings["cpu"].source is settings.settings["distributed_type"].source
+    ):
+        raise ConfigurationError(
+            f"{settings.where('cpu')} and {settings.where('distributed_type')} contradict each other. Use "
+            "distributed_type MULTI_CPU, or leave out the former."
+        )
 
 
 def _check_rank(settings: Resolution) -> None:

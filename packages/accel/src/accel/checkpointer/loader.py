@@ -350,7 +350,7 @@ class StateReader(CheckpointReader):
             for state in found:
                 if not isinstance(state, dict) or not state:
                     raise CheckpointError(
-                        f"{self.folder / name} holds {state!r}, not the position of a loader. Choose another checkpoint."
+                        f"{self.folder / name} holds {state!r}, not the position of a loader. Choose another one."
                     )
                 if isinstance(loader, PreparedLoader):
                     loader.check_state_dict(state)

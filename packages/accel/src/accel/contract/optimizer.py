@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accel_state import AcceleratorState, GradientState, PartialState
+from accel_state import AcceleratorState, ConfigurationError, GradientState, PartialState
 from accel_state.logging import warn_once
 from accel_state.operations import send_to_device
 from accel_state.state.gradient import MicroBatch
@@ -201,7 +201,7 @@ class AcceleratedOptimizer(Optimizer):
         for average in self.averages:
             average.before_step(self)
         if self.steps_taken == 0 and closure is None:
-            warn_without_gradients(self.optimizer)
+            warn_about_gradients(self.optimizer, self.gradient_state)
         if self.step_gate is not None:
             self._is_overflow = not self.step_gate()
             if self._is_overflow:
@@ -221,6 +221,13 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
         try:
             result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        except AssertionError as error:
+            if "_scale is None" not in str(error):
+                raise
+            raise ConfigurationError(
+                "the loss of mixed_precision='fp16' was not scaled: call accelerator.backward(loss) in place of "
+                "loss.backward()."
+            ) from error
         finally:
             if former is None:
                 del self.optimizer.step
@@ -258,11 +265,20 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
 
-def warn_without_gradients(optimizer: Optimizer) -> None:
-    """Warn if none of an optimizer's parameters has a gradient in its first step."""
+def warn_about_gradients(optimizer: Optimizer, state: GradientState) -> None:
+    """Warn if an optimizer has no gradients in its first step, or gradients that were not scaled for accumulation."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fused = callable(getattr(optimizer, "fused_backward", None))
-    if parameters and not fused and all(parameter.grad is None for parameter in parameters):
+    missing = all(parameter.grad is None for parameter in parameters)
+    batch = state.micro_batch
+    if state.num_steps > 1 and not missing and (batch.backwards == 0 if batch is not None else not state.batch_used):
+        warn_once(
+            __name__,
+            f"gradient_accumulation_steps={state.num_steps}, but the gradients of the first step are not from "
+            "accelerator.backward(loss), which divides the loss by the steps. Call it in place of loss.backward(), in "
+            "`with accelerator.accumulate(model):`.",
+        )
+    if parameters and not fused and missing:
         warn_once(
             __name__,
             f"{type(optimizer).__name__}.step found no gradient in any of its {len(parameters)} parameters, so it "

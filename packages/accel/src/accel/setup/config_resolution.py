@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
+import inspect
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from accel_data import DataLoaderConfiguration
@@ -17,8 +19,9 @@ from accel_state import (
     RNGType,
     get_logger,
 )
+from accel_state.accumulation import check_steps
 from accel_state.arguments import check_flag
-from accel_state.errors import check_type
+from accel_state.errors import ArgumentTypeError, check_type
 from accel_state.options import CoreOptions
 from accel_state.random import rng_kind
 
@@ -195,6 +198,7 @@ def accumulation_settings(
     steps: int, plugin: GradientAccumulationPlugin | None, launched: int | None
 ) -> GradientAccumulationPlugin:
     """Settings of gradient accumulation; the launcher's number of steps overrides the script's."""
+    check_steps("gradient_accumulation_steps", steps)
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=launched or steps)
     hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
@@ -232,6 +236,25 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
     if plugin is not None:
         check_type(plugin, TorchDynamoPlugin, "dynamo_plugin", f"Pass TorchDynamoPlugin(backend={plugin!r}).")
     return plugin or TorchDynamoPlugin(backend=backend)
+
+
+def refuse_unknown(arguments: Iterable[str], accelerator: type) -> None:
+    """Raise ArgumentTypeError for arguments that an Accelerator does not have, with what was probably meant."""
+    name = next(iter(arguments))
+    precisions = {precision: f"mixed_precision={precision!r}" for precision in ("fp16", "bf16", "fp8")}
+    settings = {
+        field.name: f"{argument}({field.name}=...)"
+        for argument, kind in (
+            ("dataloader_config=DataLoaderConfiguration", DataLoaderConfiguration),
+            ("project_config=ProjectConfiguration", ProjectConfiguration),
+        )
+        for field in fields(kind)
+    }
+    own = {parameter: parameter for parameter in inspect.signature(accelerator).parameters}
+    known = {**settings, **precisions, **own}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {known[close[0]]}?" if close else " See help(Accelerator) for those that there are."
+    raise ArgumentTypeError(f"Accelerator() has no argument {name}.{hint}")
 
 
 def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:

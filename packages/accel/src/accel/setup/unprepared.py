@@ -22,6 +22,7 @@ from accel_state.errors import ArgumentTypeError
 from accel_state.logging import warn_once
 
 from ..core.unwrap import extract_model_from_parallel
+from ..training.gradient_accumulation import Accumulation
 from .prepare import Preparation
 
 _PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
@@ -63,14 +64,23 @@ class StartupChecks:
         self.prepared = prepared
         self._hook: RemovableHandle | None = None
 
-    def next(self, loss: Any, window_steps: int) -> bool:
+    def next(self, loss: Any, accumulation: Accumulation) -> bool:
         """Check before a backward pass; False when there is nothing left to do."""
         if self._hook is not None:
             self.stop()
             return False
-        prepared = self.prepared
+        prepared, window_steps = self.prepared, accumulation.num_steps
         _check_schedulers(prepared)
         ranks = prepared.strategy.data_collectives.world_size
+        # Libraries that accumulate themselves, such as Transformers, turn sync_gradients off before the backward pass.
+        never_entered = accumulation.count == 0 and accumulation.current is None and accumulation.elastic is None
+        if window_steps > 1 and never_entered and accumulation.gradient_state.sync_gradients:
+            warn_once(
+                __name__,
+                f"gradient_accumulation_steps={window_steps}, but accumulate() was not entered: losses are divided by "
+                f"{window_steps}, and each optimizer.step() updates the weights. Put each micro batch into "
+                "`with accelerator.accumulate(model):`.",
+            )
         if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None:
             # Until the second backward pass: no optimizer other than the prepared ones should step.
             this = weakref.ref(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from .first_calls import FirstCalls
 from .unreduced import UnreducedGradients
 
 logger: Final = get_logger(__name__)
+_SHOWN_NAMES = 8
 
 
 class DistributedDataParallel(TorchDDP):
@@ -113,11 +115,26 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
+            unused = self._named_in(str(error))
             raise RuntimeError(
-                "some parameters did not take part in the loss of the last step, and DDP waits for their gradients. If "
-                "that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+                f"{unused or 'some parameters'} did not take part in the loss of the last step, and DDP waits for "
+                "their gradients. If that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
                 f"find_unused_parameters=True)]). {error}"
-            ) from error
+            ) from None
+
+    def _named_in(self, message: str) -> str:
+        """Return the names of the parameters whose indices are in an error of the reducer; empty without indices."""
+        found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", message)
+        if found is None:
+            return ""
+        names = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        unused = [names[int(index)] for index in found[1].split()]
+        more = f" and {len(unused) - _SHOWN_NAMES} more" if len(unused) > _SHOWN_NAMES else ""
+        return ", ".join(unused[:_SHOWN_NAMES]) + more
 
     def __getattr__(self, name: str) -> Any:
         try:
