@@ -17,6 +17,7 @@ from accel_launch.accelerators.amd import Amd
 from accel_launch.accelerators.base import count_entries
 from accel_launch.accelerators.nvidia import Nvidia
 from accel_launch.accelerators.registry import ACCELERATORS, VisibleDevices
+from accel_launch.config.read import load_settings
 from accel_launch.cpus import default_cpu_processes, usable_cores
 from accel_launch.elastic.report import RankFailure, describe, first_failure, shell_exit_code, with_hint
 from accel_launch.launch_plan import make_plan
@@ -225,7 +226,8 @@ class TestContradictions:
             checked(both)
         assert checked(both.replace("true", "false"), cpu="true") == "MULTI_GPU"
         assert checked(both.replace("_GPU", "_CPU")) == "MULTI_CPU"
-        assert checked(both.replace("MULTI_GPU", "TP") + "tp_config:\n  tp_size: 2\n") == "MULTI_CPU"
+        file.write_text(both.replace("MULTI_GPU", "TP") + "tp_config:\n  tp_size: 2\n")
+        assert load_settings({"config_file": str(file)})["distributed_type"] == "MULTI_CPU"
 
 
 def test_several_processes_on_the_cpu_by_default(tmp_path: Path, no_gpu: None) -> None:
