@@ -97,18 +97,20 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlanRequest, Fou
     return request, search(request, 4 * 64)
 
 
-def check_best(request: PlanRequest, found: Found) -> None:
+def check_best(request: PlanRequest, found: Found, ranks: int) -> None:
     """No configuration is faster, as the plans of all of them say."""
     times = []
     assert request.hardware is not None and request.memory_limit is not None
-    for item in candidates(request, shape_of(request), request.hardware, processes=4, samples=4, length=64):
+    for item in candidates(request, shape_of(request), request.hardware, processes=ranks, samples=ranks, length=64):
+        if item.checkpointing == FULL:
+            continue  # computes more than SELECTIVE, and memory is no limit here: a third of the time of the test
         try:
             plan = make_plan(planning_request(request, item))
         except ConfigurationError:
             continue
         if plan.time is not None and plan.peak is not None and plan.total <= request.memory_limit:
             times.append((plan.time.seconds, item.describe()))
-    assert len(times) > 10
+    assert len(times) > 9
     assert found.best[0].seconds == pytest.approx(min(times)[0], rel=0.02), (found.best[0].candidate, min(times))
     for first, second in itertools.pairwise(found.best):
         assert first.seconds <= second.seconds
@@ -117,8 +119,13 @@ def check_best(request: PlanRequest, found: Found) -> None:
 @pytest.mark.slow  # plans every configuration of four ranks
 def test_the_best_is_that_of_all(searched: tuple[PlanRequest, Found]) -> None:
     request, found = searched
-    check_best(request, found)
+    check_best(request, found, ranks=4)
     assert found.best[0].candidate.axes["pp"] == 1
+
+
+@pytest.mark.slow  # a search
+def test_the_best_within_a_limit_of_memory(searched: tuple[PlanRequest, Found]) -> None:
+    request, found = searched
     limit = int(found.best[0].plan.total * 0.8)
     less = search(replace(request, memory_limit=limit), 4 * 64)
     assert all(choice.plan.total <= limit for choice in less.best)
@@ -139,14 +146,14 @@ def test_a_search_leaves_a_part_of_the_device_free(searched: tuple[PlanRequest, 
     assert all(1.2 * choice.plan.total <= limit + 1 for choice in less.best)
 
 
-@pytest.mark.slow  # plans every configuration of four ranks
+@pytest.mark.slow  # plans every configuration of two ranks
 def test_the_best_on_shared_processors_is_that_of_all(tmp_path: Path, hardware: Path) -> None:
-    """Two of four ranks on a processor, where a pipeline's bubble costs nothing and messages cost much."""
+    """Two ranks on a processor, where a pipeline's bubble costs nothing and messages cost much."""
     shared = {"devices_per_node": 4, "overlaps": False, "alone_speedup": 2.0, "message_seconds": 1e-3}
-    request = a_request(tmp_path, replace(read_profile(hardware), **shared))
+    request = a_request(tmp_path, replace(read_profile(hardware), **shared), processes=2)
     request = replace(request, model=write_llama(tmp_path / "deep", num_hidden_layers=4))
-    found = search(request, 4 * 64)
-    check_best(request, found)
+    found = search(request, 2 * 64)
+    check_best(request, found, ranks=2)
     assert found.best[0].candidate.axes["pp"] > 1
 
 
