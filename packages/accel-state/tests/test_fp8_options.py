@@ -24,12 +24,6 @@ def read(folder: Path, text: str) -> ConfigFile:
     return ConfigFile.read(file)
 
 
-def test_two_spellings_that_disagree(tmp_path: Path) -> None:
-    config = read(tmp_path, "fp8_config:\n  amax_history_len: 3\n  amax_history_length: 4\n")
-    with pytest.raises(ConfigurationError, match=r"amax_history_length: 4 .*contradicts .*amax_history_len: 3"):
-        resolve(GROUPS, environ={}, config=config)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
@@ -68,7 +62,3 @@ def test_what_is_no_override(text: str) -> None:
 def test_what_code_may_not_give(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
         checked(name, value)
-
-
-def test_other_settings_pass_as_they_are() -> None:
-    assert checked("config", 3) == 3

@@ -27,7 +27,6 @@ from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.hooks import _accelerate_added_attributes
 from accel.state import AcceleratorState, GradientState, PartialState
 from accel.tracking import GeneralTracker
-from accel.utils import constants
 from accel.utils.dataclasses import get_module_class_from_name
 from accel.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 from accel.utils.modeling import logger
@@ -169,21 +168,6 @@ def test_the_states_can_be_pickled_and_belong_to_the_process_that_loads_them() -
     del accelerator
     AcceleratorState._reset_state()
     assert pickle.loads(pickled).mixed_precision == "bf16"
-
-
-# Names that clients import
-
-CONSTANTS = (
-    "FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY FSDP_MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME "
-    "SCALER_NAME RNG_STATE_NAME MODEL_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME "
-    "SAFE_WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC"
-)
-
-
-def test_constants_that_clients_import() -> None:
-    """tests/facts/exports has the other names."""
-    missing = [name for name in CONSTANTS.split() if not hasattr(constants, name)]
-    assert not missing
 
 
 class Block(nn.Module):
