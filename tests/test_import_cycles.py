@@ -12,8 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from workspace import metadata, module_name, projects, sources
+from workspace import module_name, projects, sources
 
 # The floors of accel, from the ground up: a subpackage imports from lower floors only, never from its own.
 # Modules of the top level count as subpackages. docs/architecture.md describes them.
@@ -113,22 +112,6 @@ def test_a_subpackage_of_accel_imports_from_lower_floors_only() -> None:
             if target != "accel" and floor_of[target] >= floor_of[room]:
                 upwards.append(example)
     assert not upwards
-
-
-def test_distributions_do_not_require_each_other() -> None:
-    """An extra may name a distribution that requires this one: nothing installs it unasked."""
-    names = {project.name for project in projects()}
-    required = {
-        project.name: {Requirement(text).name for text in metadata(project)["dependencies"]} & names
-        for project in projects()
-    }
-    assert required["accel-plan"] >= {"accel"}
-    try:
-        TopologicalSorter(required).prepare()
-    except CycleError as error:
-        pytest.fail(
-            "distributions in a circle: " + " -> ".join(reversed(error.args[1])) + ". Make one of them an extra."
-        )
 
 
 def test_the_graph_has_every_form_of_import() -> None:

@@ -23,7 +23,7 @@ def killed(place: str, background: bool, kills: int, copies: str = "") -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("background", "kills"), [(False, 12), (True, 2)])
+@pytest.mark.parametrize(("background", "kills"), [(False, 7), (True, 2)])
 def test_on_a_file_system(tmp_path: Path, background: bool, kills: int) -> None:
     assert run_world(killed, 1, str(tmp_path / "place"), background, kills, timeout=550, state=False)[0] > 0
 

@@ -225,7 +225,7 @@ def test_four_ranks_and_a_copy_on_each_of_two_nodes() -> None:
         ({**BLOCKS, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, "net", 7, 1, 0.5, "apart", 3),
         ({"fsdp_version": 2, **BLOCKS}, "net", 7, 3, 0.5, "optimizer first", 3),
         *(
-            ({**settings, **BLOCKS}, kind, 20, 1, 0.5, "model first")
+            ({**settings, **BLOCKS}, kind, 8, 1, 0.5, "model first")
             for kind, settings in (
                 ("llama", {"fsdp_version": 2}),
                 ("gpt2", {}),
