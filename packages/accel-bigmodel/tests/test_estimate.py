@@ -366,18 +366,6 @@ def test_without_a_connection_it_neither_retries_nor_warns(tmp_path) -> None:
     assert time.monotonic() - begin < 60
 
 
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys, contextlib\nfrom accel_bigmodel.estimate.command import COMMAND\n"
-        "with contextlib.suppress(SystemExit): COMMAND.run(['--help'])\nsys.exit('torch' in sys.modules or "
-        "'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    for option in ("--library_name", "--dtypes", "--trust_remote_code", "--json", "--batch_size", "--tensor_parallel"):
-        assert option in done.stdout
-
-
 def test_the_command_is_registered_for_the_launcher() -> None:
     from importlib.metadata import entry_points
 

@@ -94,22 +94,6 @@ class TestUpdate:
         assert again.returncode == 0 and "comments" not in again.stdout, "the new file has none"
         assert sorted(os.listdir(shell.folder)) == ["old.yaml", "old.yaml.bak"]
 
-    def test_the_settings_stay(self, shell) -> None:
-        old = """
-        use_cpu: false # no "#1" here
-        num_processes: 2
-        main_process_ip: 'a#b'   # not a comment: the # before this
-        fsdp_config:
-          fsdp_backward_prefetch_policy: BACKWARD_PRE
-        distributed_type: FSDP
-        """
-        path = shell.write("old.yaml", old)
-        before = load_settings({"config_file": str(path)}, environ={})
-        assert shell.call("config", "update", "--config_file", path).returncode == 0
-        after = load_settings({"config_file": str(path)}, environ={})
-        assert before["main_process_ip"] == "a#b"
-        assert {name: after[name] for name in before.settings} == {name: before[name] for name in before.settings}
-
     def test_a_file_of_the_reference_is_converted(self, shell) -> None:
         reference = Path(shell.env["HF_HOME"]) / "accelerate" / "default_config.yaml"
         reference.parent.mkdir(parents=True)
@@ -119,15 +103,6 @@ class TestUpdate:
         assert reference.read_text() == "num_processes: 3\n", "it is not ours to change"
         assert yaml.safe_load(default_file(shell).read_text())["num_processes"] == 3
         assert f"num_processes: 3 in {default_file(shell)}" in shell.call("config", "show").stdout
-
-    @pytest.mark.parametrize(
-        "text", ["num_proceses: 2\n", "num_processes: many\n", "a: [1", "- 1\n", "fsdp_config: 3\n"]
-    )
-    def test_an_invalid_file_is_not_changed(self, shell, text: str) -> None:
-        path = shell.write("c.yaml", text)
-        message = fails(shell, "update", "--config_file", path)
-        assert str(path) in message and path.read_text() == text
-        assert sorted(os.listdir(shell.folder)) == ["c.yaml"]
 
     def test_an_earlier_copy_stays(self, shell) -> None:
         path = shell.write("c.yaml", "# one\nnum_processes: 2\nuse_mps_device: true\n")

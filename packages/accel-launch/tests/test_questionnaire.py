@@ -168,12 +168,6 @@ class TestWhatIsAsked:
         assert {key: content.get(key) for key in expected} == expected
         assert {*answers, *asked_too.split()} <= {*asked} and not {*not_asked.split()} & {*asked}
 
-    def test_settings_of_deepspeed_and_of_a_policy_are_in_their_sections(self) -> None:
-        content, _ = answer(SESSIONS["DeepSpeed"][0])
-        expected = {"zero_stage": 3, "offload_param_nvme_path": "/nvme", "gradient_accumulation_steps": 4}
-        assert expected.items() <= content["deepspeed_config"].items()
-        assert answer(SESSIONS["FSDP"][0])[0]["fsdp_config"]["fsdp_min_num_params"] == 100_000_000
-
     def test_settings_without_a_question_are_kept_and_disabled_engines_dropped(self) -> None:
         known = {
             "max_restarts": 3,
