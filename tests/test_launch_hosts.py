@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from components import namespaces, torchless
+from components import namespaces
 from components.digits import LAUNCH, environment
 from torch import nn
 
@@ -60,18 +60,6 @@ if rank == 0:
     print("weight", weight.tolist(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 dist.barrier()
 dist.destroy_process_group()
-"""
-
-SIZES = """
-# Notes the number of ranks of each start, and ends after the third.
-import time
-from torchless import Group
-group = Group()
-if group.rank == 0:
-    with open("sizes", "a") as file:
-        file.write(f"{group.size}\\n")
-while group.sum(len(open("sizes").readlines()) == 3) < group.size:
-    time.sleep(0.05)
 """
 
 REPLICA = """
@@ -190,44 +178,6 @@ def test_a_killed_worker_is_started_again(hosts, tmp_path, backend, deaths: list
     assert backend == "c10d" or restarts == f"{len(deaths)}\n"
     for number in range(1, len(deaths) + 1):
         assert f"starting all processes again (restart {number} of {len(deaths)})" in run.errors
-
-
-@pytest.mark.slow  # three starts; test_ranged_rendezvous.py is fast, without ranks
-def test_machines_join_and_leave(hosts, tmp_path) -> None:
-    """One of two machines begins; the other one joins, and leaves."""
-    (tmp_path / "s.py").write_text(SIZES)
-    torchless.copy_to(tmp_path)
-    words = [
-        *("--cpu", "--num_machines=1:2", "--num_processes=2", "--rdzv_conf=last_call_timeout=1"),
-        *("--main_process_ip=10.77.0.1", "--main_process_port=29513"),
-    ]
-
-    def start(host: int) -> subprocess.Popen[str]:
-        command = hosts.command(host, [*LAUNCH, *words, "s.py"])
-        return subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-
-    def wait_for(sizes: str) -> None:
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "sizes").exists() or (tmp_path / "sizes").read_text() != sizes:
-            ended = [one.communicate()[1] for one in started if one.poll() is not None]
-            assert time.monotonic() < deadline and not ended, (sizes, ended)
-            time.sleep(0.1)
-
-    started = [start(0)]
-    try:
-        wait_for("1\n")
-        started.append(start(1))
-        wait_for("1\n2\n")
-        started[1].terminate()
-        _, errors = started[0].communicate(timeout=100)
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    assert started[0].returncode == 0, errors
-    assert (tmp_path / "sizes").read_text() == "1\n2\n1\n"
-    assert "machine host1 (10.77.0.2) has joined: starting 2 processes on 2 machines (host0, host1)" in errors
-    assert "machine host1 (10.77.0.2) has left (ended by SIGTERM): starting 1 process on 1 machine (host0)" in errors
 
 
 # Asks a port of another host to kill a replica, to show its status, and to let it join; prints what it got.

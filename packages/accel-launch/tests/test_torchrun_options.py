@@ -12,8 +12,6 @@ from torch.distributed.run import get_args_parser
 
 from accel_launch.parser import build_parser
 from accel_launch.torchrun_options import UNUSED, _split
-from accel_state.errors import ConfigurationError
-from accel_state.options import load_groups
 
 SHOW = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')))"
 
@@ -188,12 +186,3 @@ def test_processes_that_ignore_sigterm_are_killed_after_the_timeout(shell) -> No
     result = shell.launch("--nproc-per-node", "2", "--shutdown-timeout", "1", "s.py")
     # Without the option, 30 seconds have 120 lines.
     assert result.returncode == 3 and result.stdout.count("still here") < 80
-
-
-def test_every_option_of_ours_has_one_group() -> None:
-    flags = [flag for group in load_groups() for opt in group.options() for flag in opt.flags]
-    assert len(flags) == len(set(flags))
-    with pytest.raises(ConfigurationError, match="--redirect "):
-        from accel_launch.parser import parse
-
-        parse(["--redirect", "3", "s.py"])

@@ -168,14 +168,6 @@ class TestHiddenSize:
             "stage3_param_persistence_threshold": 1010,
         }
 
-    def test_each_model_has_its_own(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config=BY_HIDDEN_SIZE)
-        sizes = [
-            plugin.resolve(trained(model=model_of(hidden_size=n)))["zero_optimization"]["reduce_bucket_size"]
-            for n in (8, 16)
-        ]
-        assert sizes == [64, 256] and plugin.get_value("zero_optimization.reduce_bucket_size") == 256
-
     def test_values_set_by_the_script_are_kept(self) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=BY_HIDDEN_SIZE)
         plugin.resolve(trained())
@@ -347,14 +339,6 @@ class TestTheRest:
         with pytest.raises(ConfigurationError, match=message):
             resolve(config, **fields)
 
-    def test_what_is_like_what_is_refused(self) -> None:
-        fields = {f"offload_{kind}_device": "nvme" for kind in ("optimizer", "param")}
-        fields |= {f"offload_{kind}_nvme_path": "/drive" for kind in ("optimizer", "param")}
-        zero = resolve(ZERO3, **fields)["zero_optimization"]
-        assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "nvme", "nvme_path": "/drive"}
-        config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3, "zero_quantized_weights": 1}}
-        assert resolve(config, trained(world_size=6))[TRAIN] == 72
-
     def test_changes_by_the_script_are_checked(self, caplog: pytest.LogCaptureFixture) -> None:
         plugin = DeepSpeedPlugin(zero_stage=2)
         zero = plugin.deepspeed_config["zero_optimization"]
@@ -377,13 +361,6 @@ class TestTheRest:
         }
         done = resolve(config, trained(optimizer=optimizer, scheduler=DummyScheduler(optimizer)))
         assert done["scheduler"]["params"]["warmup_num_steps"] == 1
-
-    def test_the_plugin_shows_resolved_values(self) -> None:
-        plugin = DeepSpeedPlugin()
-        done = plugin.resolve(trained())
-        assert plugin.deepspeed_config == done and plugin.deepspeed_config is not done
-        assert plugin.gradient_accumulation_steps == 3 and plugin.accumulation_steps is None
-        assert list(auto_paths(plugin.deepspeed_config)) == []
 
 
 # -- any JSON, any settings -------------------------------------------------------------------------------------------

@@ -275,10 +275,12 @@ def mixture() -> dict[str, Any]:
     """A leaf module of experts, and a model created with deepspeed.zero.Init."""
     from accel.deepspeed.plugin import DeepSpeedPlugin
 
-    accelerator = accelerator_of(DeepSpeedPlugin(hf_ds_config=config(3), transformer_moe_cls_names="Experts"))
+    accelerator = accelerator_of(DeepSpeedPlugin(hf_ds_config=config(3), transformer_moe_cls_names=" Experts ,"))
     import deepspeed
 
     model = Mixture()
+    with pytest.raises(ConfigurationError, match="Expert.*Experts, Linear, Mixture"):
+        DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Expert").set_moe_leaf_modules(model)
     model, opt, loader = accelerator.prepare(model, adamw(model.parameters()), batches(accelerator))
     leaves = [type(module).__name__ for module in deepspeed.utils.get_z3_leaf_modules(model)]
     weights = train(accelerator, model, opt, loader)

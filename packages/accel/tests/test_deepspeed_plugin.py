@@ -135,11 +135,6 @@ class TestJson:
         assert plugin.accumulation_steps is None and plugin.is_auto("gradient_clipping")
         assert not plugin.is_auto("no.such.key")
 
-    def test_missing_values_are_added(self) -> None:
-        plugin = DeepSpeedPlugin(hf_ds_config=ZERO3, gradient_clipping=0.3, offload_optimizer_device="cpu")
-        assert plugin.deepspeed_config["gradient_clipping"] == 0.3
-        assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-
     def test_the_launchers_file(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(CONCRETE))
@@ -216,90 +211,38 @@ class TestConflicts:
             assert message in str(caught.value)
 
 
-class TestScenarios:
-    """Those of the guide: a configuration file of accel that names one of DeepSpeed."""
+IGNORED = (
+    "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
+    "['gradient_accumulation_steps', 'gradient_clipping', 'zero_stage', 'offload_optimizer_device', "
+    "'offload_param_device', 'zero3_save_16bit_model', 'mixed_precision']. Please specify them appropriately in "
+    "the DeepSpeed config file."
+)
+TAMPERED = (
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n"
+    "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n  zero3_init_flag: true\n"
+    "  zero3_save_16bit_model: true\n  zero_stage: 3\n  deepspeed_config_file: ds_config.json\nnum_processes: 2\n"
+)
 
-    IGNORED = (
-        "When using `deepspeed_config_file`, the following accel config variables will be ignored: "
-        "['gradient_accumulation_steps', 'gradient_clipping', 'zero_stage', 'offload_optimizer_device', "
-        "'offload_param_device', 'zero3_save_16bit_model', 'mixed_precision']. Please specify them appropriately in "
-        "the DeepSpeed config file."
-    )
-    TAMPERED = (
-        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n"
-        "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n  zero3_init_flag: true\n"
-        "  zero3_save_16bit_model: true\n  zero_stage: 3\n  deepspeed_config_file: ds_config.json\nnum_processes: 2\n"
-    )
-    CORRECTED = (
-        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
-        "  zero3_init_flag: true\nnum_processes: 4\n"
-    )
 
-    @pytest.fixture(autouse=True)
-    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-
-    def launched(self, config: str, deepspeed: dict[str, Any], **flags: str) -> dict[str, str]:
-        """The variables that processes get."""
-        Path("config.yaml").write_text(config)
-        Path("ds_config.json").write_text(json.dumps(deepspeed))
-        settings = load_settings({"config_file": "config.yaml", **flags}, environ={})
-        check_deepspeed_file(settings)
-        return settings.environment()
-
-    def test_1_both_files_set_the_same_things(self) -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            self.launched(self.TAMPERED, CONCRETE)
-        assert str(caught.value).startswith(self.IGNORED)
-        place = "deepspeed_config.zero_stage: 3 in config.yaml, line 9, ds_config.json has zero_optimization.stage: 3"
-        assert place in str(caught.value) and "`accel config`" in str(caught.value)
-        variables = {  # which were not set by `accel launch`
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-            f"{PREFIX}ZERO_STAGE": "3",
-            f"{PREFIX}OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-            f"{PREFIX}OFFLOAD_PARAM_DEVICE": "cpu",
-            f"{PREFIX}ZERO3_SAVE_16BIT_MODEL": "true",
-            f"{PREFIX}ZERO3_INIT": "true",
-            f"{PREFIX}CONFIG_FILE": "ds_config.json",
-        }
-        with patch_environment(**variables), pytest.raises(ConfigurationError) as caught:
-            DeepSpeedPlugin()
-        message = str(caught.value)
-        assert message.startswith(self.IGNORED) and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1, " in message
-        assert "ds_config.json has gradient_accumulation_steps: 10" in message and "the file enables bf16" in message
-
-    @pytest.mark.parametrize(
-        ("deepspeed", "flags"),
-        [
-            (CONCRETE, {}),
-            (
-                AUTOMATIC,
-                {
-                    "mixed_precision": "fp16",
-                    "zero_stage": "3",
-                    "gradient_accumulation_steps": "5",
-                    "gradient_clipping": "1.0",
-                    "offload_param_device": "cpu",
-                    "offload_optimizer_device": "nvme",
-                    "zero3_save_16bit_model": "true",
-                },
-            ),
-        ],
-        ids=["2: the DeepSpeed configuration alone", "3: flags for what is auto"],
-    )
-    def test_processes_have_the_configuration(self, deepspeed: dict[str, Any], flags: dict[str, str]) -> None:
-        variables = self.launched(self.CORRECTED, deepspeed, **flags)
-        with patch_environment(**variables):
-            plugin = DeepSpeedPlugin()
-        # As an Accelerator does; tests/test_deepspeed_config_launch.py has one.
-        plugin.set_mixed_precision(plugin.precision or variables["ACCELERATE_MIXED_PRECISION"])
-        expected = copy.deepcopy(CONCRETE) | {"steps_per_print": math.inf, "fp16": {"enabled": False}}
-        if flags:
-            expected = recipe(False, 3, True, "cpu", 1.0, 5) | {"steps_per_print": math.inf}
-            expected["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-            expected["fp16"] = {"enabled": True, "auto_cast": True}
-        assert plugin.deepspeed_config == expected and plugin.zero3_init_flag
+def test_both_files_set_the_same_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the guide has it; the launcher refuses it, and so does the plugin where the launcher set no variables."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(TAMPERED)
+    Path("ds_config.json").write_text(json.dumps(CONCRETE))
+    with pytest.raises(ConfigurationError) as caught:
+        check_deepspeed_file(load_settings({"config_file": "config.yaml"}, environ={}))
+    assert str(caught.value).startswith(IGNORED)
+    place = "deepspeed_config.zero_stage: 3 in config.yaml, line 9, ds_config.json has zero_optimization.stage: 3"
+    assert place in str(caught.value) and "`accel config`" in str(caught.value)
+    names = "ZERO_STAGE=3 OFFLOAD_OPTIMIZER_DEVICE=cpu OFFLOAD_PARAM_DEVICE=cpu ZERO3_SAVE_16BIT_MODEL=true"
+    words = [f"{PREFIX}{word}" for word in (*names.split(), "ZERO3_INIT=true", "CONFIG_FILE=ds_config.json")]
+    words += ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1", "ACCELERATE_GRADIENT_CLIPPING=1.0"]
+    variables = dict(word.split("=") for word in words)
+    with patch_environment(**variables), pytest.raises(ConfigurationError) as caught:
+        DeepSpeedPlugin()
+    message = str(caught.value)
+    assert message.startswith(IGNORED) and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1, " in message
+    assert "ds_config.json has gradient_accumulation_steps: 10" in message and "the file enables bf16" in message
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

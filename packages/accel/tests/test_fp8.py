@@ -18,7 +18,6 @@ from accel.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Nati
 from accel_fp8 import choose_backend
 from accel_state import AcceleratorState, ConfigurationError, PartialState, is_torch_version
 from accel_state.env import patch_environment
-from accel_state.errors import MissingDependencyError
 from accel_state.imports import is_torchao_available
 from accel_state.testing import run_world
 
@@ -330,9 +329,3 @@ def test_a_model_and_its_optimizer_are_prepared_together_where_the_back_end_asks
             runner.prepare(*objects)
     loader = DataLoader(TensorDataset(torch.randn(4, 32)))
     assert runner.prepare(loader) is not None
-
-
-@pytest.mark.skipif(is_torchao_available(), reason="torchao is installed")
-def test_without_torchao() -> None:
-    with pytest.raises(MissingDependencyError, match=r"pip install 'accel-fp8\[ao\]'"):
-        accelerator(AORecipeKwargs())
