@@ -70,12 +70,37 @@ def test_a_directory_is_replaced_and_the_names_are_synced(tmp_path: Path, monkey
     target, synced = tmp_path / "deep" / "state", []
     monkeypatch.setattr(atomic_dir, "sync", lambda path: synced.append((path, sorted(os.listdir(path)))))
     directory = _written(target, "old", notes="mine")
-    assert not directory.exists() and not target.exists()
+    assert not target.exists()
     directory.commit()
-    assert directory.exists() and _contents(target) == {"weights": "old", "notes": "mine"}
+    assert _contents(target) == {"weights": "old", "notes": "mine"}
     assert synced == [(target.parent, ["state"])]
     _written(target, "new").commit()
     assert _contents(target) == {"weights": "new", "notes": "mine"} and os.listdir(target.parent) == ["state"]
+
+
+def test_what_a_rank_has_staged_is_taken(tmp_path: Path) -> None:
+    """Folders are merged, and what a killed rank has left is removed by the next save."""
+    directory, other, killed = (CheckpointDirectory(tmp_path / "state") for _ in range(3))
+    killed.stage(2)
+    killed.release()  # as when a process ends
+    directory.begin()
+    assert not killed.partial.exists()
+    other.stage(1)
+    for place, name in ((directory.partial, "of_0"), (other.partial, "of_1")):
+        (place / "shards").mkdir()
+        (place / "shards" / name).write_text(name)
+        (place / name).write_text(name)
+    with pytest.raises(ConfigurationError, match="taken already"):
+        _written(tmp_path / "taken", "old").commit()
+        CheckpointDirectory(tmp_path / "taken").begin("taken already")
+    directory.take(other.partial)
+    other.abandon()
+    with pytest.raises(CheckpointError, match="does not see .*rank1"):
+        directory.take(other.partial)
+    directory.commit()
+    assert sorted(os.listdir(directory.target)) == ["of_0", "of_1", "shards"]
+    assert sorted(os.listdir(directory.target / "shards")) == ["of_0", "of_1"]
+    assert sorted(os.listdir(tmp_path)) == ["state", "taken"]
 
 
 def test_sync_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from accel_checkpoint.manifest import (
     FileRecord,
     Manifest,
     Verification,
-    Workers,
     damaged_files,
     record_file,
+    worker_threads,
 )
 from accel_checkpoint.names import CheckpointError
 
@@ -91,8 +91,8 @@ def test_the_damaged_block_of_a_large_file_is_named(tmp_path: Path) -> None:
     path, manifest = _of_two_blocks(tmp_path)
 
     def verify(*share: tuple[int, int]) -> None:
-        with Workers(1) as workers:
-            verification = Verification(manifest, tmp_path, workers, *share)
+        with worker_threads(1) as submit:
+            verification = Verification(manifest, tmp_path, submit, *share)
         verification.conclude()
 
     verify()
@@ -112,15 +112,15 @@ def test_the_damaged_block_of_a_large_file_is_named(tmp_path: Path) -> None:
     assert damaged_files(manifest, tmp_path) == {"large": "contents differ from what was written"}
     record = manifest.files["large"]
     for wrong in (FileRecord(record.size + 1, record.digests), FileRecord(record.size, record.digests[:1])):
-        with pytest.raises(CheckpointError, match=f"it has {record.size} bytes"), Workers(0) as workers:
-            Verification(Manifest(1, 1, {}, {}, "now", {"large": wrong}), tmp_path, workers)
+        with pytest.raises(CheckpointError, match=f"it has {record.size} bytes"), worker_threads(0) as submit:
+            Verification(Manifest(1, 1, {}, {}, "now", {"large": wrong}), tmp_path, submit)
 
 
 def test_files_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert record_file(tmp_path / "empty") == FileRecord(0, (EMPTY,))
-    with Workers(1) as workers:
-        empty = Verification(Manifest(1, 1, {}, {}, "now", {"empty": FileRecord(0, (EMPTY,))}), tmp_path, workers)
+    with worker_threads(1) as submit:
+        empty = Verification(Manifest(1, 1, {}, {}, "now", {"empty": FileRecord(0, (EMPTY,))}), tmp_path, submit)
     empty.conclude()
     manifest = Manifest(1, 1, {"iteration": 0}, {}, "now", dict.fromkeys(("empty", "gone"), FileRecord(0, (EMPTY,))))
     assert manifest.differing_sizes(tmp_path) == ["gone"]
@@ -140,18 +140,18 @@ def test_no_job_is_started_after_an_error() -> None:
         started.set()
         go.wait(60)
 
-    with pytest.raises(KeyError), Workers(1) as workers:
-        workers.submit(wait)
-        workers.submit(lambda: done.append("after an error of the caller"))
+    with pytest.raises(KeyError), worker_threads(1) as submit:
+        submit(wait)
+        submit(lambda: done.append("after an error of the caller"))
         assert started.wait(60)
         threading.Timer(0.2, go.set).start()
         raise KeyError("of the caller")
     assert not done
     for count in (0, 1):
-        with pytest.raises(OSError, match="no disk"), Workers(count) as workers:
-            workers.submit(fail)
-            workers.submit(lambda: done.append("after an error of a job"))
+        with pytest.raises(OSError, match="no disk"), worker_threads(count) as submit:
+            submit(fail)
+            submit(lambda: done.append("after an error of a job"))
     assert not done
-    with Workers(0) as workers:
-        workers.submit(lambda: done.append("without a thread"))
+    with worker_threads(0) as submit:
+        submit(lambda: done.append("without a thread"))
     assert done and not [thread for thread in threading.enumerate() if "checkpoint-worker" in thread.name]

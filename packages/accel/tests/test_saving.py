@@ -17,8 +17,8 @@ from accel import Accelerator, ProjectConfiguration
 from accel.utils import extract_model_from_parallel, id_tensor_storage, is_compiled_module, load, save
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_checkpoint.atomic_file import write_atomically
-from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors
 from accel_state import ConfigurationError
+from accel_state.safetensors_writer import clean_state_dict_for_safetensors
 from accel_state.testing import run_world
 
 

@@ -20,6 +20,7 @@ from accel_state import PartialState
 from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
+from accel_state.safetensors_writer import safetensors_content
 from accel_state.storage.url import Location, RemotePath
 from accel_state.tensor_storage import id_tensor_storage
 
@@ -28,12 +29,11 @@ from .atomic_dir import recover
 from .catalog import check_keep, why_no_checkpoint
 from .checkpoint_reader import CheckpointReader, identity_of, share_of
 from .consensus import BackgroundCollectives, on_all_ranks
-from .manifest import Manifest, Workers
+from .manifest import Manifest, worker_threads
 from .names import NUMBERED, SHARD_TABLE_NAME, CheckpointError, rng_file
 from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
-from .safetensors_content import safetensors_content
 from .shared_memory import SharedMemory
 from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
 from .writer import BackgroundSave, StateWriter
@@ -324,8 +324,8 @@ class _Loading(CheckpointReader):
                 f"{self.folder} has no state of {', '.join(missing)}. It holds {', '.join(sorted(files))}: load these "
                 "names, or choose another checkpoint."
             )
-        with Workers() as workers:
-            verification = self.start_verification(workers)
+        with worker_threads() as submit:
+            verification = self.start_verification(submit)
             for name, file in files.items():
                 self._read(name, self.folder / file)
             if self.rng and self.own_file in self.rank_names:

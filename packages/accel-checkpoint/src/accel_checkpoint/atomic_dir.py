@@ -31,16 +31,22 @@ class CheckpointDirectory:
     """A checkpoint that is being written."""
 
     shared = True  # whether ranks write into one directory
-    save_id = ""  # only saves into a store have one
 
-    def __init__(self, target: str | os.PathLike[str]) -> None:
+    def __init__(self, target: str | os.PathLike[str], save_id: str = "") -> None:
+        self.save_id = save_id  # only saves into a store need one
         self.target: Path = Path(target).resolve()
         self.partial: Path = aside(self.target, PARTIAL)
         self.replaced: Path = aside(self.target, REPLACED)
         self._lock: int | None = None
 
-    def begin(self) -> None:
-        """Make the directory to write into, and remove what killed processes have left next to it."""
+    def begin(self, existing: str = "") -> None:
+        """Make the directory to write into, and remove what killed processes have left next to it.
+
+        Args:
+            existing: the error if there is a checkpoint of this name already; "" replaces it.
+        """
+        if existing and self.target.exists():
+            raise ConfigurationError(existing)
         if self.target.is_file():
             raise ConfigurationError(f"{self.target} is a file. Give a directory to save the state in.")
         if self.target == Path.cwd() or self.target.is_mount():
@@ -48,23 +54,10 @@ class CheckpointDirectory:
             raise ConfigurationError(f"{self.target} is {what}, which cannot be replaced. Give a directory inside it.")
         for path in (self.partial, self.replaced, aside(self.target, DELETED)):
             refuse_link(path)
-        self._make_partial()
+        self._lock_partial()
         if self.replaced.exists():
             _finish_replacement(self.target, self.replaced)
         remove_leftovers(self.target.parent, skip=self.partial)
-
-    def exists(self) -> bool:
-        """Whether there is something of this name."""
-        return self.target.exists()
-
-    def _make_partial(self) -> None:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock_partial()
-        for entry in self.partial.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
 
     def join(self) -> None:
         """Prepare for writing where another rank has begun."""
@@ -79,7 +72,7 @@ class CheckpointDirectory:
         """
         self.partial = aside(self.target.parent / f"{self.target.name}.rank{rank}", PARTIAL)
         refuse_link(self.partial)
-        self._make_partial()
+        self._lock_partial()
 
     def take(self, staged: Path) -> None:
         """Move the files of another rank's directory into this one."""
@@ -97,6 +90,8 @@ class CheckpointDirectory:
         return known
 
     def _lock_partial(self) -> None:
+        """Make and lock the directory to write into, which is empty then."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
         lost_races = 0
         for _ in range(_LOCK_ATTEMPTS):
             self.partial.mkdir(exist_ok=True)
@@ -108,6 +103,11 @@ class CheckpointDirectory:
                 continue
             # Another process may have taken the directory for a leftover before it was locked.
             if _is_at(self._lock, self.partial):
+                for entry in self.partial.iterdir():
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
                 return
             self.release()
             lost_races += 1

@@ -16,7 +16,7 @@ from accel_state.storage.url import Location, RemotePath
 from . import rng_state
 from .catalog import why_no_checkpoint
 from .consensus import Report
-from .manifest import Manifest, Verification, Workers
+from .manifest import Manifest, Submit, Verification
 from .names import (
     MANIFEST_NAME,
     RNG_PACK,
@@ -117,14 +117,14 @@ class CheckpointReader:
             files = [name for name in self.rank_names if name.startswith(f"{RNG_STATE_NAME}_")]
             self.own_file = min(files, key=number_of, default=rng_file(0))
 
-    def start_verification(self, workers: Workers) -> Verification | None:
+    def start_verification(self, submit: Submit) -> Verification | None:
         """Begin to compare this rank's share of the files with the manifest."""
         if self.manifest is None:
             for name in sorted(filter(is_checkpoint_file, self.names)):
-                workers.submit(partial(check_sums, self.folder / name))
+                submit(partial(check_sums, self.folder / name))
             return None
         manifest = self.manifest if self.remote is None else self.remote.copied_files
-        return Verification(manifest, self.folder, workers, self._share)
+        return Verification(manifest, self.folder, submit, self._share)
 
     def read(
         self, name: str, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False

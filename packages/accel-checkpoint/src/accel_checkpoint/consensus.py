@@ -32,9 +32,9 @@ class Outcome:
     reports: list[Report] = field(default_factory=list)  # of all ranks, after the block
 
 
-def described(error: Exception | None) -> str | None:
-    """An error as ranks tell it to each other; None without one."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+def described(error: Exception) -> str:
+    """An error as ranks report it to each other."""
+    return f"{type(error).__name__}: {error}"
 
 
 def exchange(collectives: Collectives, own: Report) -> list[Report]:
@@ -58,7 +58,7 @@ def on_all_ranks(collectives: Collectives, what: str, joins: bool = False) -> It
         yield outcome
     except Exception as raised:
         error = raised
-    reports = [Report(joins, described(error), outcome.value)]
+    reports = [Report(joins, None if error is None else described(error), outcome.value)]
     if collectives.world_size > 1:
         try:
             if isinstance(error, CollectiveTimeoutError):
@@ -71,7 +71,10 @@ def on_all_ranks(collectives: Collectives, what: str, joins: bool = False) -> It
     outcome.reports = reports
     if isinstance(error, AccelError):
         raise error
-    failed = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error is not None]
+    failed = []
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            failed.append(f"rank {rank}: {report.error}")
     if failed:
         raise CheckpointError(f"{what} failed on {len(failed)} of {len(reports)} ranks. {'; '.join(failed)}") from error
 

@@ -12,11 +12,11 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -152,60 +152,65 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(size, tuple(digest_block(path, start) for start in range(0, max(size, 1), BLOCK_BYTES)))
 
 
-class Workers:
-    """Threads that run jobs while the caller continues."""
+Submit = Callable[[Callable[[], object]], None]
+"""Has a job run by one of :func:`worker_threads`."""
 
-    def __init__(self, count: int | None = None) -> None:
-        if count is None:
-            processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            count = min(max(processors, 2), _MAX_WORKERS)
-        self._count = count
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._errors: list[BaseException] = []
 
-    def __enter__(self) -> Workers:
-        for _ in range(self._count):
-            thread = threading.Thread(target=self._work, name="accel-checkpoint-worker", daemon=True)
+@contextmanager
+def worker_threads(count: int | None = None) -> Iterator[Submit]:
+    """A block with threads that run jobs while the caller continues; it ends when they are done.
+
+    After the first error no further job is started, and the end of the block raises it.
+
+    Args:
+        count: number of threads; by default one for each processor. With none, jobs run in the caller.
+    """
+    if count is None:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = min(max(processors, 2), _MAX_WORKERS)
+    jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+    threads: list[threading.Thread] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while (job := jobs.get()) is not None:
             try:
-                thread.start()
-            except RuntimeError:  # the interpreter is shutting down: `submit` runs the jobs itself
-                break
-            self._threads.append(thread)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._errors.append(error)
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        if error is None and self._errors:
-            raise self._errors[0]
-
-    def submit(self, job: Callable[[], object]) -> None:
-        """Have a job run. After the first error, no further job is started."""
-        if self._threads:
-            self._jobs.put(job)
-        elif not self._errors:
-            job()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                if not self._errors:
+                if not errors:
                     job()
             except BaseException as error:
-                self._errors.append(error)
+                errors.append(error)
+
+    def submit(job: Callable[[], object]) -> None:
+        if threads:
+            jobs.put(job)
+        elif not errors:
+            job()
+
+    for _ in range(count):
+        thread = threading.Thread(target=work, name="accel-checkpoint-worker", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down: `submit` runs the jobs itself
+            break
+        threads.append(thread)
+    try:
+        yield submit
+    except BaseException as error:
+        errors.append(error)
+        raise
+    finally:
+        for _ in threads:
+            jobs.put(None)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 class Verification:
     """Compares files with their records, in worker threads."""
 
-    def __init__(self, manifest: Manifest, directory: Path, workers: Workers, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, manifest: Manifest, directory: Path, submit: Submit, share: tuple[int, int] = (0, 1)) -> None:
         require_files(directory, manifest.files)
         self._directory = directory
         self._damaged: list[tuple[str, int]] = []
@@ -220,7 +225,7 @@ class Verification:
             for index, digest in enumerate(record.digests):
                 blocks.append((name, index * BLOCK_BYTES, digest))
         for name, start, digest in blocks[share[0] :: share[1]]:
-            workers.submit(partial(self._compare, name, start, digest))
+            submit(partial(self._compare, name, start, digest))
 
     def _compare(self, name: str, start: int, digest: str) -> None:
         if digest_block(self._directory / name, start) != digest:
@@ -248,8 +253,8 @@ def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:
         if record_file(directory / name) != record:
             changed.append(name)
 
-    with Workers() as workers:
+    with worker_threads() as submit:
         for name, record in manifest.files.items():
             if name not in problems:
-                workers.submit(partial(compare, name, record))
+                submit(partial(compare, name, record))
     return {**problems, **dict.fromkeys(sorted(changed), "contents differ from what was written")}

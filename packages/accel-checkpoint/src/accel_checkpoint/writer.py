@@ -23,14 +23,13 @@ import xxhash
 
 from accel_state import get_logger
 from accel_state.collectives.single import Collectives
-from accel_state.errors import ConfigurationError
 from accel_state.paths import open_for_writing, refuse_link
 from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
 from .consensus import Report, described, exchange, on_all_ranks
-from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, Workers, record_file
+from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, record_file, worker_threads
 from .names import MANIFEST_NAME, CheckpointError
 from .parts import Part
 from .rank_files import PACKED_ABOVE, write_pack
@@ -133,7 +132,7 @@ def write_parts(
 ) -> dict[str, FileRecord]:
     """Write files, and bring them to the disk."""
     records: dict[str, FileRecord] = {}
-    with Workers(workers_count) as workers:
+    with worker_threads(workers_count) as submit:
         for part in parts:
             path = directory / part.name
             path.parent.mkdir(exist_ok=True)
@@ -149,7 +148,7 @@ def write_parts(
                     raise file.error from error  # torch's error does not say why it could not write
                 raise
             records[part.name] = file.close()
-            workers.submit(partial(sync, path))
+            submit(partial(sync, path))
             if part.what:
                 check_readable(path, part.value, part.what)
     return records
@@ -247,9 +246,14 @@ class StateWriter:
     _staged: bool = field(default=False, init=False)  # whether it writes into one of its own
 
     def __post_init__(self) -> None:
-        save_id = new_save_id() if isinstance(self.target, RemotePath) else ""
-        self.directory: CheckpointDirectory | RemoteDirectory = _directory(self.target, save_id)
+        self.directory: CheckpointDirectory | RemoteDirectory
+        if isinstance(self.target, RemotePath):
+            self.directory = RemoteDirectory(self.target, new_save_id())
+        else:
+            self.directory = CheckpointDirectory(self.target)
         self.target = self.directory.target
+        has_many = self.world_size > PACKED_ABOVE if self.packs is None else self.packs
+        self._packs: bool = has_many and not self.each_node
 
     def begin(self, collectives: Collectives) -> None:
         """Begin on this rank; every rank must call it.
@@ -260,12 +264,7 @@ class StateWriter:
         if isinstance(self.target, RemotePath) and self.world_size > 1:
             self.begin_together(collectives)
         elif self.is_writer:
-            self._begin()
-
-    def _begin(self) -> None:
-        if self.existing and self.directory.exists():
-            raise ConfigurationError(self.existing)
-        self.directory.begin()
+            self.directory.begin(self.existing)
 
     def begin_together(self, collectives: Collectives, note: Any = None) -> list[Any]:
         """Begin on the main process, and then let this rank write into the same directory.
@@ -282,11 +281,13 @@ class StateWriter:
         """
         with on_all_ranks(collectives, f"saving {self.target}", joins=True) as outcome:
             if self.is_writer:
-                self._begin()
+                self.directory.begin(self.existing)
             outcome.value = self.target, self.directory.save_id, note
         if not self.is_writer:
             if outcome.reports[0].joins:
-                self.directory = _directory(*outcome.reports[0].value[:2])
+                target, save_id, _ = outcome.reports[0].value
+                kind = RemoteDirectory if isinstance(target, RemotePath) else CheckpointDirectory
+                self.directory = kind(target, save_id)
             self.directory.join()
         self._joined = True
         return [report.value[2] for report in outcome.reports if report.joins]
@@ -297,9 +298,13 @@ class StateWriter:
 
         Every rank must enter it.
         """
-        with self._abandoning(), on_all_ranks(collectives, f"saving {self.target}") as outcome:
-            yield
-            outcome.value = self.target
+        try:
+            with on_all_ranks(collectives, f"saving {self.target}") as outcome:
+                yield
+                outcome.value = self.target
+        except BaseException:
+            self.directory.abandon()
+            raise
         self.target = outcome.reports[0].value
 
     @contextmanager
@@ -310,42 +315,36 @@ class StateWriter:
         all, and an older checkpoint stays. Every rank must enter it.
         """
         try:
-            with self._abandoning(), on_all_ranks(collectives, f"saving {self.target}") as outcome:
+            with on_all_ranks(collectives, f"saving {self.target}") as outcome:
+                written: _Written | None = None
                 error: Exception | None = None
-                records: dict[str, FileRecord] = {}
-                packed: dict[str, bytes] = {}
                 try:
                     yield
-                    records, packed = self._write()
+                    written = self._write()
                 except Exception as raised:
                     error = raised
-                # A rank that has failed takes part in what ranks exchange.
-                written = self._gathered(records, packed, error, collectives)
+                if self.world_size > 1:  # a rank that has failed takes part too
+                    written = self._gathered(written, error, collectives)
                 if error is not None:
                     raise error
                 if self.is_writer and written is not None:
                     self._commit(written)
                 outcome.value = self.target, self.committed
-                if self.committed:
+                if self.committed and (self.uploader is not None or self.total_limit is not None):
                     self._clear()
-        finally:
-            self.committed = any(report.value[1] for report in outcome.reports if report.value is not None)
-        if not self.is_writer:
-            self.directory.abandon()  # what is left of a directory of its own
-        self.target = outcome.reports[0].value[0]
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """A block that removes what was written if it fails before the checkpoint is complete."""
-        try:
-            yield
         except BaseException:
             if not self.committed:
                 self.directory.abandon()
             raise
+        finally:
+            for report in outcome.reports:
+                self.committed |= report.value is not None and report.value[1]
+        if not self.is_writer:
+            self.directory.abandon()  # what is left of a directory of its own
+        self.target = outcome.reports[0].value[0]
 
-    def _write(self) -> tuple[dict[str, FileRecord], dict[str, bytes]]:
-        """Write the files of this rank; returns their records, and the small files that go into one of all ranks."""
+    def _write(self) -> _Written:
+        """Write the files of this rank."""
         packed = self._pack() if self._packs else {}
         directory = self.directory
         if isinstance(directory, CheckpointDirectory) and self.parts and not (self.is_writer or self._joined):
@@ -357,11 +356,7 @@ class StateWriter:
             if isinstance(directory, RemoteDirectory):
                 records = directory.hand_over(records)
         self.parts = ()
-        return records, packed
-
-    @property
-    def _packs(self) -> bool:
-        return not self.each_node and (self.world_size > PACKED_ABOVE if self.packs is None else self.packs)
+        return _Written(records, packed, [])
 
     def _pack(self) -> dict[str, bytes]:
         """Take the small files from those to write, and return what they would hold."""
@@ -374,21 +369,20 @@ class StateWriter:
         self.parts = [part for part in self.parts if part.name not in packed]
         return packed
 
-    def _gathered(
-        self,
-        records: dict[str, FileRecord],
-        packed: dict[str, bytes],
-        error: Exception | None,
-        collectives: Collectives,
-    ) -> _Written | None:
-        """What all ranks have written; None if one of them has failed. Every rank must call it."""
-        if self.world_size == 1:
-            return None if error is not None else _Written(records, packed, [])
+    def _gathered(self, own: _Written | None, error: Exception | None, collectives: Collectives) -> _Written | None:
+        """What all ranks have written; None if one of them has failed. Every rank must call it.
+
+        Args:
+            own: what this rank has written.
+            error: why it has not.
+            collectives: of all ranks.
+        """
+        records, packed, _ = own or _Written({}, {}, [])
         # Records as plain values, and few of them, fit into the first message.
         plain = {} if self.is_writer else {name: (record.size, record.digests) for name, record in records.items()}
         is_small = not packed and sum(len(digests) for _, digests in plain.values()) <= _FEW_BLOCKS
         value = str(self.directory.partial) if self._staged else None, plain if is_small else None
-        reports = exchange(collectives, Report(False, described(error), value))
+        reports = exchange(collectives, Report(False, None if error is None else described(error), value))
         if any(report.error is not None for report in reports):
             return None
         contents: list[Any] = [(report.value[1], {}) for report in reports]
@@ -409,7 +403,7 @@ class StateWriter:
                 for staged in written.staged:
                     if staged.is_dir() or not self.each_node:  # other nodes have their own
                         directory.take(staged)
-            records = directory.known(written.records)
+            records = written.records if self.world_size == 1 else directory.known(written.records)
             for finalize in self.finalizers:
                 finalize(directory.partial)
             if self._packs:
@@ -438,7 +432,7 @@ class StateWriter:
 
 
 class _Written(NamedTuple):
-    """What all ranks have written.
+    """What ranks have written.
 
     Attributes:
         records: the files.
@@ -449,10 +443,6 @@ class _Written(NamedTuple):
     records: dict[str, FileRecord]
     packed: dict[str, bytes]
     staged: list[Path]
-
-
-def _directory(target: Location, save_id: str) -> CheckpointDirectory | RemoteDirectory:
-    return RemoteDirectory(target, save_id) if isinstance(target, RemotePath) else CheckpointDirectory(target)
 
 
 class BackgroundSave:

@@ -19,10 +19,10 @@ from accel.core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
 from accel_checkpoint.names import OPTIMIZER_NAME, CheckpointError, numbered, numbered_files, require_number
 from accel_checkpoint.parts import Part, WeightsPart
 from accel_checkpoint.safe_load import read_safetensors
-from accel_checkpoint.safetensors_content import safetensors_content
 from accel_checkpoint.validation import is_number
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
+from accel_state.safetensors_writer import safetensors_content
 
 from .weights import check_parts
 

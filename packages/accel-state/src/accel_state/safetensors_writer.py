@@ -1,4 +1,4 @@
-"""Writing tensors in the safetensors format, aligned for mapping."""
+"""What an object looks like in the safetensors format, and writing it, aligned for mapping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigurationError
-from .tensor_storage import memory_of
+from .tensor_storage import id_tensor_storage, memory_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,6 +34,34 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The data section begins at a multiple of this many bytes, so mapped tensors begin at cache lines.
 _ALIGNMENT = 64
+
+
+def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
+    """The tensors to write for an object in the safetensors format."""
+    for value in obj.values() if isinstance(obj, Mapping) else [obj]:
+        if not isinstance(value, torch.Tensor) or not isinstance(obj, Mapping):
+            raise ConfigurationError(
+                f"safe_serialization=True saves dictionaries of tensors only, not a {type(obj).__name__} with a "
+                f"{type(value).__name__}. Save it with safe_serialization=False."
+            )
+    return clean_state_dict_for_safetensors(dict(obj))
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict that safetensors can hold: contiguous tensors, one name for each, and no shared memory."""
+    names: dict[tuple[Any, ...], str] = {}
+    owners: dict[tuple[torch.device, int, int], str] = {}
+    cleaned: dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        identity = (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() and tensor.device.type != "meta" and names.setdefault(identity, name) != name:
+            continue
+        contiguous = tensor.detach().contiguous()
+        # Different views of the same memory are copied: the format has no views.
+        if contiguous.numel() and owners.setdefault(id_tensor_storage(contiguous), name) != name:
+            contiguous = contiguous.clone()
+        cleaned[name] = contiguous
+    return cleaned
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from accel_checkpoint.atomic_file import write_atomically
-from accel_checkpoint.manifest import Workers
+from accel_checkpoint.manifest import worker_threads
 from accel_checkpoint.names import custom_file
 from accel_checkpoint.parts import Part
 from accel_checkpoint.safe_load import check_readable, read
+from accel_checkpoint.validation import apply_changes
 from accel_state import PartialState
 from accel_state.paths import as_path
 
@@ -118,13 +119,13 @@ def load_accelerator_state(
             the random number generators is missing or unusable.
     """
     reader = StateReader(as_path("input_dir", input_dir), PartialState(), map_location, load_kwargs, rank=process_index)
-    with Workers() as workers:
-        verification = reader.start_verification(workers)
+    with worker_threads() as submit:
+        verification = reader.start_verification(submit)
     if verification is not None:
         verification.conclude()
     objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     reader.read_state(objects, models, load_model_func_kwargs)
-    reader.apply(nullcontext)
+    apply_changes(reader.reversible, reader.collective, reader.changes, nullcontext)
     reader.restore_rng(reader.own)
     return {"step": int(reader.own.get("step", 0))}
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from accel_state import get_logger
+from accel_state.errors import ConfigurationError
 from accel_state.paths import refuse_link
 from accel_state.storage.store import Store, StoreError, is_gone, owner
 from accel_state.storage.url import RemotePath
@@ -157,12 +158,14 @@ class RemoteDirectory:
         """Send files in another process."""
         self._save.process = process
 
-    def exists(self) -> bool:
-        """Whether there is a checkpoint of this name."""
-        return self._save.store.read(MANIFEST_NAME) is not None
+    def begin(self, existing: str = "") -> None:
+        """Prepare for writing, and remove what killed processes have left of saves to the same place.
 
-    def begin(self) -> None:
-        """Prepare for writing, and remove what killed processes have left of saves to the same place."""
+        Args:
+            existing: the error if there is a checkpoint of this name already; "" replaces it.
+        """
+        if existing and self._save.store.read(MANIFEST_NAME) is not None:
+            raise ConfigurationError(existing)
         self._is_writer = True
         self._save.begin()
         self._local.begin()

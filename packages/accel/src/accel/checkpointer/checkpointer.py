@@ -20,13 +20,14 @@ from accel_checkpoint.atomic_dir import recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
 from accel_checkpoint.checkpoint_reader import Identity, identity_of, share_of
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
-from accel_checkpoint.manifest import Workers
+from accel_checkpoint.manifest import worker_threads
 from accel_checkpoint.names import NUMBERED, gradients_file
 from accel_checkpoint.parts import Part, TextPart, copied_parts
 from accel_checkpoint.remote.catalog import read_manifest
 from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
 from accel_checkpoint.shared_memory import SharedMemory
 from accel_checkpoint.uploading import Uploader, newest
+from accel_checkpoint.validation import apply_changes
 from accel_checkpoint.writer import BackgroundSave, StateWriter
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
@@ -97,8 +98,33 @@ class Checkpointer:
         process, project = self._process, self.project
         if self._strategy.shards_parameters or self._strategy.uses_engine:
             weights_io.refuse_each_node(process, project.save_on_each_node)
-        self.wait_for_save()
-        writer = self._writer(self._target(output_dir))
+        if self._background is not None:
+            self.wait_for_save()
+        target = self._target(output_dir)
+        if isinstance(target, RemotePath) and project.save_on_each_node:
+            raise ConfigurationError(
+                f"save_on_each_node=True saves on each node, but {target} is one place for all. Leave it out."
+            )
+        existing = ""
+        if project.automatic_checkpoint_naming and not self._replaces:
+            existing = (
+                f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
+                f"(now {project.iteration}) to the number to continue with."
+            )
+        writer = StateWriter(
+            target,
+            rank=process.process_index,
+            world_size=process.num_processes,
+            is_writer=self._is_writer,
+            each_node=project.save_on_each_node,
+            total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
+            on_device=process.device.type != "cpu",
+            packs=project.pack_rank_files,
+            existing=existing,
+        )
+        if project.upload_to is not None:
+            writer.copy = self._copy_of(writer.target)
+            writer.uploader = None if writer.copy is None else self._upload()
         if blocking:
             with writer.saving(process.collectives):
                 self._collect(writer, safe_serialization)
@@ -145,34 +171,6 @@ class Checkpointer:
         process = self._process
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
-
-    def _writer(self, target: Location) -> StateWriter:
-        process, project = self._process, self.project
-        if isinstance(target, RemotePath) and project.save_on_each_node:
-            raise ConfigurationError(
-                f"save_on_each_node=True saves on each node, but {target} is one place for all. Leave it out."
-            )
-        existing = ""
-        if project.automatic_checkpoint_naming and not self._replaces:
-            existing = (
-                f"the checkpoint {target} exists already. Load it, or set project_configuration.iteration "
-                f"(now {project.iteration}) to the number to continue with."
-            )
-        writer = StateWriter(
-            target,
-            rank=process.process_index,
-            world_size=process.num_processes,
-            is_writer=self._is_writer,
-            each_node=project.save_on_each_node,
-            total_limit=project.total_limit if project.automatic_checkpoint_naming else None,
-            on_device=process.device.type != "cpu",
-            packs=project.pack_rank_files,
-            existing=existing,
-        )
-        if project.upload_to is not None:
-            writer.copy = self._copy_of(writer.target)
-            writer.uploader = None if writer.copy is None else self._upload()
-        return writer
 
     def _collect(self, writer: StateWriter, safe_serialization: bool) -> None:
         """Give the writer the files of this rank. Every rank must call it."""
@@ -354,11 +352,12 @@ class Checkpointer:
         load_model_kwargs: dict[str, Any],
     ) -> None:
         process, strategy = self._process, self._strategy
-        self.wait_for_save()
+        if self._background is not None:
+            self.wait_for_save()
         with on_all_ranks(process.collectives, "looking for a state to load") as outcome:
             outcome.value = self._find(input_dir)
         found, _ = outcome.reports[0].value
-        share = share_of(process.process_index, outcome.reports)
+        share = (0, 1) if process.num_processes == 1 else share_of(process.process_index, outcome.reports)
         self._replaces = self.project.upload_to is not None and isinstance(found, RemotePath)
         if not isinstance(found, RemotePath):
             self._load(found, None, share, load_kwargs, load_model_kwargs)
@@ -396,8 +395,8 @@ class Checkpointer:
             reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.
-            with Workers() as workers:
-                verification = reader.start_verification(workers)
+            with worker_threads() as submit:
+                verification = reader.start_verification(submit)
                 if not self.load_hooks:
                     reader.read_state(objects, models, options, strategy, layouts)
             if verification is not None:
@@ -408,7 +407,7 @@ class Checkpointer:
                 reader.read_state(objects, models, options, strategy, layouts)
             runs = reader.read_trackers(self._runs_file)
         reader.changes.append(partial(self._conclude_load, reader, runs, place.name))
-        reader.apply(loading)
+        apply_changes(reader.reversible, reader.collective, reader.changes, loading)
         if process.num_processes > 1:
             strategy.share_generators()
 

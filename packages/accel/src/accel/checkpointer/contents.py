@@ -21,9 +21,9 @@ from accel_checkpoint.names import (
 from accel_checkpoint.parts import Part, WeightsPart
 from accel_checkpoint.rng_state import capture_rng
 from accel_checkpoint.safe_load import MANIFEST_MARK
-from accel_checkpoint.safetensors_content import safetensors_content
 from accel_data import SeedableRandomSampler, get_sampler
 from accel_state.devices.base import Device
+from accel_state.safetensors_writer import safetensors_content
 
 from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME, average_part
 

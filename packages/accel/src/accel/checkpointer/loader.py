@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -41,7 +40,6 @@ from accel_checkpoint.remote.reading import RemoteCheckpoint
 from accel_checkpoint.safe_load import MANIFEST_MARK, read, read_safetensors
 from accel_checkpoint.validation import (
     Change,
-    apply_changes,
     check_sampler,
     check_scaler,
     check_scheduler,
@@ -205,10 +203,6 @@ class StateReader(CheckpointReader):
                 "another checkpoint."
             ) from error
         return dict(runs)
-
-    def apply(self, on_all_ranks: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Load what was read. Every rank must call it; if it fails on one, nothing is loaded that can be undone."""
-        apply_changes(self.reversible, self.collective, self.changes, on_all_ranks)
 
     def _read(self, name: str, mapped: bool = False) -> Any:
         self._read_names.update((name, RNG_PACK))

@@ -16,14 +16,13 @@ from accel_checkpoint.atomic_file import write_atomically
 from accel_checkpoint.names import AVERAGE_NAME, numbered
 from accel_checkpoint.parts import Part, WeightsPart
 from accel_checkpoint.safe_load import read_safetensors
-from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors, safetensors_content
 from accel_checkpoint.staging import without_unsavable
 from accel_state import PartialState
 from accel_state.arguments import check_flag
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.humanize import convert_file_size_to_int
 from accel_state.paths import as_path
-from accel_state.safetensors_writer import write_safetensors
+from accel_state.safetensors_writer import clean_state_dict_for_safetensors, safetensors_content, write_safetensors
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"

@@ -32,7 +32,6 @@ from accel_checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
 from accel_checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
 from accel_checkpoint.names import SCALER_NAME as SCALER_NAME
 from accel_checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
-from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_fp8 import apply_fp8_autowrap as apply_fp8_autowrap
 from accel_fp8 import contextual_fp8_autocast as contextual_fp8_autocast
@@ -180,6 +179,7 @@ from accel_state.ports import is_port_in_use as is_port_in_use
 from accel_state.random import set_seed as set_seed
 from accel_state.random import synchronize_rng_state as synchronize_rng_state
 from accel_state.random import synchronize_rng_states as synchronize_rng_states
+from accel_state.safetensors_writer import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_state.state.partial import wait_for_everyone as wait_for_everyone
 from accel_state.tensor_storage import id_tensor_storage as id_tensor_storage
 from accel_track import LoggerType as LoggerType

@@ -1,7 +1,6 @@
 """Helpers for models and files, under the module path that other libraries know."""
 
 from accel_bigmodel import get_module_children_bottom_up as get_module_children_bottom_up
-from accel_checkpoint.safetensors_content import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_launch import write_basic_config as write_basic_config
 from accel_state.containers import merge_dicts as merge_dicts
 from accel_state.containers import recursive_getattr as recursive_getattr
@@ -13,6 +12,7 @@ from accel_state.humanize import convert_bytes as convert_bytes
 from accel_state.imports import is_numpy_available as is_numpy_available
 from accel_state.ports import get_free_port as get_free_port
 from accel_state.ports import is_port_in_use as is_port_in_use
+from accel_state.safetensors_writer import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_state.state.partial import wait_for_everyone as wait_for_everyone
 
 from ..core.compile import compile_regions as compile_regions
