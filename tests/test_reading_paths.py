@@ -13,7 +13,7 @@ LIMITS = {
     "training step": (11, 25, 25),
     "Accelerator()": (39, 83, 139),
     "prepare": (35, 95, 173),
-    "save_state": (19, 74, None),
+    "save_state": (19, 74, 180),
     "load_state": (18, 89, None),
     "launch of 2 processes": (46, 238, 1200),
 }

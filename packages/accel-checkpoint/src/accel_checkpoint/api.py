@@ -22,7 +22,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
 from accel_state.safetensors_writer import safetensors_content
 from accel_state.storage.url import Location, RemotePath
-from accel_state.tensor_storage import id_tensor_storage
 
 from . import rng_state
 from .atomic_dir import recover
@@ -35,7 +34,7 @@ from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .shared_memory import SharedMemory
-from .validation import Change, apply_changes, check_weights, loading, loading_optimizer
+from .validation import Change, apply_changes, loading, loading_optimizer, loading_weights
 from .writer import BackgroundSave, StateWriter
 
 
@@ -369,7 +368,7 @@ class _Loading(CheckpointReader):
             self.values[name] = content
             return
         if isinstance(target, nn.Module):
-            self.calls.append(self._weights(target, content, path))
+            self.calls.append(loading_weights(target, content, path, self.strict))
         elif isinstance(target, Optimizer):
             self.changes.append(loading_optimizer(target, content, path))
         elif hasattr(target, "load_state_dict"):
@@ -379,36 +378,6 @@ class _Loading(CheckpointReader):
                 f"{name} is a {type(target).__name__}, which has no load_state_dict. Leave it out of state: load() "
                 "returns the value."
             )
-
-    def _weights(self, model: nn.Module, content: Any, path: Path) -> Callable[[], Any]:
-        if not isinstance(content, Mapping):
-            raise CheckpointError(f"{path} holds a {type(content).__name__} instead of the weights of a model.")
-        state, weights = model.state_dict(), dict(content)
-        by_memory = {_memory(state[name]): name for name in weights if isinstance(state.get(name), torch.Tensor)}
-        for name, value in state.items():
-            # The format has one name for each tensor: others of a tied weight take its value.
-            if name not in weights and isinstance(value, torch.Tensor) and _memory(value) in by_memory:
-                weights[name] = weights[by_memory[_memory(value)]]
-        check_weights(model, state, weights, path)
-        if self.strict and set(weights) != set(state):
-            differing = sorted(set(weights) ^ set(state))
-            raise CheckpointError(
-                f"{path} does not have the weights of this {type(model).__name__}: {', '.join(differing[:5])} "
-                "differ. Load it into the model that was saved, or pass strict=False."
-            )
-        return partial(model.load_state_dict, weights, strict=self.strict)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is equal for two names of the same weight."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return (
-        *id_tensor_storage(tensor),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.numel() or id(tensor),
-    )
 
 
 def _is_sharded(target: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_state import get_logger
 from accel_state.errors import AccelError
+from accel_state.tensor_storage import id_tensor_storage
 
 from .names import CheckpointError, require_number
 
@@ -167,6 +168,65 @@ def _host_copy(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_host_copy, value))
     return copy.deepcopy(value)
+
+
+def loading_weights(
+    module: nn.Module,
+    weights: Any,
+    path: Path,
+    strict: bool = True,
+    clean: Callable[[str], str] = str,
+    **kwargs: Any,
+) -> Callable[[], Any]:
+    """The call that loads weights into a model, after a check that they fit.
+
+    Args:
+        module: the model.
+        weights: what was read.
+        path: the file, for messages.
+        strict: whether names that differ are an error; otherwise what fits is loaded.
+        clean: the name in files of a name in the model.
+        **kwargs: for ``load_state_dict``.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
+    renamed, absent, given = {}, {}, set()
+    unknown = set(weights)
+    state = module.state_dict()
+    for name, value in state.items():
+        cleaned = clean(name)
+        identity: Any = name
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            layout = local.storage_offset(), value.shape, local.stride(), local.numel() or id(value)
+            identity = (*id_tensor_storage(local), *layout)
+        if cleaned in weights:
+            renamed[name] = weights[cleaned]
+            unknown.discard(cleaned)
+            given.add(identity)
+        else:
+            absent[name] = identity
+    missing = []
+    for name, identity in absent.items():
+        # Files have one name for each tensor: a tied weight is loaded by its other name.
+        if identity not in given:
+            missing.append(name)
+    if strict and (missing or unknown):
+        raise CheckpointError(
+            f"{path} does not fit {type(module).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that "
+            "the model lacks. Load it into the model that was saved, or pass strict=False to load what fits."
+        )
+    check_weights(module, state, renamed, path)
+    return partial(module.load_state_dict, renamed, strict=False, **kwargs)
+
+
+def _some(unsorted: Iterable[str]) -> str:
+    names = sorted(unsorted)
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more names" if len(names) > 5 else shown or "no names"
 
 
 def check_weights(module: nn.Module, state: Mapping[str, Any], renamed: Mapping[str, Any], path: Path) -> None:

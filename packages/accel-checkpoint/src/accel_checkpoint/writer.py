@@ -52,39 +52,32 @@ _sums_lock: Final = threading.Lock()
 _sums_before: Final[list[bool]] = []  # the option of torch.save before each block in progress
 
 
-class HashingFile:
-    """A file to write to, whose blocks are hashed as they are written."""
+class HashingFile(io.RawIOBase):
+    """A file to write to, whose blocks are hashed as they are written.
+
+    Small parts should be written through an :class:`io.BufferedWriter`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = open_for_writing(path)
-        self._buffer = bytearray()
         self._size = 0
         self._digest = xxhash.xxh3_128()
         self._digests: list[str] = []
         self.error: BaseException | None = None
         """What went wrong while writing: torch replaces this error by one of its own."""
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._buffer += view if len(view) <= _BUFFER_BYTES else b""
-        if len(view) > _BUFFER_BYTES or len(self._buffer) > _BUFFER_BYTES:
-            self.flush()
-        if len(view) > _BUFFER_BYTES:
-            self._write_through(view)
-        return len(view)
-
-    def flush(self) -> None:
-        buffered, self._buffer = self._buffer, bytearray()
-        self._write_through(memoryview(buffered))
-
-    def _write_through(self, view: memoryview) -> None:
-        while view:
+        left = view = memoryview(data).cast("B")
+        while left:
             try:
-                written = view[: os.write(self._descriptor, view[:BLOCK_BYTES])]
+                written = left[: os.write(self._descriptor, left[:BLOCK_BYTES])]
             except BaseException as error:
                 self.error = error
                 raise
-            view = view[len(written) :]
+            left = left[len(written) :]
             while written:
                 block = written[: BLOCK_BYTES - self._size % BLOCK_BYTES]
                 self._digest.update(block)
@@ -93,21 +86,20 @@ class HashingFile:
                     self._digests.append(self._digest.hexdigest())
                     self._digest.reset()
                 written = written[len(block) :]
+        return len(view)
 
-    def abandon(self) -> None:
-        """Close the file without writing what is buffered."""
-        # torch may call `write` once more, when another file has this descriptor.
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
-
-    def close(self) -> FileRecord:
-        try:
-            self.flush()
-        finally:
-            os.close(self._descriptor)
+    def finish(self) -> FileRecord:
+        """Close the file after everything was written."""
+        self.abandon()
         if self._size % BLOCK_BYTES or not self._size:
             self._digests.append(self._digest.hexdigest())
         return FileRecord(self._size, tuple(self._digests))
+
+    def abandon(self) -> None:
+        """Close the file."""
+        # torch may write once more, when another file has this descriptor.
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
 
 @contextmanager
@@ -138,16 +130,17 @@ def write_parts(
             path.parent.mkdir(exist_ok=True)
             refuse_link(path.parent)
             file = HashingFile(path)
-            target: Any = file
+            target: Any = io.BufferedWriter(file, _BUFFER_BYTES)
             try:
                 with without_sums():
                     part.write_value(on_host(part.value) if on_device else part.value, target)
+                target.flush()
             except BaseException as error:
                 file.abandon()
                 if file.error is not None and file.error is not error:
                     raise file.error from error  # torch's error does not say why it could not write
                 raise
-            records[part.name] = file.close()
+            records[part.name] = file.finish()
             submit(partial(sync, path))
             if part.what:
                 check_readable(path, part.value, part.what)
@@ -202,7 +195,7 @@ def write_manifest(
     try:
         file.write(manifest.text().encode("ascii"))
     finally:
-        file.close()
+        file.abandon()
     sync(directory / MANIFEST_NAME)
     sync(directory)
     return manifest

@@ -46,6 +46,7 @@ from accel_checkpoint.validation import (
     loading,
     loading_attributes,
     loading_optimizer,
+    loading_weights,
 )
 from accel_data import PreparedLoader, SeedableRandomSampler
 from accel_state import PartialState, get_logger
@@ -53,8 +54,8 @@ from accel_state.humanize import counted
 
 from ..contract.strategy import Strategy
 from ..core.types import Layout
+from ..core.unwrap import clean_name, extract_model_from_parallel
 from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME
-from ..core.weights_loading import plan_weights
 from . import accumulation_state
 from .contents import TrainingObjects
 
@@ -228,7 +229,8 @@ class StateReader(CheckpointReader):
                 weights = read_safetensors(path, self._map_location)
             else:
                 weights = read(path, self._map_location, mapped=True)
-            self.changes.append(plan_weights(model, weights, path, **options))
+            inner = extract_model_from_parallel(model, keep_torch_compile=False)
+            self.changes.append(loading_weights(inner, weights, path, clean=clean_name, **options))
 
     def _refuse_engines(self) -> None:
         if engine_folders(self.names):

@@ -24,12 +24,12 @@ from torch import nn
 from accel_checkpoint.names import MODEL_FOLDER, CheckpointError, engine_folders, require_files
 from accel_checkpoint.parts import Part
 from accel_checkpoint.safe_load import read
-from accel_checkpoint.validation import Change
+from accel_checkpoint.validation import Change, loading_weights
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 
 from ..core.types import Gathered
-from ..core.weights_loading import plan_weights
+from ..core.unwrap import clean_name, extract_model_from_parallel
 from . import structure, universal
 from .runtime import is_engine
 
@@ -194,7 +194,8 @@ class EngineLoader:
             engine: Any = model
             if not is_engine(model):
                 path = self.directory / tag / _UNSHARDED_NAME
-                loads.append(plan_weights(model, self._content(path).get("module"), path))
+                inner, weights = extract_model_from_parallel(model, keep_torch_compile=False), self._content(path)
+                loads.append(loading_weights(inner, weights.get("module"), path, clean=clean_name))
             elif _is_sharded_without_optimizer(engine):
                 loads.append(self._plan_frozen(tag, engine))
             elif engine.zero_nvme_offload_optimizer():
