@@ -82,13 +82,24 @@ class Weighed:
     strategy = "weighed"
 
 
+class Megatron(Weighed):
+    strategy = "megatron"
+
+
 class WeighedStrategy(Strategy):
     def default_settings(self):
         return Weighed()
 
     def backward(self, loss, in_window, **kwargs):
         super().backward(loss * self.settings.factor, in_window, **kwargs)
+
+
+class MegatronStrategy(WeighedStrategy):
+    def default_settings(self):
+        return Megatron()
 """
+
+ENTRY_POINTS = "weighed = weighed_losses:WeighedStrategy\nmegatron = weighed_losses:MegatronStrategy\n"
 
 
 @pytest.fixture
@@ -98,7 +109,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     info = tmp_path / "weighed_losses-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weighed-losses\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[accel.strategies]\nweighed = weighed_losses:WeighedStrategy\n")
+    (info / "entry_points.txt").write_text("[accel.strategies]\n" + ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
     built_in = {name: target for row in TABLE.values() for name, target in row.strategies.items()}
     monkeypatch.setattr(registry, "STRATEGIES", Registry("strategy", built_in, "accel.strategies"))
@@ -140,6 +151,22 @@ def test_an_installed_strategy_is_chosen_like_those_of_accel(installed: Any, mon
     for strategy in (installed.Weighed(2.0), installed.WeighedStrategy(settings=installed.Weighed(2.0))):
         with context.isolated():  # the script's settings, for the strategy that the launcher names
             torch.testing.assert_close(trained(Accelerator(cpu=True, strategy=strategy)), trained(None, 2.0))
+
+
+def test_an_installed_strategy_has_an_argument_and_a_switch_of_the_reference(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with context.isolated():
+        settings = installed.Megatron(0.5)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=settings)
+        assert accelerator.state.megatron_lm_plugin is settings
+        torch.testing.assert_close(trained(accelerator), trained(None, 0.5))
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    monkeypatch.setenv("WEIGHED_FACTOR", "0.25")
+    with context.isolated():
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.state.megatron_lm_plugin.factor == 0.25
+        torch.testing.assert_close(trained(accelerator), trained(None, 0.25))
 
 
 @pytest.mark.parametrize("name", ["single", "weighed"])
