@@ -321,7 +321,9 @@ def test_a_model_and_its_optimizer_are_prepared_together_where_the_back_end_asks
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    _, prepared, schedule = runner.prepare(model, optimizer, scheduler)
+    wrapped, prepared, schedule = runner.prepare(model, optimizer, scheduler)
+    assert runner.prepare(wrapped, prepared) == (wrapped, prepared)  # not together again
+    assert prepared.optimizer is not optimizer and runner.prepare(wrapped) is wrapped
     assert prepared.optimizer.param_groups[0]["lr"] == 0.25
     assert schedule.scheduler.optimizer is prepared.optimizer
     for objects in ((network(),), (network(), network(), torch.optim.SGD(model.parameters(), lr=0.1))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import Any, TypeVar, overload
 
@@ -14,12 +15,24 @@ from .._torch_compat import COMPILED_CALL, NAME_PREFIXES, OPTIMIZED_MODULE, ORIG
 
 Model = TypeVar("Model", bound=nn.Module)
 
+PREPARED = "_is_accelerate_prepared"
+"""The mark of prepared objects, which other libraries read and set."""
+
 # Wrapper classes by module. They are not imported, which is slow: where the module of a class was never imported, there
 # is no object of the class.
 _WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"),
 )
+
+
+def is_prepared(obj: Any) -> bool:
+    """Whether ``prepare`` has returned this object, or a library has set the mark that says so."""
+    # Without __getattr__: a wrapper that forwards attributes, such as a PEFT model, is not prepared itself.
+    if inspect.getattr_static(obj, PREPARED, False) is True:
+        return True
+    original = vars(obj).get("_modules", {}).get(ORIGINAL_MODULE) if isinstance(obj, nn.Module) else None
+    return original is not None and is_prepared(original)
 
 
 def _is_instance(module: nn.Module, *classes: tuple[str, str]) -> bool:

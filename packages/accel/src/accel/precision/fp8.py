@@ -16,6 +16,7 @@ from accel_state.humanize import counted
 from accel_state.logging import get_logger
 from accel_state.registry import Registry
 
+from ..core.unwrap import is_prepared
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import AutocastKwargs
@@ -88,11 +89,12 @@ class FP8(Precision):
         model.forward = FP8Forward(model, self.state.device.type, self.settings, self.engine)
         return model
 
-    def join_optimizer(self, objects: list[Any]) -> list[Any]:
+    def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
         if not self.engine.takes_optimizer:
             return objects
-        models = [index for index, obj in enumerate(objects) if isinstance(obj, nn.Module)]
-        optimizers = [index for index, obj in enumerate(objects) if isinstance(obj, Optimizer)]
+        fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
+        models = [index for index in fresh if isinstance(objects[index], nn.Module)]
+        optimizers = [index for index in fresh if isinstance(objects[index], Optimizer)]
         if not models and not optimizers:
             return objects
         if len(models) != 1 or len(optimizers) != 1:
@@ -103,7 +105,7 @@ class FP8(Precision):
             )
         before = objects[optimizers[0]]
         model, optimizer = self.engine.initialize(objects[models[0]].to(self.state.device), before)
-        for scheduler in objects:
+        for scheduler in (objects[index] for index in fresh):
             if getattr(scheduler, "optimizer", None) is before:
                 scheduler.optimizer = optimizer
         replaced = {models[0]: model, optimizers[0]: optimizer}

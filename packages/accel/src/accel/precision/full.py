@@ -49,15 +49,8 @@ class Precision:
         """Make a model's forward compute in this precision."""
         return model
 
-    def join_optimizer(self, objects: list[Any]) -> list[Any]:
-        """Prepare a model together with its optimizer, if needed; called before each is prepared on its own.
-
-        Args:
-            objects: the arguments of ``prepare``, in any order.
-
-        Returns:
-            The objects, possibly replaced.
-        """
+    def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
+        """Prepare a model together with its optimizer, like the strategy's method of this name, before it."""
         return objects
 
     def watch(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from ..contract.strategy import Strategy
 from ..core.compile import TorchDynamoPlugin, compile_model, compile_regions
 from ..core.nf4_weights import check_nf4, store_as_bytes
 from ..core.quantized_layers import keep_packing, load_scales, quantized_layers
-from ..core.unwrap import extract_model_from_parallel
+from ..core.unwrap import PREPARED, extract_model_from_parallel, is_prepared
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.wrap_policy import find_units, transformer_policy
 from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
@@ -33,9 +32,6 @@ from ..training.moving_average import MovingAverage, Swap
 from ..training.muon import check_hidden, is_muon, spread
 
 T = TypeVar("T")
-
-PREPARED = "_is_accelerate_prepared"
-"""The mark of prepared objects, which other libraries read and set."""
 
 
 @dataclass(eq=False, repr=False)
@@ -75,15 +71,12 @@ class Preparation:
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
-        joined = list(objects)
-        fresh = [index for index, obj in enumerate(objects) if not is_prepared(obj)]
-        for index in fresh:
-            if is_muon(objects[index]):
+        for obj in objects:
+            if is_muon(obj) and not is_prepared(obj):
                 _ = self.strategy.matrix_collectives  # raises where Muon is refused
-        replaced = self.precision.join_optimizer([objects[index] for index in fresh])
-        for index, obj in zip(fresh, replaced, strict=True):
-            joined[index] = obj
-        prepared = list(self.strategy.prepare_together(joined, self))
+        prepared = list(objects)
+        for part in (self.precision, self.strategy):
+            prepared = list(part.prepare_together(prepared, self))
         for obj in (*self.models, *self.optimizers, *self.schedulers):
             _mark(obj)
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
@@ -250,15 +243,6 @@ class Preparation:
             prepared.clear()
         self.seeded_samplers.clear()
         self.local_sgd = None
-
-
-def is_prepared(obj: Any) -> bool:
-    """Whether ``prepare`` has returned this object, or a library has set the mark that says so."""
-    # Without __getattr__: a wrapper that forwards attributes, such as a PEFT model, is not prepared itself.
-    if inspect.getattr_static(obj, PREPARED, False) is True:
-        return True
-    original = vars(obj).get("_modules", {}).get("_orig_mod") if isinstance(obj, nn.Module) else None
-    return original is not None and is_prepared(original)
 
 
 def _mark(obj: T) -> T:

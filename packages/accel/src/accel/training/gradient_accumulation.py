@@ -26,6 +26,7 @@ from accel_state.logging import warn_once
 from accel_state.state.gradient import MicroBatch
 
 from ..contract.strategy import Strategy
+from ..core.unwrap import PREPARED
 from ..reduction.elastic_steps import ElasticSteps
 from .open_loaders import open_loader
 
@@ -187,7 +188,7 @@ class Accumulation:
         for model in models:
             check_type(model, nn.Module, "accumulate", "Pass prepared models one by one, or nothing for all of them.")
             is_prepared = any(model is prepared for prepared in self._prepared_models)
-            if not is_prepared and self.process.num_processes > 1 and not hasattr(model, "_is_accelerate_prepared"):
+            if not is_prepared and self.process.num_processes > 1 and not hasattr(model, PREPARED):
                 warn_once(
                     __name__,
                     f"accumulate got a {type(model).__name__} that prepare() did not return: its gradients are not "
