@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import textwrap
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
@@ -201,3 +202,42 @@ def test_the_migrated_script_prints_what_the_original_prints(tmp_path: Path) -> 
     assert set(found) == {"before.py", "after.py"}
     assert found["before.py"] == found["after.py"] and found["after.py"].endswith("of 360\n")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+TAB_PROGRAM = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator, ProjectConfiguration
+
+sys.stderr = sys.stdout
+batches, epochs, model = int(sys.argv[1]), 2, nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+loader = DataLoader(TensorDataset(torch.ones(120, 2), torch.ones(120, 1)))
+"""
+TAB_STEP = """batches -= 1
+        if batches < 0:
+            raise StopIteration
+        accelerator.backward((model(inputs) - targets).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()"""
+
+
+def test_the_tab_of_checkpoints_is_complete(tmp_path: Path) -> None:
+    """Its lines run as they are: a run that ends after 103 of 120 batches continues after the 100th."""
+    page = (ROOT / "docs" / "tutorials" / "index.md").read_text(encoding="utf-8")
+    tab = page.partition('=== "Checkpoints"')[2].partition("```diff\n")[2].partition("    ```")[0]
+    lines = [line[6:] for line in tab.splitlines() if not line.startswith("    -")]
+    script = tmp_path / "script.py"
+    code = textwrap.indent("\n".join(lines).replace("...", TAB_STEP), "    ")
+    script.write_text(f"{TAB_PROGRAM}try:\n{code}\nexcept StopIteration:\n    pass\n")
+    assert "found no state" in run_alone(script, 103, folder=tmp_path)
+    assert "checkpoint_0, after 100 samples of epoch 0" in run_alone(script, 20 + 103, folder=tmp_path)
+    assert "checkpoint_1, after 100 samples of epoch 1" in run_alone(script, 20, folder=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_1",
+    ]

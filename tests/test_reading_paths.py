@@ -12,13 +12,8 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "training step": (11, 25, 25),
     "Accelerator()": (39, 83, 139),
-<<<<<<< HEAD
-    "prepare": (35, 95, 173),
-    "save_state": (19, 74, 180),
-=======
     "prepare": (35, 93, 167),
-    "save_state": (20, 74, None),
->>>>>>> c346e1db (Precision and strategy prepare a model with its optimizer by one hook)
+    "save_state": (19, 74, 180),
     "load_state": (18, 89, None),
     "launch of 2 processes": (46, 238, 1200),
 }

@@ -15,9 +15,12 @@ from checkpoint_runs import (
     same,
     uninterrupted,
 )
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
 from accel_checkpoint.names import CheckpointError
+from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
 
@@ -130,3 +133,46 @@ def test_generators_of_all_ranks_in_one_file(tmp_path: Path, packs: bool | None,
     assert packed == bool(packs)
     assert (tmp_path / "state" / "random_states_1.pkl").is_file() != packed
     assert run_world(_packed, 2, folder, packs, each_node, True) == expected
+
+
+def _epochs(accelerator: Accelerator, end: int) -> None:
+    model = nn.Linear(2, 1)
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    model, loader = accelerator.prepare(model, data)
+    accelerator.resume()
+    for batch, (inputs,) in enumerate(loader, 1):
+        accelerator.backward(model(inputs).sum())
+        if batch == end:
+            accelerator.save_state()
+            break
+    else:
+        accelerator.save_state()
+    accelerator.end_training()
+
+
+def test_resume_prints_where_the_training_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for end in (1, 3, 3):
+        _epochs(
+            Accelerator(cpu=True, project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)), end
+        )
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accel: ")]
+    states = tmp_path / "checkpoints"
+    assert lines == [
+        "accel: resume() found no state: the training starts at its beginning.",
+        f"accel: the training continues from {states}/checkpoint_0, after 2 samples of epoch 0.",
+        f"accel: the training continues from {states}/checkpoint_1, after 1 complete epoch; a loop of 1 epoch has "
+        "nothing left to do.",
+    ]
+
+
+def test_resume_refuses_what_no_state_can_be_saved_with(tmp_path: Path) -> None:
+    def resume(place: Any, **settings: Any) -> None:
+        settings = {"automatic_checkpoint_naming": True, **settings}
+        Accelerator(cpu=True, project_config=ProjectConfiguration(place, **settings)).resume()
+
+    (tmp_path / "file").touch()
+    for naming in (True, False):
+        with pytest.raises(ConfigurationError, match="cannot be saved in .*file is not a directory"):
+            resume(tmp_path / "file", automatic_checkpoint_naming=naming)
+    with pytest.raises(ConfigurationError, match="save_on_each_node=True"):
+        resume("s3://bucket/run", save_on_each_node=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from accel_state import (
 )
 from accel_state.arguments import check_flag, check_number
 from accel_state.errors import check_type
+from accel_state.humanize import counted
 from accel_state.memory import release_memory
 from accel_state.operations.distributed import Reduction
 from accel_state.options import CoreOptions
@@ -1232,7 +1234,8 @@ class Accelerator:
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
         States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
-        or in that of :class:`SaveOnSignal`. Afterwards a loader's ``iteration`` is the epoch to continue with. If all
+        or in that of :class:`SaveOnSignal`. The main process prints where the training continues, or that there is no
+        state. Afterwards a loader's ``iteration`` is the epoch to continue with. If all
         of its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
         the loop runs.
 
@@ -1241,7 +1244,7 @@ class Accelerator:
 
         Raises:
             CheckpointError: it is damaged, or does not fit what was prepared.
-            ConfigurationError: there is no directory to look in.
+            ConfigurationError: there is no directory to look in, or :meth:`save_state` could not save in it.
 
         Examples:
             >>> configuration = ProjectConfiguration("project", automatic_checkpoint_naming=True)
@@ -1261,6 +1264,8 @@ class Accelerator:
                 if isinstance(loader, PreparedLoader):
                     loader.pass_over_finished_epoch(False)
         joined = replicas is not None and replicas.join_run()
+        if self.is_main_process and not joined:
+            print(f"accel: {_resumption(newest, self.prepared.dataloaders)}", file=sys.stderr, flush=True)
         return joined or newest is not None
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -1859,6 +1864,22 @@ class Accelerator:
     @property
     def _dataloaders(self) -> list[Any]:
         return self.prepared.dataloaders
+
+
+def _resumption(checkpoint: Location | None, loaders: Sequence[Any]) -> str:
+    """Describe where a training continues: in the epoch of its first loader."""
+    if checkpoint is None:
+        return "resume() found no state: the training starts at its beginning."
+    loader = next((loader for loader in loaders if isinstance(loader, PreparedLoader)), None)
+    if loader is None:
+        return f"the training continues from {checkpoint}."
+    point = loader.state_dict()
+    epoch = point["epoch"]
+    if point["position"] and not point["finished"]:
+        return f"the training continues from {checkpoint}, after {point['position']} {point['unit']} of epoch {epoch}."
+    complete = epoch + 1 if point["finished"] else epoch
+    left = f"; a loop of {counted(complete, 'epoch')} has nothing left to do" if complete else ""
+    return f"the training continues from {checkpoint}, after {counted(complete, 'complete epoch')}{left}."
 
 
 def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:

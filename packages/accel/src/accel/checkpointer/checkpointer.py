@@ -96,15 +96,9 @@ class Checkpointer:
         self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool
     ) -> Location:
         process, project = self._process, self.project
-        if self._strategy.shards_parameters or self._strategy.uses_engine:
-            weights_io.refuse_each_node(process, project.save_on_each_node)
+        target = self._target(output_dir)
         if self._background is not None:
             self.wait_for_save()
-        target = self._target(output_dir)
-        if isinstance(target, RemotePath) and project.save_on_each_node:
-            raise ConfigurationError(
-                f"save_on_each_node=True saves on each node, but {target} is one place for all. Leave it out."
-            )
         existing = ""
         if project.automatic_checkpoint_naming and not self._replaces:
             existing = (
@@ -144,19 +138,28 @@ class Checkpointer:
         return target
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Location:
+        """The path of the next state; raises ConfigurationError for settings that no state can be saved with."""
         project = self.project
+        if self._strategy.shards_parameters or self._strategy.uses_engine:
+            weights_io.refuse_each_node(self._process, project.save_on_each_node)
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
-            return as_location("output_dir", output_dir)
-        if output_dir is not None:
+            target = as_location("output_dir", output_dir)
+        else:
+            target = self._checkpoints() / f"checkpoint_{project.iteration}"
+        if isinstance(target, RemotePath) and project.save_on_each_node:
+            raise ConfigurationError(
+                f"save_on_each_node=True saves on each node, but {target} is one place for all. Leave it out."
+            )
+        if output_dir is not None and project.automatic_checkpoint_naming:
             logger.warning_once(
                 f"save_state got output_dir, which has no effect with automatic_checkpoint_naming: states are saved in "
                 f"{self._checkpoints()}."
             )
-        return self._checkpoints() / f"checkpoint_{project.iteration}"
+        return target
 
     def _checkpoints(self) -> Location:
         if self.project.project_dir is None:
@@ -487,6 +490,8 @@ class Checkpointer:
         """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
         collectives = self._process.collectives
         with on_all_ranks(collectives, "looking for a state to resume from") as outcome:
+            if self.project.automatic_checkpoint_naming:
+                self._target(None)  # raises at once what save_state would raise after the first epoch
             if self._process.process_index == 0:
                 outcome.value = self._newest_or_none(output_dir)
         newest: Location | None = outcome.reports[0].value
@@ -510,6 +515,12 @@ class Checkpointer:
         automatic = self.project.automatic_checkpoint_naming
         directory = self._checkpoints() if automatic else as_location("project_dir", self.project.project_dir)
         if not isinstance(directory, RemotePath):
+            existing = next(path for path in (directory, *directory.parents) if path.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK):
+                raise ConfigurationError(
+                    f"states cannot be saved in {directory}: {existing} is not a directory that this user can write "
+                    "to. Give the Accelerator another project_dir."
+                )
             if not directory.is_dir():
                 return None
             recover_all(directory)
