@@ -26,7 +26,8 @@ from accel.utils import (
     send_to_device,
 )
 from accel_data import PreparedLoader
-from accel_state import PartialState
+from accel_state import PartialState, RNGType
+from accel_track import JSONLinesTracker, LoggerType
 
 Sample = tuple[torch.Tensor, ...]
 
@@ -47,6 +48,8 @@ class Net(nn.Module):
 parser = argparse.ArgumentParser()
 parser.add_argument("--mixed_precision")
 args = parser.parse_args()
+Accelerator(log_with="jsonl", rng_types=["torch", RNGType.PYTHON], strategy="ddp", dynamo_backend="inductor")
+Accelerator(log_with=["jsonl", LoggerType.WANDB, JSONLinesTracker])
 accelerator = Accelerator(mixed_precision=args.mixed_precision, fsdp_plugin=FullyShardedDataParallelPlugin())
 Accelerator(mixed_precision="bf16", deepspeed_plugin={"a": DeepSpeedPlugin()}, parallelism_config=ParallelismConfig())
 
@@ -107,6 +110,16 @@ assert_type(report(1), str | None)
 assert_type(train(2), float)
 
 Accelerator(mixed_precision="bf17")  # error
+Accelerator(log_with="typo")  # error
+Accelerator(log_with=["jsonl", "typo"])  # error
+Accelerator(rng_types=["nonsense"])  # error
+Accelerator(dynamo_backend=3)  # error
+Accelerator(strategy="fspd")  # error
+Accelerator(grad_accum=4)  # error
+Accelerator(gradient_accumulation_steps="4")  # error
+Accelerator(device_placement="yes")  # error
+accelerator.save_state(safe_serialization="x")  # error
+accelerator.pad_across_processes(x, dim="x")  # error
 Accelerator(fsdp_plugin="nonsense")  # error
 Accelerator(deepspeed_plugin="nonsense")  # error
 Accelerator(megatron_lm_plugin="nonsense")  # error

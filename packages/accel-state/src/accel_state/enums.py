@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigurationError
 
@@ -56,6 +56,25 @@ class PrecisionType(NamedChoice):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+RNGName = Literal[
+    "torch",
+    "cuda",
+    "mlu",
+    "sdaa",
+    "musa",
+    "npu",
+    "xla",
+    "xpu",
+    "hpu",
+    "tpu",
+    "neuron",
+    "generator",
+    "numpy",
+    "python",
+]
+"""The values of :class:`RNGType`, for type checkers."""
 
 
 class RNGType(NamedChoice):

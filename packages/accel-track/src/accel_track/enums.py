@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from accel_state.enums import NamedChoice
+
+LoggerName = Literal[
+    "all",
+    "aim",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "comet_ml",
+    "mlflow",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "jsonl",
+]
+"""The values of :class:`LoggerType`, for type checkers."""
 
 
 class LoggerType(NamedChoice):

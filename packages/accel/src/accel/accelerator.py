@@ -31,6 +31,7 @@ from accel_state import (
     operations,
 )
 from accel_state.arguments import check_flag, check_number
+from accel_state.enums import RNGName
 from accel_state.errors import check_type
 from accel_state.humanize import counted
 from accel_state.memory import release_memory
@@ -38,6 +39,8 @@ from accel_state.operations.distributed import Reduction
 from accel_state.options import CoreOptions
 from accel_state.state.process_control import RunsOnSome
 from accel_state.storage.url import Location
+from accel_track.base import GeneralTracker
+from accel_track.enums import LoggerName, LoggerType
 from accel_track.tracking import Settings as TrackerSettings
 from accel_track.tracking import TrackerRun
 
@@ -63,6 +66,7 @@ from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .setup import config_resolution
 from .setup.prepare import Preparation
+from .setup.registry import StrategyName
 from .setup.unprepared import StartupChecks, check_arguments
 from .training import lomo, monitoring
 from .training import moving_average as averages
@@ -81,6 +85,7 @@ if TYPE_CHECKING:  # the modules of plugins are loaded when they are used
 
     Ts = TypeVarTuple("Ts")
 
+TrackerChoice = LoggerName | LoggerType | GeneralTracker | type[GeneralTracker]
 T = TypeVar("T")
 P = ParamSpec("P")
 H = TypeVar("H", bound=KwargsHandler)
@@ -161,8 +166,8 @@ class Accelerator:
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronSettings | None = None,
-        rng_types: Sequence[str | RNGType] | None = None,
-        log_with: Any = None,
+        rng_types: Sequence[RNGName | RNGType] | None = None,
+        log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -173,7 +178,7 @@ class Accelerator:
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         save_on_signal: SaveOnSignal | bool | str | Sequence[str] | None = None,
-        strategy: Strategy | str | Plugin | None = None,
+        strategy: Strategy | StrategyName | Plugin | None = None,
         deterministic_reduction: bool = False,
         monitor: bool | None = None,
         **unknown: Never,

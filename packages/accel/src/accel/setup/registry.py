@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from accel_state import AcceleratorState, ConfigurationError, PartialState, get_logger
 from accel_state.errors import ArgumentTypeError
@@ -16,6 +16,22 @@ from ..contract.strategy import Strategy
 from ..kwargs.base import Handlers
 
 logger: Final = get_logger(__name__)
+
+StrategyName = Literal[
+    "single",
+    "ddp",
+    "fsdp1",
+    "fsdp2",
+    "deepspeed",
+    "mesh",
+    "mesh_ddp",
+    "xla",
+    "xla_spmd",
+    "ft",
+    "ft_fsdp2",
+    "mesh_pp",
+]
+"""The names of accel's own strategies, for type checkers."""
 
 
 @dataclass(frozen=True)
