@@ -119,6 +119,20 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
     assert not os.listdir(shell.env["TMPDIR"])
 
 
+@pytest.mark.parametrize(("message", "tracebacks"), [("'boom'", 2), ("os.environ['RANK']", 3)])
+@pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["screen", "files"])
+def test_the_same_error_of_several_ranks_is_shown_once_before_the_end(
+    shell, message: str, tracebacks: int, options: list[str]
+) -> None:
+    """Each rank's file has its own traceback; on the screen they follow each other."""
+    shell.write("s.py", f"import os\nraise ValueError({message})\n")
+    result = shell.launch("--num_processes", "2", *options, "s.py")
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback (most recent call last)") == (3 if options else tracebacks), result.stderr
+    repeats = re.findall(r"^\[rank[01]\]: the same error as on rank [01]$", result.stderr, re.MULTILINE)
+    assert len(repeats) == (0 if options else 3 - tracebacks)
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "message"),
     [

@@ -64,7 +64,11 @@ def main() -> None:
         write_report(error, 1, with_traceback=True)
         introduce_traceback()
         sys.last_value = error
-        sys.excepthook(type(error), error, error.__traceback__)
+        first = first_with_this_error()
+        if first is None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            print(f"[rank{os.environ.get('RANK')}]: the same error as on rank {first}", file=sys.stderr)
         if has_process_group():
             exit_without_teardown(1)
         sys.exit(1)
@@ -260,10 +264,44 @@ def write_report(error: BaseException, exit_code: int, *, with_traceback: bool) 
         "traceback": "".join(lines),
     }
     if error_file:
+        report["stderr"] = stderr_identity()
         write_file(os.path.join(os.path.dirname(error_file), "failure.json"), json.dumps(report))
         return
     local_rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     write_line({**report, "local_rank": local_rank, "world_size": world_size})
+
+
+def stderr_identity() -> list[int]:
+    """Return the device and inode of this process's stderr, which ranks on one screen share; empty if it is closed."""
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return []
+    return [status.st_dev, status.st_ino]
+
+
+def first_with_this_error() -> int | None:
+    """Return the rank of this machine that reported the same traceback before and shows it on the same screen."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return None
+    import glob
+    import json
+
+    here = os.path.dirname(error_file)
+    reports = []
+    for path in glob.glob(os.path.join(glob.escape(os.path.dirname(here)), "*", "failure.json")):
+        try:
+            with open(path, encoding="utf-8") as file:
+                report = json.load(file)
+        except (OSError, ValueError):
+            continue
+        reports.append((report["time_ns"], report["rank"], report["pid"], report["traceback"], report["stderr"]))
+    own = [report for report in reports if report[2] == os.getpid()]
+    if not own or not own[0][4]:
+        return None
+    alike = [report for report in reports if report[3:] == own[0][3:] and report < own[0]]
+    return min(alike)[1] if alike else None
 
 
 def write_file(path: str, report: str) -> None:
