@@ -97,8 +97,17 @@ def test_states_and_weights_of_one_process(tmp_path: Path) -> None:
     assert "model.safetensors.index.json" in keys("weights/")
     load_checkpoint_and_dispatch(loaded, "s3://bucket/weights")
     assert torch.equal(loaded[0].weight, expected)
+    from_index = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
+    load_checkpoint_and_dispatch(from_index, "s3://bucket/weights/model.safetensors.index.json")
+    assert torch.equal(from_index[0].weight, expected) and torch.equal(from_index[1].bias, loaded[1].bias)
     accelerator.save_model(model, "s3://bucket/weights")
     assert keys("weights/") == ["model.safetensors"]  # none of the save before it
+    on_disk = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
+    load_checkpoint_and_dispatch(on_disk, "s3://bucket/weights/model.safetensors", device_map={"0": "cpu", "1": "disk"})
+    batch = torch.ones(2, 30)
+    assert torch.equal(on_disk(batch), loaded(batch))
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/weights lacks \['other.safetensors'\]"):
+        load_checkpoint_and_dispatch(on_disk, "s3://bucket/weights/other.safetensors")
 
 
 def test_what_is_not_there() -> None:

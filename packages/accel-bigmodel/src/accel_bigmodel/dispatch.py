@@ -497,7 +497,8 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: the model, preferably on the meta device (:func:`init_empty_weights`).
-        checkpoint: a file, an index of shards, a directory with one of them, or a Hub repository.
+        checkpoint: a file, an index of shards, a directory with one of them, a URL of any of these in object storage
+            (``s3://bucket/model.safetensors``), or a Hub repository.
         device_map: devices of modules by name; or "auto" and "balanced" (distribute evenly over all accelerators),
             "balanced_low_0" (likewise, with as little as possible on the first one), "sequential" (fill one after the
             other). None: load without dispatching.

@@ -94,7 +94,8 @@ def load_checkpoint_in_model(
 
     Args:
         model: the model; on the meta device, or with values, which are replaced.
-        checkpoint: a file, an index of shards, a directory with one of them, or a Hub repository.
+        checkpoint: a file, an index of shards, a directory with one of them, a URL of any of these in object storage
+            (``s3://bucket/model.safetensors``), or a Hub repository.
         device_map: devices of modules by name. None: weights stay on their devices, meta tensors go to the CPU.
         offload_folder: the directory for weights that cannot be read in place.
         dtype: the dtype of all floating point parameters and buffers, as in ``model.to(dtype)``; models of

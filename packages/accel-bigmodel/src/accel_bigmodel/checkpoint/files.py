@@ -1,4 +1,4 @@
-"""Locating the files of a checkpoint: a file, an index of shards, a directory, or a Hub repository.
+"""Locating the files of a checkpoint: a file, an index of shards, a directory, a URL of one, or a Hub repository.
 
 Imports no torch.
 """
@@ -38,7 +38,14 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str]
 def _downloaded(checkpoint: RemotePath) -> Path:
     from accel_state.storage.transfer import local_copy  # local checkpoints do not pay for its import
 
-    return local_copy(checkpoint)
+    name, directory = checkpoint.name, checkpoint.parent
+    if not name.endswith((SAFETENSORS, ".json", *_PICKLES)):
+        return local_copy(checkpoint)
+    copy = local_copy(directory, (name,))
+    if name.endswith(".json"):
+        shards = {_relative_path(file, copy / name).as_posix() for file in _weight_map(copy / name).values()}
+        copy = local_copy(directory, (name, *sorted(shards)))
+    return copy / name
 
 
 def _in_directory(directory: Path) -> Path:
@@ -84,6 +91,17 @@ def _from_hub(repository: str) -> Path:
 
 def files_of_index(path: Path) -> dict[Path, list[str]]:
     """The shards of an index (``{"weight_map": {name: file}}``, or just the inner part), each with its tensor names."""
+    files: dict[Path, list[str]] = {}
+    for name, file in _weight_map(path).items():
+        files.setdefault(path.parent / _relative_path(file, path), []).append(name)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigurationError(f"{path} lists missing files: {missing}. Download or save the checkpoint again.")
+    return files
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, by its name, as an index says it."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,13 +109,7 @@ def files_of_index(path: Path) -> dict[Path, list[str]]:
     weight_map = index.get("weight_map", index) if isinstance(index, dict) else None
     if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ConfigurationError(f"{path} is not a shard index: it must map names of weights to file names")
-    files: dict[Path, list[str]] = {}
-    for name, file in weight_map.items():
-        files.setdefault(path.parent / _relative_path(file, path), []).append(name)
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ConfigurationError(f"{path} lists missing files: {missing}. Download or save the checkpoint again.")
-    return files
+    return weight_map
 
 
 def _relative_path(file: str, index: Path) -> PurePosixPath:

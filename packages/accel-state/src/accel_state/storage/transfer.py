@@ -19,7 +19,7 @@ _MANIFEST_NAME = "accel_manifest.json"
 # Files that name others are sent last: a reader that finds them finds the others.
 _INDEX_SUFFIX = ".json"
 
-_copies: dict[str, Path] = {}
+_copies: dict[tuple[str, tuple[str, ...] | None], Path] = {}
 
 
 @contextmanager
@@ -47,13 +47,18 @@ def written_directory(place: Location, is_stale: Callable[[str], bool] = lambda 
                 store.delete(name)
 
 
-def local_copy(place: RemotePath) -> Path:
-    """A copy of the files of a place, made once for this process and deleted when it ends.
+def local_copy(place: RemotePath, names: tuple[str, ...] | None = None) -> Path:
+    """Return a copy of the files of a place, made once for this process and deleted when it ends.
+
+    Args:
+        place: a directory of a store.
+        names: the files to copy, relative to it; None for all.
 
     Raises:
-        ConfigurationError: nothing is there.
+        ConfigurationError: nothing is there, or not all of the named files.
     """
-    if place.url not in _copies:
+    key = place.url, names
+    if key not in _copies:
         source = place
         marker = Store(place).read(_MANIFEST_NAME)
         if marker is not None:
@@ -66,6 +71,11 @@ def local_copy(place: RemotePath) -> Path:
         entries = store.files()
         if not entries:
             raise ConfigurationError(f"{place} holds no files. Give the URL of a directory that does.")
+        if names is not None:
+            missing = sorted(set(names) - {entry.path for entry in entries})
+            if missing:
+                raise ConfigurationError(f"{place} lacks {missing}. Give the URL of a file that is there.")
+            entries = [entry for entry in entries if entry.path in names]
         folder = Path(tempfile.mkdtemp(prefix="accel-copy-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         pairs = []
@@ -76,5 +86,5 @@ def local_copy(place: RemotePath) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             pairs.append((entry.path, target))
         store.download(pairs)
-        _copies[place.url] = folder
-    return _copies[place.url]
+        _copies[key] = folder
+    return _copies[key]
