@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bigmodel_nets import transformers_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -325,22 +324,6 @@ def test_threads_share_a_model(offload: Callable[..., nn.Module], with_grad: boo
 
     in_threads(4, serve)
     assert all(parameter.is_meta for parameter in model[0].parameters()), "the values left with the last thread"
-
-
-@pytest.mark.parametrize("offload", [on_cpu, from_checkpoint])
-def test_threads_generate_with_one_model(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
-    build, inputs = transformers_models()["llama"]
-    torch.manual_seed(0)
-    plain = build().eval()
-    prompts = [(inputs["input_ids"] + index) % plain.config.vocab_size for index in range(4)]
-    expected = [plain.generate(prompt, max_new_tokens=6, do_sample=False) for prompt in prompts]
-    model = offload(copy.deepcopy(plain), tmp_path)
-
-    def serve(index: int) -> None:
-        for _ in range(2):
-            assert torch.equal(model.generate(prompts[index], max_new_tokens=6, do_sample=False), expected[index])
-
-    in_threads(4, serve)
 
 
 class Waits(nn.Module):

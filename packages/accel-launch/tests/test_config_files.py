@@ -165,24 +165,12 @@ def test_it_loads_and_an_update_changes_no_setting(tmp_path: Path, name: str, su
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "num_proceses: 2",
-            "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known: activation_",
-        ),
+        ("num_proceses: 2", "num_proceses is not a known key. Did you mean num_processes? Its value is 2. Known:"),
         ("zero_stage: 2", "zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?"),
         ("tpu_cluster2: 2", "Did you mean tpu_cluster?"),
-        (
-            "fsdp_config: {zero_stage: 2}",
-            "fsdp_config.zero_stage is not a known key. Did you mean deepspeed_config.zero_stage?",
-        ),
-        (
-            "dynamo_config: {backend: INDUCTOR}",
-            "backend is not a known key. Did you mean dynamo_config.dynamo_backend?",
-        ),
-        (
-            "fsdp_config: {fsdp_versoin: 2}",
-            "Did you mean fsdp_config.fsdp_version? Its value is 2. Known: fsdp_config.",
-        ),
+        ("fsdp_config: {zero_stage: 2}", "Did you mean deepspeed_config.zero_stage?"),
+        ("dynamo_config: {backend: INDUCTOR}", "Did you mean dynamo_config.dynamo_backend?"),
+        ("fsdp_config: {fsdp_versoin: 2}", "Did you mean fsdp_config.fsdp_version? Its value is 2. Known:"),
         ("fsdp_config: 2", "fsdp_config must be a mapping of keys to values, not 2"),
         ("tp_config: 2", "tp_config must be a mapping of keys to values, not 2"),
     ],

@@ -389,11 +389,7 @@ EIGHT = {**FSDP2, "num_processes": 8}
             "--strategy fsdp2: .* does not know what strategies of that option hold",
         ),
         ({**EIGHT, "mixed_precision": "fp8"}, {}, "Plan with --mixed_precision bf16"),
-        (
-            {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8},
-            {},
-            "HYBRID_SHARD .* 8 processes",
-        ),
+        ({"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 8}, {}, "HYBRID_SHARD .* 8"),
         ({**EIGHT, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}, {}, "no module of class BertLayer"),
         ({"use_deepspeed": True, "num_processes": 2, "deepspeed_config_file": "nowhere.json"}, {}, "nowhere.json"),
     ],

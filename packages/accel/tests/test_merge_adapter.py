@@ -357,11 +357,7 @@ REFUSED: list[tuple[dict[str, torch.Tensor], dict[str, Any], str]] = [
     (pair("model.layers.9.self_attn.q_proj"), {}, r"layers\.9.*which the base does not have"),
     (pair(PROJECTION, 32), {}, r"shape \(32, 16\), but .* has \(16, 16\)"),
     (pair("model.layers.0.mlp.up_proj", 24), {"fan_in_fan_out": True}, None),
-    (
-        pair("model.layers.0.mlp.up_proj", 24) | pair(PROJECTION),
-        {"fan_in_fan_out": True},
-        "unknown whether .*q_proj.* is transposed",
-    ),
+    (pair("model.layers.0.mlp.up_proj", 24) | pair(PROJECTION), {"fan_in_fan_out": True}, "unknown .*q_proj"),
     ({"base_model.model.lm_head.weight": torch.ones(30, 16)}, {}, r"lm_head\.weight has shape \(30, 16\).*Resize"),
     ({"other.weight": torch.ones(1)}, {}, "no LoraModel of PEFT"),
     ({f"base_model.model.{PROJECTION}.lora_B.weight": torch.ones(16, 3)}, {}, "only low-rank factors"),

@@ -211,25 +211,10 @@ def evaluation_and_refusals() -> dict[str, Any]:
             model(*args, **call)
     accelerator.free_memory()
     for sizes, settings, whole, message in (
-        (
-            {"pp_size": 2},
-            {"schedule": "interleaved1f1b"},
-            build("llama"),
-            "has 2 blocks .model.layers., fewer than the 4 stages",
-        ),
+        ({"pp_size": 2}, {"schedule": "interleaved1f1b"}, build("llama"), "fewer than the 4 stages"),
         ({"pp_size": 2}, {}, build("own"), "Own has no loss_function"),
-        (
-            {"pp_size": 2},
-            {"loss_fn": shifted_loss},
-            build("own"),
-            "Own is not a model of Transformers, so how it is called",
-        ),
-        (
-            {"pp_size": 2},
-            {"loss_fn": shifted_loss, "example": EXAMPLE},
-            nn.Linear(2, 2),
-            "has no nn.ModuleList of blocks",
-        ),
+        ({"pp_size": 2}, {"loss_fn": shifted_loss}, build("own"), "Own is not a model of Transformers, so how it is"),
+        ({"pp_size": 2}, {"loss_fn": shifted_loss, "example": EXAMPLE}, nn.Linear(2, 2), "has no nn.ModuleList of"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(**settings))

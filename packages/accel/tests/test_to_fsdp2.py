@@ -126,16 +126,8 @@ def test_a_file_of_version_2_is_left_alone(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "distributed_type: FSDP",
-            "distributed_type: MULTI_GPU",
-            "does not use FSDP: its distributed_type is MULTI_GPU",
-        ),
-        (
-            "SHARD_GRAD_OP",
-            "NO_SHARD",
-            "line 11: version 2 .* distributed_type: MULTI_GPU",
-        ),
+        ("distributed_type: FSDP", "distributed_type: MULTI_GPU", "its distributed_type is MULTI_GPU"),
+        ("SHARD_GRAD_OP", "NO_SHARD", "line 11: version 2 .* distributed_type: MULTI_GPU"),
         ("SHARD_GRAD_OP", "HYBRID_SHARD", "num_machines is 1, num_processes is 2. Set both"),
         ("SHARD_GRAD_OP", "HALF_SHARD", "'HALF_SHARD'"),
         ("# blocks", "blocks: [", "not valid YAML"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel_data import skip_first_batches
@@ -159,21 +159,6 @@ def test_a_named_loader_may_be_skipped_in_closed_or_fetched_in_the_block() -> No
         run.accelerator.accumulate(run.model, loader=first).__enter__()
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    """Rows without a length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(1.0, 7.0).unsqueeze(1))
-
-
-def test_a_named_loader_may_have_no_length() -> None:
-    stream, other = DataLoader(Stream(), batch_size=2), batches(14, 2, -0.5)
-    run = Run(2, other, stream)
-    for y, x in zip(run.loaders[1], run.loaders[0], strict=False):
-        run.step(x, y, loader=run.loaders[1])
-    run.check(windows_of(list(zip(other, stream, strict=False)), 2))
-
-
 def test_a_named_loader_that_has_ended_ends_no_window() -> None:
     first, second = batches(8, 2), batches(6, 2)
     run = Run(2, first, second)
@@ -218,18 +203,6 @@ def test_windows_of_two_loaders_may_go_on_after_their_end(named: int | None) -> 
         for x, y in zip(*run.loaders, strict=True):
             run.step(x, y, loader=None if named is None else run.loaders[named])
     run.check(windows_of(list(zip(first, second, strict=True)) * 2, 2))
-
-
-def test_a_named_loader_may_be_fetched_in_the_block() -> None:
-    first = batches(16, 2)
-    run = Run(3, first)
-    fetched = iter(run.loaders[0])
-    for _ in range(6):
-        with run.accelerator.accumulate(run.model, loader=run.loaders[0]):
-            run.accelerator.backward(loss_of(run.model, next(fetched)))
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-    run.check(windows_of([(x,) for x in first][:6], 3))
 
 
 def test_a_window_without_a_loader_stays_open_during_the_loop_of_another_model() -> None:
