@@ -139,17 +139,6 @@ class TestRank:
         notes = plan({}, ft="true", **options).notes
         assert [note.split()[0] for note in notes if "has no effect with --ft" in note] == ["--monitor_interval"]
 
-    def test_the_configuration_of_spec_14(self, plan) -> None:
-        made = plan(
-            {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            config="num_machines: 4\nnum_processes: 16\nmachine_rank: 0\nmain_process_ip: "
-            "36.112.23.24\nmain_process_port: 29500\n"
-            "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /data/user/hostfile}\nuse_cpu: true\n",
-        )
-        (start,) = choose_launcher(made).commands(made)
-        assert start.ranks[0]["MASTER_ADDR"] == "36.112.23.24" and start.ranks[0]["MASTER_PORT"] == "29500"
-        assert start.environment["CCL_WORKER_COUNT"] == "1"
-
     def test_another_number_of_processes_is_refused(self, plan) -> None:
         with pytest.raises(ConfigurationError, match="--num_processes 8.*started 4 launchers, 2 on"):
             plan(TASKS, num_processes="8")

@@ -5,7 +5,6 @@ variables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,11 +53,3 @@ def test_every_override_survives_each_of_its_spellings(switches: tuple[bool, boo
 def test_what_is_no_override(text: str) -> None:
     with pytest.raises(ValueError):
         parse_override(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("backend", 1), ("margin", 2.0), ("interval", 0), ("pad_inner_dim", "yes"), ("scaling", None)]
-)
-def test_what_code_may_not_give(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=name):
-        checked(name, value)

@@ -98,35 +98,13 @@ class TestEngines:
 VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
 
 
-class TestWhole:
-    @pytest.mark.parametrize(
-        ("options", "variables"),
-        [
-            (
-                {"use_fsdp": "true"},
-                {"FSDP_VERSION": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
-            ),
-            ({"use_megatron_lm": "true"}, {"MEGATRON_LM_TP_DEGREE": "1", "MEGATRON_LM_GRADIENT_CLIPPING": "1.0"}),
-            (
-                {"use_parallelism_config": "true"},
-                {"PARALLELISM_CONFIG_TP_SIZE": "1", "PARALLELISM_CONFIG_CP_BACKEND": "torch"},
-            ),
-        ],
-    )
-    def test_a_switched_on_group_is_handed_over_with_its_defaults(
-        self, options: dict[str, str], variables: dict[str, str]
-    ) -> None:
-        exported = settle(**options).environment()
-        assert variables.items() <= exported.items()
-        assert "FSDP_AUTO_WRAP_POLICY" not in exported, "a choice that nobody made is not handed over"
-
-    def test_deepspeed_has_no_defaults_of_its_own(self) -> None:
-        exported = settle(use_deepspeed="true", zero_stage="3", zero3_init_flag="true").environment()
-        assert exported == {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        }
+def test_deepspeed_has_no_defaults_of_its_own() -> None:
+    exported = settle(use_deepspeed="true", zero_stage="3", zero3_init_flag="true").environment()
+    assert exported == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    }
 
 
 @pytest.mark.parametrize(

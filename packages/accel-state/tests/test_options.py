@@ -13,10 +13,8 @@ import pytest
 from accel_state.errors import ConfigurationError
 from accel_state.options import (
     ConfigFile,
-    DynamoOptions,
     Option,
     OptionGroup,
-    RendezvousOptions,
     ResourceOptions,
     Source,
     default_folder,
@@ -278,24 +276,6 @@ class CacheOptions(OptionGroup):
     tags: tuple[str, ...] = option((), help="Labels.", key=None)
 
 
-def test_names_and_kinds_follow_from_the_field() -> None:
-    size, policy, tags = CacheOptions.options()
-    assert (size.kind, size.name, size.env, size.key, size.metavar) == (
-        int,
-        "cache_size",
-        "CACHE_SIZE",
-        "cache.cache_size",
-        "N",
-    )
-    assert (policy.kind, policy.name, policy.env, policy.key) == (str, "eviction", None, "eviction")
-    assert (tags.kind, tags.env, tags.keys) == (tuple, "ACCELERATE_TAGS", ())
-    assert CacheOptions.from_mapping({"cache": {"cache_size": 7}}) == CacheOptions(size=7)
-    assert resolve([CacheOptions], {"cache_size": "7"}, environ={}).environment() == {"CACHE_SIZE": "7"}
-    assert resolve([CacheOptions], {"cache_size": "9"}, environ={}).group(CacheOptions) == CacheOptions(size=9)
-    with pytest.raises(ConfigurationError, match="cache_size: '1'.*least 2"):
-        CacheOptions.from_mapping({"cache": {"cache_size": 1}})
-
-
 def test_a_plugin_reads_and_checks_by_the_declaration() -> None:
     assert CacheOptions.read("size", {"CACHE_SIZE": "8"}) == 8 and CacheOptions.read("size", {}) == 4
     with pytest.raises(ConfigurationError, match="CACHE_SIZE: '1'"):
@@ -326,13 +306,6 @@ def test_settings_of_the_rendezvous_that_are_options_are_refused(key: str) -> No
     with pytest.raises(ConfigurationError, match=f"--rdzv_conf: {key} is not one of its settings; give --"):
         opt.parse(f"timeout=3, {key}=1", "--rdzv_conf")
     assert opt.parse("timeout=3,is_host=1", "--rdzv_conf") == "timeout=3,is_host=1"
-
-
-def test_from_mapping_with_sections_and_other_keys() -> None:
-    mapping = {"dynamo_config": {"dynamo_backend": "eager"}, "other": 1}
-    assert DynamoOptions.from_mapping(mapping).backend == "EAGER"
-    assert DynamoOptions.from_mapping({"dynamo_config": 3}).backend is None
-    assert RendezvousOptions.from_mapping({"main_process_port": None}).main_process_port is None
 
 
 def test_yaml_reads_no_as_false_and_we_as_no(tmp_path: Path) -> None:
