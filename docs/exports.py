@@ -1,7 +1,8 @@
 """mkdocs hook: replaces `<!-- exports: accel_data -->` in a page by the reference of that package's exports.
 
-The list of exports is the package's `__init__.pyi`, or its `__init__.py` if it has no stub. `<!-- class: accel.Accelerator -->`
-becomes the reference of a class that has a page of its own: its methods, then its attributes.
+The list of exports is the package's `__init__.pyi`, or its `__init__.py` if it has no stub.
+`<!-- class: accel.Accelerator -->` becomes the reference of a class that has a page of its own: its methods, then its
+attributes.
 """
 
 from __future__ import annotations
