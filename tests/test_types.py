@@ -9,10 +9,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from type_completeness import count_any, incomplete, verify
 from workspace import environment
+
+from accel.setup.registry import STRATEGIES, StrategyName
+from accel_state.enums import RNGName, RNGType
+from accel_track.enums import LoggerName, LoggerType
 
 SCRIPT = Path(__file__).with_name("strict_script.py")
 
@@ -24,6 +29,13 @@ def _wrong_lines(found: set[int], output: str) -> str:
     assert len(marked) >= 15
     differing = sorted(found ^ marked)
     return "".join(f"{number}: {lines[number - 1]}\n" for number in differing) + output if differing else ""
+
+
+def test_words_for_type_checkers_are_those_that_are_allowed() -> None:
+    assert list(get_args(RNGName)) == RNGType.list()
+    assert list(get_args(LoggerName)) == LoggerType.list()
+    own = {name for name in STRATEGIES if STRATEGIES.target(name).startswith("accel.")}
+    assert set(get_args(StrategyName)) == own
 
 
 @pytest.mark.slow  # mypy reads torch

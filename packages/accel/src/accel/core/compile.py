@@ -36,7 +36,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ConfigurationError: an unknown back end or mode.
     """
 
-    backend: DynamoBackend | None = None
+    backend: DynamoBackend | str | None = None
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -127,9 +127,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
-        DDPCommunicationHookType.NO
-    )
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
