@@ -11,7 +11,7 @@ import torch
 from checkpoint_runs import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel import FullyShardedDataParallelPlugin
+from accel import FullyShardedDataParallelPlugin, ProjectConfiguration
 from accel_checkpoint import verify
 from accel_checkpoint.manifest import Manifest
 from accel_checkpoint.names import CheckpointError
@@ -87,6 +87,33 @@ def test_the_path_is_that_of_the_main_process(tmp_path: Path, blocking: bool) ->
     assert run_world(to_different_places, 2, str(tmp_path), blocking) == [str(tmp_path / "0" / "state")] * 2
     assert (tmp_path / "0" / "state" / "random_states_1.pkl").is_file()
     assert os.listdir(tmp_path / "0") == ["state"] and os.listdir(tmp_path / "1") == []
+
+
+def on_two_nodes(folder: str, hooked: int) -> str:
+    """Each rank is the first of its node, whose file system the working directory stands for."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), GROUP_WORLD_SIZE="2")
+    os.makedirs(f"{folder}/{rank}")
+    os.chdir(f"{folder}/{rank}")
+    run = Run(project_config=ProjectConfiguration(save_on_each_node=True))
+    if rank == hooked:
+        run.accelerator.register_save_state_pre_hook(lambda *_: None)
+    saved = run.accelerator.save_state(f"at_{rank}")
+    draw = torch.rand(1).item()
+    run.accelerator.load_state("at_0")
+    assert torch.rand(1).item() == draw
+    return str(saved)
+
+
+@pytest.mark.parametrize("hooked", [1, 2])
+def test_nodes_save_under_the_path_of_the_main_process(tmp_path: Path, hooked: int) -> None:
+    """With a hook on the second, and without one."""
+    saved = run_world(on_two_nodes, 2, str(tmp_path), hooked, state=False)
+    assert saved == [str(tmp_path / str(rank) / "at_0") for rank in range(2)]
+    for rank in range(2):
+        assert os.listdir(tmp_path / str(rank)) == ["at_0"]
+        assert (tmp_path / str(rank) / "at_0" / "model.safetensors").is_file()
+        assert [path.name for path in (tmp_path / str(rank)).rglob("random*")] == [f"random_states_{rank}.pkl"]
 
 
 def refused_by_the_main_process(folder: str, with_hooks: bool) -> str:

@@ -239,6 +239,7 @@ class StateWriter:
     _staged: bool = field(default=False, init=False)  # whether it writes into one of its own
 
     def __post_init__(self) -> None:
+        self._given = self.target
         self.directory: CheckpointDirectory | RemoteDirectory
         if isinstance(self.target, RemotePath):
             self.directory = RemoteDirectory(self.target, new_save_id())
@@ -256,8 +257,18 @@ class StateWriter:
         """
         if isinstance(self.target, RemotePath) and self.world_size > 1:
             self.begin_together(collectives)
-        elif self.is_writer:
+            return
+        if self.each_node:
+            self._agree_on_path(collectives)
+        if self.is_writer:
             self.directory.begin(self.existing)
+
+    def _agree_on_path(self, collectives: Collectives) -> None:
+        """Take the path of the main process, which is then another directory on each node."""
+        with on_all_ranks(collectives, f"saving {self.target}", joins=True) as outcome:
+            outcome.value = self._given
+        self.directory = CheckpointDirectory(outcome.reports[0].value)
+        self.target = self.directory.target
 
     def begin_together(self, collectives: Collectives, note: Any = None) -> list[Any]:
         """Begin on the main process, and then let this rank write into the same directory.
@@ -272,12 +283,14 @@ class StateWriter:
         Raises:
             CheckpointError: the main process, or another rank that takes part, cannot begin.
         """
+        if self.each_node:
+            self._agree_on_path(collectives)
         with on_all_ranks(collectives, f"saving {self.target}", joins=True) as outcome:
             if self.is_writer:
                 self.directory.begin(self.existing)
             outcome.value = self.target, self.directory.save_id, note
         if not self.is_writer:
-            if outcome.reports[0].joins:
+            if outcome.reports[0].joins and not self.each_node:
                 target, save_id, _ = outcome.reports[0].value
                 kind = RemoteDirectory if isinstance(target, RemotePath) else CheckpointDirectory
                 self.directory = kind(target, save_id)
@@ -298,7 +311,8 @@ class StateWriter:
         except BaseException:
             self.directory.abandon()
             raise
-        self.target = outcome.reports[0].value
+        if not self.each_node:
+            self.target = outcome.reports[0].value
 
     @contextmanager
     def saving(self, collectives: Collectives) -> Iterator[None]:
@@ -334,7 +348,8 @@ class StateWriter:
                 self.committed |= report.value is not None and report.value[1]
         if not self.is_writer:
             self.directory.abandon()  # what is left of a directory of its own
-        self.target = outcome.reports[0].value[0]
+        if not self.each_node:
+            self.target = outcome.reports[0].value[0]
 
     def _write(self) -> _Written:
         """Write the files of this rank."""
