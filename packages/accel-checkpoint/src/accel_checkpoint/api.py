@@ -381,10 +381,10 @@ class _Loading(CheckpointReader):
 
 
 def _is_sharded(target: Any) -> bool:
-    """Whether an object has sharded tensors in its state, or an optimizer sharded parameters."""
+    """Whether a model or an optimizer has sharded parameters."""
     if isinstance(target, Optimizer):
         return _holds_sharded(target.param_groups)
-    return hasattr(target, "state_dict") and _holds_sharded(target.state_dict())
+    return isinstance(target, nn.Module) and _holds_sharded([*target.parameters(), *target.buffers()])
 
 
 def _holds_sharded(value: Any) -> bool:
