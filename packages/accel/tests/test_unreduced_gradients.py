@@ -425,3 +425,61 @@ def compiled_outside() -> bool:
 
 def test_a_compiled_wrapper_alternates_too() -> None:
     assert all(run_world(compiled_outside, 2))
+
+
+def half_sum(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that halves every gradient, so that a gradient without it is twice as large."""
+    import torch.distributed as dist
+
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / (2 * dist.get_world_size()))
+
+
+half_sum.__annotations__.clear()  # torch does not read those of this file, which are texts
+
+
+def train_with_hook(case: str) -> dict[str, torch.Tensor] | str:
+    """Weights after steps of DDP with a hook, or the error of accel; "torch" is torch's own DDP."""
+    unused = "unused" in case
+    handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    net: Any = Net()
+    net.adapters["b"].requires_grad_(False)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if case.startswith("torch"):
+        model: Any = nn.parallel.DistributedDataParallel(net, find_unused_parameters=unused)
+    else:
+        model, optimizer = accelerator.prepare(net, optimizer)
+    model.register_comm_hook(None, half_sum)
+    for step in range(4):
+        if step == 2:
+            net.second.requires_grad_("freezes" not in case)
+            net.adapters["b"].requires_grad_("thaws" in case)
+            net.active = ["a", "b"] if "thaws" in case else ["a"]
+        called = net if "by itself" in case and step == 2 else model
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + accelerator.process_index))
+        loss = called(x).square().mean()
+        try:
+            loss.backward() if case.startswith("torch") else accelerator.backward(loss)
+        except ConfigurationError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in net.named_parameters()}
+
+
+def train_with_hooks(cases: tuple[str, ...]) -> list[Any]:
+    return [train_with_hook(case) for case in cases]
+
+
+def test_no_gradient_passes_by_a_communication_hook() -> None:
+    cases = ("torch", "accel", "torch freezes, unused", "accel freezes, unused", "accel freezes", "accel thaws")
+    plain, found, plain_later, later, *refused = run_world(train_with_hooks, 2, (*cases, "accel by itself"))[0]
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
+        torch.testing.assert_close(later[name], plain_later[name], atol=1e-6, rtol=0)
+    assert not torch.equal(plain["first.weight"], plain_later["first.weight"])
+    names = ("first.weight", r"adapters.b.weight", "first.weight")
+    for name, error in zip(names, refused, strict=True):
+        assert f"the gradient of {name} would be averaged without the communication hook half_sum" in error
+        assert "Freeze and unfreeze before prepare()" in error

@@ -38,6 +38,7 @@ class DistributedDataParallel(TorchDDP):
     first_calls: FirstCalls | None = None
     gradients: UnreducedGradients | None = None
     comm_hook: CommHookState | None = None
+    comm_hook_name: str = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,6 +83,7 @@ class DistributedDataParallel(TorchDDP):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as in torch; its state is saved with the run's."""
         super().register_comm_hook(state, hook)
+        self.comm_hook_name = getattr(hook, "__name__", type(hook).__name__)
         if state is not None and not isinstance(state, dist.ProcessGroup):
             self.comm_hook = CommHookState(state)
 

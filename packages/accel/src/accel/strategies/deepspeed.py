@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_checkpoint.names import engine_folders
 from accel_state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
@@ -32,6 +33,7 @@ from ..deepspeed.engine import (
 from ..deepspeed.optimizer import warn_once
 from ..deepspeed.plugin import DeepSpeedPlugin
 from ..kwargs.base import Handlers
+from . import outside_forward
 
 
 class DeepSpeedStrategy(Strategy):
@@ -62,6 +64,7 @@ class DeepSpeedStrategy(Strategy):
         self._wrappers: list[DeepSpeedEngineWrapper] = []
         self._optimizers: list[DeepSpeedOptimizerWrapper] = []
         self._models: Sequence[nn.Module] = ()
+        self._sharded_names: Any = WeakIdKeyDictionary()
         self._registry = runtime.EngineRegistry(state)
         self._registry.ensure_process_group()
 
@@ -113,7 +116,19 @@ class DeepSpeedStrategy(Strategy):
                 self._optimizers.append(optimizer)
         for engine in preparation.models[known_models:]:
             self._registry.add(engine)
+            self._explain_uses_of(engine)
         return prepared
+
+    def _explain_uses_of(self, engine: Any) -> None:
+        """Explain errors of weights that are read while ZeRO stage 3 has freed them."""
+        for name, parameter in engine.module.named_parameters():
+            if hasattr(parameter, "ds_shape"):
+                self._sharded_names[parameter] = name
+                outside_forward.explain_at_exit(self)
+
+    def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
+        advice = "Compute this term in the model's forward, or set zero_stage=2, where every rank has all weights."
+        return outside_forward.explain(error, self._sharded_names, advice, loss)
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         raise missing_model_error(optimizer)
@@ -132,7 +147,13 @@ class DeepSpeedStrategy(Strategy):
         with ExitStack() as stack:
             for wrapper in wrappers[1:]:
                 stack.enter_context(wrapper.joint_backward())
-            wrappers[0].run_backward(loss, **kwargs)
+            try:
+                wrappers[0].run_backward(loss, **kwargs)
+            except RuntimeError as error:
+                explained = self.explain(error, loss)
+                if explained is None:
+                    raise
+                raise explained from error
 
     def _engines_of(self, loss: torch.Tensor) -> list[DeepSpeedEngineWrapper]:
         if len(self._wrappers) == 1:

@@ -41,6 +41,7 @@ from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
 from . import forward_methods
 from .frozen import follow_requires_grad
 from .gathered_parameters import gathered
+from .gathered_uses import GatheredUses
 from .sharded import ShardedStrategy
 from .unit_calls import UnitCalls
 
@@ -79,6 +80,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._holders: Any = WeakIdKeyDictionary()
         self._calls = UnitCalls(state)
         self._stays_gathered: Any = WeakIdKeyDictionary()
+        self._gathered_uses: GatheredUses | None = None
 
     @property
     def gradients(self) -> ShardedGradients:  # type: ignore[override]
@@ -145,6 +147,11 @@ class FSDP2Strategy(ShardedStrategy):
             names = {module: clean_name(name) for name, module in model.named_modules()}
             self._calls.follow(model, [(names[unit], unit) for unit in outer])
             self._register_methods(model)
+            if blocks and self.settings.reshard_after_forward is not True:
+                self._gathered_uses = self._gathered_uses or GatheredUses()
+                parameters = {item: clean_name(name) for name, item in model.named_parameters()}
+                for unit in outer:
+                    self._gathered_uses.follow(unit, parameters)
         model.register_forward_hook(torch.compiler.disable(self._free_after_evaluation))
         follow_requires_grad(model)
         self.explain_uses_of(
@@ -280,6 +287,8 @@ class FSDP2Strategy(ShardedStrategy):
         return isinstance(model, FSDPModule)
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
+        if self._gathered_uses is not None:
+            self._gathered_uses.check(loss, self.outside_advice)
         with self._calls.backward():
             super().backward(loss, in_window, **kwargs)
 

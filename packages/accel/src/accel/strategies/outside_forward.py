@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,8 @@ def explain(
         return None
     frame, line = _innermost(error.__traceback__)
     used = [loss] if loss is not None else [] if frame is None else list(_tensors_in(frame, line))
+    if _OTHER_SIZE in str(error) and loss is not None:
+        used = _of_invalid_gradient(loss, str(error)) or used
     if _MIXED in str(error) or _OTHER_SIZE in str(error):
         # Otherwise a weight must be in the statement itself: outputs of the model are computed with weights, too.
         used = [leaf for tensor in used for leaf in _leaves(tensor)]
@@ -71,17 +74,34 @@ def explain_at_exit(strategy: Any) -> None:
 def accumulating_nodes(loss: torch.Tensor) -> dict[Any, int]:
     """Return the nodes that accumulate gradients of a loss, with the lowest sequence number of those before them."""
     found: dict[Any, int] = {}
+    for node, following in _uses(loss):
+        found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
+    return found
+
+
+def uses_of_leaves(loss: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each node of a loss that has used a leaf, and the leaf."""
+    return ((node, following.variable) for node, following in _uses(loss))
+
+
+def _uses(loss: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    for node in _nodes_before(loss):
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                yield node, following
+
+
+def _nodes_before(loss: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss, each once, without those that accumulate gradients."""
     pending: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(pending)
     while pending:
         node = pending.pop()
+        yield node
         for following, _ in node.next_functions:
-            if hasattr(following, "variable"):
-                found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
-            elif following is not None and following not in seen:
+            if following is not None and not hasattr(following, "variable") and following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return found
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -96,6 +116,21 @@ def _print(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor, *(node.variable for node in accumulating_nodes(tensor))]
+
+
+def _of_invalid_gradient(loss: torch.Tensor, text: str) -> list[torch.Tensor]:
+    """Return the weights that the function in an error about sizes has computed with, freed ones first."""
+    match = re.match(r"Function (\w+) returned an invalid gradient at index (\d+)", text)
+    if match is None:
+        return []
+    found = []
+    for node in _nodes_before(loss):
+        inputs = node.next_functions[int(match[2]) :][:1]
+        following: Any = inputs[0][0] if inputs else None
+        if node.name() == match[1] and hasattr(following, "variable"):
+            freed = any(0 in item.shape for item in following._input_metadata)
+            found.append((not freed, following.variable))
+    return [variable for _, variable in sorted(found, key=lambda item: item[0])]
 
 
 def _is_of(package: str, frame: FrameType) -> bool:

@@ -158,7 +158,7 @@ class UnreducedGradients:
         if self._is_pending:
             used = [parameter.grad is not None for parameter in before.others]
         if True in used or (self._agreed and before.others):
-            self._average(before.others, used)
+            self._average(model, before.others, used)
             # Of a search for unused parameters, the reducer would expect the same gradients in its next pass.
             self._is_left_out |= not before.is_armed and getattr(model, "find_unused_parameters", False)
         self._is_pending = False
@@ -218,12 +218,13 @@ class UnreducedGradients:
                 "with the same seed on all ranks: accel.utils.set_seed(seed)."
             )
 
-    def _average(self, parameters: Sequence[nn.Parameter], used: Iterable[bool]) -> None:
+    def _average(self, model: nn.Module, parameters: Sequence[nn.Parameter], used: Iterable[bool]) -> None:
         """Average the gradients of parameters that a rank has used; the others keep what they have."""
         if self.refuses:
             raise ConfigurationError(self.refuses)
         flags = torch.tensor([float(flag) for flag in used], device=parameters[0].device)
         self._collectives.all_reduce(flags, "max")
+        self._refuse_hook(model, [item for item, flag in zip(parameters, flags.tolist(), strict=True) if flag])
         gradients = []
         for parameter, flag in zip(parameters, flags.tolist(), strict=True):
             if not flag:
@@ -241,6 +242,19 @@ class UnreducedGradients:
             self._collectives.all_reduce_many(gradients)
             if gradients:
                 foreach_div_(gradients, self._collectives.world_size)
+
+    def _refuse_hook(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse to average gradients without the communication hook, which sees those of the reducer only."""
+        hook = getattr(model, "comm_hook_name", "")
+        if not hook or not parameters:
+            return
+        name = next(name for name, item in _inner(model).named_parameters() if item is parameters[0])
+        raise ConfigurationError(
+            f"the gradient of {name} would be averaged without the communication hook {hook}: other parameters are "
+            "trained than in prepare(), or the loss was not computed with the prepared model. Freeze and unfreeze "
+            "before prepare(), set find_unused_parameters=True in DistributedDataParallelKwargs to freeze later (with "
+            "the hooks fp16 and bf16), or leave the hook out."
+        )
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -1,0 +1,70 @@
+"""Uses of weights that FSDP 2 leaves gathered, between two calls of their unit in one step.
+
+The backward pass of the second call frees the weights. That of the use would read freed memory after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_state.errors import ConfigurationError
+
+from .._torch_compat import fsdp2_parameters, gathered_parameter
+from . import outside_forward
+
+
+class GatheredUses:
+    """The calls of units that stay gathered after a forward pass, since the last backward pass."""
+
+    def __init__(self) -> None:
+        self._calls: Any = WeakIdKeyDictionary()  # the numbers of the nodes at begin and end of each call, by unit
+        self._owners: Any = WeakIdKeyDictionary()  # the name and the unit of each parameter, by what holds its state
+        self._probe = torch.zeros((), requires_grad=True)
+
+    def follow(self, unit: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+        """Note the calls of a unit with gradients, inner units first; ``names`` are those of its sharded parameters."""
+        self._calls[unit] = []
+        for parameter, holder in fsdp2_parameters(unit):
+            if holder not in self._owners:
+                self._owners[holder] = names[parameter], weakref.ref(unit)
+        unit.register_forward_pre_hook(self._note, prepend=True)
+        unit.register_forward_hook(self._note)
+
+    def _note(self, unit: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls[unit].append(self._probe.add(0).grad_fn._sequence_nr())  # type: ignore[union-attr]
+
+    def check(self, loss: torch.Tensor, advice: str) -> None:
+        """Refuse a loss that uses a gathered weight outside of the calls of its unit, if there were several.
+
+        Args:
+            loss: the loss, before its backward pass.
+            advice: what to do instead.
+        """
+        if not any(len(calls) > 2 for calls in self._calls.values()):
+            self.clear()
+            return
+        owners = {
+            id(gathered_parameter(holder)): (name, self._calls[unit()]) for holder, (name, unit) in self._owners.items()
+        }
+        try:
+            for node, variable in outside_forward.uses_of_leaves(loss):
+                name, calls = owners.get(id(variable), ("", []))
+                within = any(
+                    begin < node._sequence_nr() < end for begin, end in zip(calls[::2], calls[1::2], strict=True)
+                )
+                if len(calls) > 2 and not within:
+                    raise ConfigurationError(outside_forward.message(name, advice))
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the calls."""
+        for calls in self._calls.values():
+            calls.clear()
