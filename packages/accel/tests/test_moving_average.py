@@ -552,17 +552,19 @@ def copies_and_loads(cases: dict[str, Any]) -> dict[str, Any]:
                 found[name] = (changed, accelerator.get_state_dict(model))
                 with torch.no_grad():
                     loss_of(model, BATCHES[0])
-            if accelerator.process_index or name != "FSDP 1":
-                error = "load_state_dict of the .* got .*copy_to_model.*set_model_state_dict"
-                with pytest.raises(ConfigurationError, match=error):
-                    model.load_state_dict(state)
+            error = "load_state_dict of the .* got .*copy_to_model.*set_model_state_dict"
+            with pytest.raises(ConfigurationError, match=error):
+                model.load_state_dict(state)
+            accelerator.backward(loss_of(model, BATCHES[0]))  # the model can be used after it
+            with torch.no_grad():
+                found[f"{name}, used"] = (changed, accelerator.get_state_dict(model)) if not mesh else ({}, {})
     return found
 
 
 def test_copies_and_full_state_dicts_of_sharded_models() -> None:
     cases = {name: TWO[name] for name in ("FSDP 1", "FSDP 2", "FSDP 2, one unit", "tp")}
     found = run_world(copies_and_loads, 2, cases, timeout=200)[0]
-    assert set(found) == cases.keys() - {"tp"}
+    assert set(found) == {*cases, *(f"{name}, used" for name in cases)} - {"tp"}
     for name, (changed, loaded) in found.items():
         assert_weights(loaded, changed, name, 0)
 

@@ -330,6 +330,16 @@ def set_sync_gradients(modules: Sequence[Any], flags: Sequence[bool]) -> list[bo
     return before
 
 
+def check_before_loading(model: nn.Module, check: Any) -> None:
+    """Register a hook that ``load_state_dict`` calls before those of torch, which gather the parameters of FSDP 1.
+
+    Public functions append hooks only, and an error of a later one would leave the parameters gathered.
+    """
+    handle = model.register_load_state_dict_pre_hook(check)
+    hooks: Any = model._load_state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
 def attach_reductions(model: nn.Module, users: Mapping[Any, int]) -> None:
     """Attach the hooks with which FSDP 1 reduces gradients to the nodes of a backward pass that begins.
 

@@ -16,6 +16,7 @@ from accel_checkpoint.names import AVERAGE_NAME
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import check_before_loading
 from ..contract.strategy import Strategy
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes, unpack
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
@@ -143,7 +144,7 @@ class ShardedStrategy(Strategy):
         """Refuse to copy a sharded model, and to load a full state dict into its parts, in errors that help."""
         refuse: Any = _refuse_copy
         model.__deepcopy__ = partial(refuse, type(model).__name__)  # type: ignore[assignment]
-        model.register_load_state_dict_pre_hook(partial(_check_state, self))
+        check_before_loading(model, partial(_check_state, self))
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         """The process groups that hold the other parts of a parameter; empty if this rank holds all of it."""
@@ -279,8 +280,14 @@ def _check_state(
         if is_sharded and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             whole = name
             break
-    if whole is not None or (strict and not state):
-        what = f"{whole} as a full tensor" if whole is not None else "an empty state dict"
+    is_empty = strict and not state
+    if strategy.fsdp_version == 1 and any(strategy.groups_of(item) for item in parameters.values()):
+        # The ranks gather all units to load, so none may go on where another one has stopped.
+        flag = torch.tensor(float(is_empty), device=strategy.state.device)
+        is_empty = bool(strategy.state.collectives.all_reduce(flag, "max"))
+    if whole is not None or is_empty:
+        where = " on another rank" if state else ""
+        what = f"{whole} as a full tensor" if whole is not None else f"an empty state dict{where}"
         raise ConfigurationError(
             f"load_state_dict of the {type(model).__name__} got {what}, but its parameters are sharded (get_state_dict "
             f"gives the full ones to the main process only). {_KEEP}. To load a full state dict of the main process: "
