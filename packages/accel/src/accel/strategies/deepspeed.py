@@ -127,7 +127,10 @@ class DeepSpeedStrategy(Strategy):
                 outside_forward.explain_at_exit(self)
 
     def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
-        advice = "Compute this term in the model's forward, or set zero_stage=2, where every rank has all weights."
+        advice = (
+            "Read it in the model's forward, by its name (self.head.weight), or set zero_stage=2, where every rank has "
+            "all weights."
+        )
         return outside_forward.explain(error, self._sharded_names, advice, loss)
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
