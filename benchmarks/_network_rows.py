@@ -150,12 +150,12 @@ SHORT = ("--rdzv_conf=timeout=20",)
 SLOW = ("--rdzv_conf=timeout=15",)
 
 ROWS = [
-    Row("cut", "link down for ever", _cut, says=LOST, codes=(1, 1)),
-    Row("drop", "all packets lost in one direction, for ever", _one_way, says=LOST, codes=(1, 1)),
-    Row("c10d cut", "link down for ever, c10d", _cut, ("--rdzv_backend=c10d",), says=LOST, codes=(1, 1)),
+    Row("cut", "link down forever", _cut, says=LOST, codes=(1, 1)),
+    Row("drop", "all packets lost in one direction, forever", _one_way, says=LOST, codes=(1, 1)),
+    Row("c10d cut", "link down forever, c10d", _cut, ("--rdzv_backend=c10d",), says=LOST, codes=(1, 1)),
     Row(
         "cut, restarts",
-        "link down for ever, --max_restarts 3, waits of 20 s",
+        "link down forever, --max_restarts 3, waits of 20 s",
         _cut,
         (*RESTARTS, *SHORT),
         says=("machine rank 1 .host1", "machine rank 0 .host0"),
@@ -199,7 +199,7 @@ ROWS = [
     ),
     Row(
         "host0 gone",
-        "host0 killed for ever",
+        "host0 killed forever",
         lambda run: run.launchers[0].kill(),
         says=("", "machine rank 0 .host0"),
         codes=(None, 1),
@@ -325,7 +325,7 @@ ROWS = [
     ),
     Row(
         "ft cut",
-        "--ft, link down for ever, waits of 20 s",
+        "--ft, link down forever, waits of 20 s",
         _cut,
         (*REPLICAS, *SHORT),
         says=(r"machine rank 1 .*is lost.*The others continue", r"machine rank 0 .*is lost"),
@@ -335,7 +335,7 @@ ROWS = [
     ),
     Row(
         "ft host0 gone",
-        "--ft, host0 (lighthouse) killed for ever, waits of 20 s",
+        "--ft, host0 (lighthouse) killed forever, waits of 20 s",
         lambda run: run.launchers[0].kill(),
         (*REPLICAS, *SHORT),
         says=("", r"waiting for machine rank 0 [\s\S]*machine rank 0 .*is lost"),

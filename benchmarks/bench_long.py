@@ -126,7 +126,7 @@ def train(cp_size: int) -> None:
 
 
 def show_packed() -> None:
-    """Print tokens a second and the share of wasted work."""
+    """Print tokens per second and the share of wasted work."""
     for size in (1, 2):
         figures = _measure.worker(sys.executable, __file__, "--worker", str(size), processes=size)
         _measure.heading(f"Documents of {SEQUENCES} sequences of 1024 tokens, cp_size {size}")

@@ -8,7 +8,7 @@ changes a step by more than what is measured. Within one it does so too, but les
 loops in different orders, and the median counts. The raw loop against itself says what is left of it. The figure needs
 a machine that does nothing else: other processes evict the code of the monitor from the caches, as that of the step.
 All threads: the same, and the processor time of the monitor's thread, as the kernel counts it, while a model computes
-for about 20 ms a step.
+for about 20 ms per step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP_SECONDS = 0.020
 
 
 def work(start: int, folder: str) -> None:
-    """Measure in this process, and report seconds a step."""
+    """Measure in this process, and report seconds per step."""
     import torch
     from bench_step import parts
     from torch.nn import functional
@@ -112,7 +112,7 @@ def main() -> None:
         statistics.median(of_start[name] for of_start in found) for name in ("raw", "cost", "noise", "step", "thread")
     )
     print(
-        f"loop's thread: {1e6 * cost:.1f} us a step of {1e6 * raw:.0f} us (the same loop against itself: "
+        f"loop's thread: {1e6 * cost:.1f} us per step of {1e6 * raw:.0f} us (the same loop against itself: "
         f"{1e6 * noise:+.1f}), target {THREAD_TARGET:g}: {_measure.verdict(1e6 * cost, THREAD_TARGET)}"
     )
     share = 1 + thread + cost / STEP_SECONDS

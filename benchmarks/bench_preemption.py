@@ -3,7 +3,7 @@
     python benchmarks/bench_preemption.py
 
 First, the extra time per step of an empty loop with `save_on_signal`, in one process and on two ranks, where each rank
-polls the process group's store about four times a second. Then a pass over a loader with two worker processes that
+polls the process group's store about four times per second. Then a pass over a loader with two worker processes that
 augment their samples, relative to plain PyTorch.
 """
 

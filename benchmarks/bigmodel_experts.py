@@ -1,4 +1,4 @@
-"""Mixture-of-experts models with the experts on the disk: seconds a token, against a walk over all experts.
+"""Mixture-of-experts models with the experts on the disk: seconds per token, against a walk over all experts.
 
     python benchmarks/bigmodel_experts.py [--gigabytes 1.0]
 

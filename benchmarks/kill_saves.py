@@ -10,7 +10,7 @@ process continues after it. After the last one, a save must leave nothing unfini
 which another process writes (--background), and with copies of the file system's checkpoints on the S3 server, whose
 newest complete one must load bit by bit too (--copies).
 
-Runs are forked from a process that has everything loaded. A process that writes in the background starts anew for each
+Runs are forked from a process that has everything loaded. A process that writes in the background starts over for each
 of them, so these kills take seconds each.
 """
 

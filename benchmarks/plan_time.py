@@ -16,7 +16,7 @@ from typing import Any
 from _selective import checkpoint_by_operation
 
 LIMIT = 0.15
-# Ranks, compiled, fp8: tokens a second and device. Source: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md.
+# Ranks, compiled, fp8: tokens per second and device. Source: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md.
 ROWS = {
     (8, False, False): 5762,
     (8, True, False): 6667,
@@ -45,7 +45,7 @@ def rows() -> int:
     tracing.build_model = build_checkpointed
     hardware, batch, length, worst = profile("h100-96gb"), 2, 8192, 0.0
     options = {"use_fsdp": "true", "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    print(f"{'H100':>6}{'':>11}{'planned':>10}{'published':>10}{'error':>8}   tokens a second; parts in seconds")
+    print(f"{'H100':>6}{'':>11}{'planned':>10}{'published':>10}{'error':>8}   tokens per second; parts in seconds")
     for ranks in (8, 128):
         settings = load_settings({**options, "mixed_precision": "bf16", "num_processes": str(ranks)}, environ={})
         request = PlanRequest(settings, "llama-3-8b", batch_size=batch, seq_length=length, hardware=hardware)

@@ -98,11 +98,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Requests are not printed."""
+        """Print no requests."""
 
 
 def find_chromium() -> str:
-    """The browser's path."""
+    """Return the browser's path."""
     names = [os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome", "chrome"]
     for name in filter(None, names):
         if path := shutil.which(name):
@@ -111,13 +111,13 @@ def find_chromium() -> str:
 
 
 def browser(profile: str, *words: str) -> list[str]:
-    """A command of headless Chromium."""
+    """Return a command of headless Chromium."""
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
     return [find_chromium(), *flags, "--no-first-run", "--disable-extensions", *words]
 
 
 def layout(site: Path) -> list[str]:
-    """What does not fit, one line each."""
+    """Return what does not fit, one line each."""
     reports: queue.Queue[list[dict[str, object]]] = queue.Queue()
     pages = sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
     handler = type("SiteHandler", (Handler,), {"pages": pages, "reports": reports})
@@ -140,7 +140,7 @@ def layout(site: Path) -> list[str]:
 
 
 def search(site: Path) -> list[str]:
-    """The searches that find nothing when the site is opened as files."""
+    """Return the searches that find nothing when the site is opened as files."""
     failures = []
     for words in SEARCHES:
         address = f"{(site / 'index.html').resolve().as_uri()}?q={words.replace(' ', '+')}"

@@ -25,7 +25,7 @@ class Picture:
         self.parts: list[str] = []
 
     def box(self, x: int, y: int, w: int, h: int, text: str, colour: str = "blue", dashed: bool = False) -> None:
-        """A rounded box with centred lines of text; the first is bold."""
+        """Draw a rounded box with centred lines of text; the first is bold."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         fill = COLOURS[colour]
         self.parts.append(
@@ -43,7 +43,7 @@ class Picture:
         self.parts.append(f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>')
 
     def arrow(self, x1: int, y1: int, x2: int, y2: int, text: str = "", colour: str = "grey") -> None:
-        """A line with a head at its end, and a label above its middle."""
+        """Draw a line with a head at its end, and a label above its middle."""
         self.parts.append(
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{COLOURS[colour]}" stroke-width="2" '
             f'marker-end="url(#head)"/>'
@@ -122,7 +122,7 @@ def checkpoint() -> Picture:
 
 
 def offload() -> Picture:
-    """A layer's weights: from the checkpoint to the device, and gone again."""
+    """Return a layer's weights: from the checkpoint to the device, and gone again."""
     picture = Picture(860, 290, "The journey of an offloaded weight")
     picture.box(20, 30, 150, 70, "Checkpoint on disk\nmemory-mapped", "grey")
     picture.box(20, 180, 150, 70, "RAM\nCPU layers", "grey")

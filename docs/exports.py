@@ -41,7 +41,7 @@ def _reference(root: Path, module: str) -> str:
 
 
 def _exports(root: Path, module: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The names that a package defines, and those that it re-exports, by the package that defines them."""
+    """Return the names that a package defines, and those that it re-exports, by the package that defines them."""
     distribution = module.split(".")[0].replace("_", "-")
     directory = root / "packages" / distribution / "src" / module.replace(".", "/")
     defined: list[str] = []
@@ -62,7 +62,7 @@ def _exports(root: Path, module: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _class_reference(root: Path, path: str) -> str:
-    """The reference of a class: its description and methods, then its attributes."""
+    """Return the reference of a class: its description and methods, then its attributes."""
     package, _, name = path.rpartition(".")
     sources = [str(source) for source in root.glob("packages/*/src")]
     loader = griffe.GriffeLoader(search_paths=sources)

@@ -61,14 +61,14 @@ def _sources(root: Path) -> Any:
 
 
 def commands() -> str:
-    """One section for each command with its help."""
+    """Return one section for each command with its help."""
     from accel_launch.command import COMMANDS
 
     return "\n\n".join(f"## accel {name}\n\n```text\n{help_of(name)}\n```" for name in COMMANDS.names())
 
 
 def help_of(name: str) -> str:
-    """What `accel NAME --help` prints, in lines of at most 88 characters."""
+    """Return what `accel NAME --help` prints, in lines of at most 88 characters."""
     from accel_launch.cli import main
 
     printed = io.StringIO()
@@ -85,7 +85,7 @@ def help_of(name: str) -> str:
 
 
 def variables() -> str:
-    """A table of the variables of all options, by name."""
+    """Return a table of the variables of all options, by name."""
     from accel_state.options import load_groups
 
     rows = sorted({(opt.env, opt.flags[0], opt.help) for group in load_groups() for opt in group.options() if opt.env})
@@ -95,7 +95,7 @@ def variables() -> str:
 
 @cache
 def torchrun() -> str:
-    """A table of torchrun's options, from its parser, with ours of the same name or the answer to it."""
+    """Return a table of torchrun's options, from its parser, with ours of the same name or the answer to it."""
     from torch.distributed.run import get_args_parser
 
     from accel_launch.torchrun_options import UNUSED
@@ -113,7 +113,7 @@ def torchrun() -> str:
 
 
 def _documented(root: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """What the pages of the packages document: names, as `accel_state.gather`, and whole modules."""
+    """Return what the pages of the packages document: names, as `accel_state.gather`, and whole modules."""
     sys.path.insert(0, str(root / "docs"))
     try:
         from exports import _exports
@@ -130,7 +130,7 @@ def _documented(root: Path) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def index(root: Path, module: str) -> str:
-    """A table of the public names of a module, and the documentation of those that no package's page has."""
+    """Return a table of the public names of a module, and the documentation of those that no package's page has."""
     names, modules = _documented(root)
     documented = {name.rpartition(".")[2]: name for name in sorted(names, key=len, reverse=True)}
     source = importlib.import_module(module)

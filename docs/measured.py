@@ -29,14 +29,14 @@ text { font: 13px system-ui, sans-serif; fill: #3a424a } .name { font-weight: 60
 
 
 def shown(value: float, unit: str) -> str:
-    """A time with two or three digits."""
+    """Return a time with two or three digits."""
     if unit == "us":
         return f"{value:.0f} µs"
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def chart(results: dict[str, Any]) -> str:
-    """The chart as SVG: for each row the bars of the three, on a scale of its own."""
+    """Return the chart as SVG: for each row the bars of the three, on a scale of its own."""
     return "\n".join(_lines(results)) + "\n"
 
 
@@ -60,7 +60,7 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def section(results: dict[str, Any], picture: str) -> str:
-    """The section as Markdown."""
+    """Return the section as Markdown."""
     about, rows = results["machine"], results["rows"]
     labels = [label for label in LABELS if all(label in row for row in rows)]
     names = {**LABELS, "reference": f"Accelerate {about['reference']}"}
@@ -85,7 +85,7 @@ with `scripts/bench measured`.
 
 
 def replaced(page: str, results: dict[str, Any], picture: str) -> str:
-    """A page with the section as of these results."""
+    """Return a page with the section as of these results."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:

@@ -33,7 +33,7 @@ class Example:
 
 @cache
 def read(file: Path) -> tuple[Example, ...]:
-    """The examples of a file."""
+    """Return the examples of a file."""
     shared, *entries = re.split(r"^== ", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     found = []
     for entry in entries:
@@ -45,17 +45,17 @@ def read(file: Path) -> tuple[Example, ...]:
 
 
 def docstring(name: str) -> str:
-    """The docstring of a public name."""
+    """Return the docstring of a public name."""
     return inspect.getdoc(resolve(name)[-1]) or ""
 
 
 def example_of(docstring: str) -> str:
-    """The section of examples of a docstring, which is its last one."""
+    """Return the section of examples of a docstring, which is its last one."""
     return textwrap.dedent(docstring.partition("\nExamples:\n")[2]).strip()
 
 
 def resolve(name: str) -> list[Any]:
-    """The module of a public name, and what each further part of the name is."""
+    """Return the module of a public name, and what each further part of the name is."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
@@ -69,7 +69,7 @@ def resolve(name: str) -> list[Any]:
 
 
 def canonical(name: str) -> str:
-    """Where a public name is defined: `accel.Accelerator.print` is `accel.accelerator.Accelerator.print`."""
+    """Return where a public name is defined: `accel.Accelerator.print` is `accel.accelerator.Accelerator.print`."""
     *_, holder, value = resolve(name)
     if inspect.isclass(holder):
         part = name.rpartition(".")[2]
@@ -80,5 +80,5 @@ def canonical(name: str) -> str:
 
 @cache
 def examples() -> dict[str, Example]:
-    """All examples, by the place where their name is defined."""
+    """Return all examples, by the place where their name is defined."""
     return {canonical(example.name): example for file in sorted(FOLDER.glob("*.txt")) for example in read(file)}

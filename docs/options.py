@@ -26,12 +26,12 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 
 
 def reference(root: Path) -> str:
-    """One section with a list per group."""
+    """Return one section with a list per group."""
     return "\n\n".join(_section(group) for group in _groups(root))
 
 
 def listing(root: Path, title: str) -> str:
-    """The list of the group with this title."""
+    """Return the list of the group with this title."""
     group = next(group for group in _groups(root) if group.title == title)
     return "\n".join(map(_item, group.options()))
 

@@ -19,7 +19,7 @@ class NameExamples(griffe.Extension):
     """Appends the example of a name to its docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called by griffe for each object that it has read."""
+        """Run by griffe for each object that it has read."""
         if (obj.is_class or obj.is_function) and (example := examples().get(obj.path)):
             if example.in_docstring:
                 return

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """The table of CONTRIBUTING.md."""
+    """Return the table of CONTRIBUTING.md."""
     return [Row(*found.groups()) for found in _ROW.finditer(CONTRIBUTING.read_text(encoding="utf-8"))]
 
 
@@ -48,7 +48,7 @@ def search(site: Path, queries: list[str]) -> list[list[str]]:
 
 
 def ranked(site: Path) -> list[Row]:
-    """The table with the ranks of a site."""
+    """Return the table with the ranks of a site."""
     table = rows()
     found = search(site, [row.query for row in table])
     ranks = [

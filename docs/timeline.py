@@ -83,7 +83,7 @@ def record_reading() -> None:
 
 
 def trace() -> list[Span]:
-    """The spans of the first forward, with the file dropped from the page cache."""
+    """Return the spans of the first forward, with the file dropped from the page cache."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ LEFT, RIGHT, HEIGHT, BAR = 110, 20, 240, 34
 
 
 def draw(measured: list[Span]) -> str:
-    """The picture of some spans."""
+    """Return the picture of some spans."""
     first = min(begin for _, _, begin, _ in measured)
     total = max(end for *_, end in measured) - first
     width = 900

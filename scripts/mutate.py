@@ -44,7 +44,7 @@ class Mutation:
 
 
 def _replacement(node: ast.AST) -> ast.AST | None:
-    """What takes the place of a node; None for nodes that stay."""
+    """Return what takes the place of a node; None for nodes that stay."""
     if type(node) in _OPERATORS:
         return _OPERATORS[type(node)]()
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -61,7 +61,10 @@ def _replacement(node: ast.AST) -> ast.AST | None:
 
 
 def _places(node: ast.AST, line: int = 0) -> Iterator[tuple[ast.AST, str, int | None, int]]:
-    """Every field that may change: its owner, name, index in a list, and line. Not annotations, nor texts of errors."""
+    """Yield every field that may change: its owner, name, index in a list, and line.
+
+    Not annotations, nor texts of errors.
+    """
     line = getattr(node, "lineno", line)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or (isinstance(node, ast.Raise)):
@@ -75,7 +78,7 @@ def _places(node: ast.AST, line: int = 0) -> Iterator[tuple[ast.AST, str, int | 
 
 
 def mutations(source: str) -> Iterator[Mutation]:
-    """All changes of a module, in the order of its lines."""
+    """Yield all changes of a module, in the order of its lines."""
     original = ast.parse(source)
     for number, (owner, name, index, line) in enumerate(_places(original)):
         child = getattr(owner, name) if index is None else getattr(owner, name)[index]
@@ -134,7 +137,7 @@ def import_installed(file: Path) -> None:
 
 
 def run_tests(tests: list[str], overlay: Path, seconds: float) -> bool:
-    """Whether the tests pass, in a forked process that has torch already and finds the overlay first."""
+    """Return True if the tests pass, in a forked process that has torch already and finds the overlay first."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -167,7 +170,7 @@ def run_tests(tests: list[str], overlay: Path, seconds: float) -> bool:
 
 
 def default_tests(module: str) -> list[str]:
-    """The test files of the module's distribution that name the module."""
+    """Return the test files of the module's distribution that name the module."""
     distribution, _, rest = module.partition(".")
     folder = ROOT / "packages" / distribution.replace("_", "-") / "tests"
     name = rest.rpartition(".")[2]
@@ -175,14 +178,14 @@ def default_tests(module: str) -> list[str]:
 
 
 def drawn(changes: list[Mutation], sample: int | None, seed: int) -> list[Mutation]:
-    """All changes, or as many of them as ``sample`` says, drawn with ``seed``, in the order of their lines."""
+    """Return all changes, or as many of them as ``sample`` says, drawn with ``seed``, in the order of their lines."""
     if sample is None or sample >= len(changes):
         return changes
     return [changes[index] for index in sorted(random.Random(seed).sample(range(len(changes)), sample))]
 
 
 def survivors(file: Path, changes: list[Mutation], tests: list[str], say: Callable[[str], None]) -> list[str]:
-    """The changes of a module's file that the tests do not notice.
+    """Return the changes of a module's file that the tests do not notice.
 
     Raises:
         SystemExit: the tests fail without a change.

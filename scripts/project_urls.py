@@ -19,13 +19,13 @@ _CODE = re.compile(r"```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def urls(name: str, url: str, files: str, docs: str) -> dict[str, str]:
-    """The entries of ``[project.urls]`` of a package."""
+    """Return the entries of ``[project.urls]`` of a package."""
     found = {"Homepage": url, "Issues": f"{url}/issues", "Changelog": f"{files}/packages/{name}/CHANGELOG.md"}
     return {**found, "Documentation": docs} if docs else found
 
 
 def absolute_links(text: str, name: str, files: str) -> str:
-    """A README whose relative links are addresses; a package index shows it without the files next to it."""
+    """Return a README whose relative links are addresses; a package index shows it without the files next to it."""
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]

@@ -55,13 +55,13 @@ class Release:
 
 
 def metadata(project: Path) -> dict[str, Any]:
-    """The [project] table of a distribution."""
+    """Return the [project] table of a distribution."""
     table: dict[str, Any] = tomllib.loads(project.joinpath("pyproject.toml").read_text(encoding="utf-8"))["project"]
     return table
 
 
 def requirements(project: Path) -> list[Requirement]:
-    """What a distribution requires, its extras included."""
+    """Return what a distribution requires, its extras included."""
     about = metadata(project)
     texts = list(about["dependencies"])
     for extra in about.get("optional-dependencies", {}).values():
@@ -70,7 +70,7 @@ def requirements(project: Path) -> list[Requirement]:
 
 
 def parse(words: Sequence[str], root: Path) -> list[Release]:
-    """The releases that the command line asks for, in the order in which they require each other."""
+    """Return the releases that the command line asks for, in the order in which they require each other."""
     pairs = [word.partition("=")[::2] for word in words]
     if len(words) == 2 and "=" not in "".join(words) and not (root / "packages" / words[1]).is_dir():
         pairs = [(words[0], words[1])]
@@ -177,7 +177,7 @@ class Index:
         self.torch = linked(["torch"], work / "torch")
 
     def environment(self, name: str) -> Path:
-        """The Python of a new environment that has torch and nothing else."""
+        """Return the Python of a new environment that has torch and nothing else."""
         python = empty_environment(self.work / name)
         site_packages(python).joinpath("torch.pth").write_text(f"{self.torch}\n")
         return python
@@ -190,7 +190,7 @@ class Index:
         return chosen
 
     def newest(self, name: str) -> str | None:
-        """The newest published version of a distribution; None if there is none yet."""
+        """Return the newest published version of a distribution; None if there is none yet."""
         try:
             # Below 1 is an unrelated distribution of the public index.
             (entry,) = self.install(Path(sys.executable), "--ignore-installed", "--no-deps", f"{name}>=1", dry_run=True)
@@ -265,7 +265,7 @@ def _publish(release: Release, root: Path, files: Sequence[Path], url: str | Non
 
 
 def _run(*words: object, folder: Path, python: object = sys.executable, **variables: str) -> str:
-    """The standard output of a Python command; ReleaseError with all that it printed if it fails."""
+    """Return the standard output of a Python command; ReleaseError with all that it printed if it fails."""
     command = [str(python), *map(str, words)]
     # This script's variables for other interpreters would show them the work tree.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables

@@ -52,7 +52,7 @@ def verify(package: str, site: Path) -> dict[str, Any]:
 
 
 def incomplete(report: dict[str, Any]) -> Iterator[str]:
-    """The symbols without a type, with pyright's reason."""
+    """Yield the symbols without a type, with pyright's reason."""
     for symbol in report["symbols"]:
         if symbol["isExported"] and not (symbol["isTypeKnown"] and not symbol["isTypeAmbiguous"]):
             reasons = [item["message"] for item in symbol["diagnostics"] if "docstring" not in item["message"].lower()]

@@ -27,7 +27,7 @@ _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*>=\s*([0-9][0-9.]*)")
 
 
 def interpreters() -> dict[int, str]:
-    """The Pythons of this machine by minor version, from 3.10 on: those on the PATH, and those of pyenv."""
+    """Return the Pythons of this machine by minor version, from 3.10 on: those on the PATH, and those of pyenv."""
     found = {}
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for minor in MINORS:
@@ -45,7 +45,7 @@ def interpreters() -> dict[int, str]:
 
 
 def floors(projects: list[Path]) -> dict[str, str]:
-    """The lowest version of each library that all packages together accept, with their extras."""
+    """Return the lowest version of each library that all packages together accept, with their extras."""
     highest: dict[str, str] = {}
     for project in projects:
         content = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
@@ -64,7 +64,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def counts(report: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped, from pytest's report in JUnit's format."""
+    """Return how many tests passed, failed and were skipped, from pytest's report in JUnit's format."""
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in ElementTree.parse(report).iter("testsuite"):
         for name in totals:
@@ -74,7 +74,7 @@ def counts(report: Path) -> dict[str, int]:
 
 
 def with_row(page: str, row: list[str]) -> str:
-    """The page with a row of the table, which replaces that of the same versions, Python and tests.
+    """Return the page with a row of the table, which replaces that of the same versions, Python and tests.
 
     Raises:
         SystemExit: the page has no place for the table.

@@ -51,19 +51,19 @@ PUBLIC_SURFACE = {
 
 
 def empty_environment(folder: Path) -> Path:
-    """The Python of a new, empty environment."""
+    """Return the Python of a new, empty environment."""
     venv.create(folder, with_pip=False)
     return folder / "bin" / "python"
 
 
 def site_packages(python: Path) -> Path:
-    """Where an environment keeps its packages."""
+    """Return where an environment keeps its packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
 
 
 def _with_requirements(distribution: str) -> set[str]:
-    """A distribution of the running environment and everything that it requires there, by normalised name."""
+    """Return a distribution of the running environment and everything that it requires there, by normalised name."""
     found: set[str] = set()
     waiting = [distribution]
     while waiting:
@@ -90,7 +90,7 @@ def linked(distributions: list[str], folder: Path) -> Path:
 
 
 def public_surface(python: Path, project: Path, folder: Path, tools: Path) -> tuple[list[str], dict[str, str]]:
-    """The command that runs the tests of a package's public surface from a folder, and its variables.
+    """Return the command that runs the tests of a package's public surface from a folder, and its variables.
 
     Args:
         python: of an environment with the wheel.

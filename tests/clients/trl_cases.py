@@ -200,7 +200,7 @@ cases.add("sft_packing_cp", lambda folder: shared(folder, TEXTS, "cp", packing=T
 cases.add("sft_qlora", qlora)
 add("dpo", DPOTrainer, DPOConfig, PAIRS)
 add("dpo_accumulation", DPOTrainer, DPOConfig, PAIRS, gradient_accumulation_steps=2)
-# On two processes TRL waits for ever here, with the reference, too.
+# On two processes TRL waits forever here, with the reference, too.
 add("dpo_precomputed", DPOTrainer, DPOConfig, PAIRS, worlds=(1,), precompute_ref_log_probs=True)
 add(
     "dpo_reference",

@@ -17,7 +17,7 @@ from . import environments, namespaces
 from .digits import environment
 
 PORT = 6379
-# A node that does not answer is given up after about 2 s instead of 15 s, and slow starts are waited for.
+# A node that does not answer is declared lost after about 2 s instead of 15 s, and slow starts are waited for.
 _PATIENCE = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",

@@ -636,7 +636,7 @@ def test_offload_command(layered: Path, capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     assert "1 sequence in a batch, at most 195.31 KiB of weights in memory" in text
     assert "| in memory           |" in text and "| on the disk, mapped |" in text and "| on the disk, cached |" in text
-    assert "tokens a second" in text
+    assert "tokens per second" in text
     assert "Measured with the matrices alone, so generation is somewhat slower: " in text
     assert run([str(layered), "--offload", "--json", "--sequences", "3"]) == 0
     content = json.loads(capsys.readouterr().out)

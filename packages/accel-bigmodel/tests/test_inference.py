@@ -209,7 +209,7 @@ def refused(function, *args, **kwargs):
 
 
 def run_errors():
-    """Every rank must learn of an error, or the others would wait for ever."""
+    """Every rank must learn of an error, or the others would wait forever."""
     x = torch.randn(4, 6)
     rank = PartialState().process_index
     found = [

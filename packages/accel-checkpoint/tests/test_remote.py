@@ -149,7 +149,7 @@ def test_a_save_that_fails_leaves_the_older_one(operation: str, error: BaseExcep
     faulty.faults = {operation: [error] * 50}
     with pytest.raises(StoreError, match=r"faulty://bucket/a.*(token expired|503)"):
         save(state(2), "faulty://bucket/a")
-    # What is refused is not tried again, and nothing is tried for ever.
+    # What is refused is not tried again, and nothing is tried forever.
     assert faulty.calls.count(operation) <= (8 if isinstance(error, PermissionError) else 8 * storage._ATTEMPTS)
     faulty.faults = {}
     assert load("faulty://bucket/a")["step"] == 1

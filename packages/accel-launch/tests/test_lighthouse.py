@@ -142,7 +142,7 @@ def test_a_machine_that_is_cut_off_waits_in_words_and_gives_up(machines, cable, 
     wait_until(has_ended, "the other one ends, and machine rank 0 waits")
     assert ends[0].kind == LOST and ends[0].code == 1 and "machine rank 0" in ends[0].text
     told = "\n".join(machines.said)
-    assert "1: waiting for machine rank 0 (" in told and "not heard of for" in told
+    assert "1: waiting for machine rank 0 (" in told and "no heartbeat for" in told
     wait_until(lambda: not hub.look() and bool(hub._board.lost()), "machine rank 0 gives it up")
     line.plugged.set()
     wait_until(lambda: not (hub._board.lost() or other._board.lost()), "both are back")
@@ -234,4 +234,4 @@ def test_the_end_of_the_lighthouses_machine_ends_the_others_with_its_name(launch
         assert f"ended by SIGINT on {socket.gethostname()} (machine rank 0)" in error
         return
     named = f"machine rank 0 ({socket.gethostname()}, 127.0.0.1)"
-    assert f"{named} is lost: it has not been heard of for" in error and f"waiting for {named}" in error
+    assert f"{named} is lost: it has sent no heartbeat for" in error and f"waiting for {named}" in error

@@ -102,7 +102,7 @@ def test_a_suspended_launcher_is_given_up_and_learns_of_it(shell, started, free_
     finally:
         first.send_signal(signal.SIGCONT)
     assert second.returncode == 1, error
-    named = r"accel launch: machine rank \d \(.*\) is lost: it has not been heard of for \d+ s\."
+    named = r"accel launch: machine rank \d \(.*\) is lost: it has sent no heartbeat for \d+ s\."
     assert re.search(named, error), error
     told = first.communicate(timeout=100)[1]
     assert first.returncode == 1 and re.search(named, told), told

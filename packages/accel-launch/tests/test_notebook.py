@@ -107,7 +107,7 @@ def test_a_function_that_exits_its_process(session) -> None:
 
 
 def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
-    """The launcher's handler for SIGTERM, inherited, would keep the signal for ever."""
+    """The launcher's handler for SIGTERM, inherited, would keep the signal forever."""
     lines = session("""
         import os, pathlib, signal, time
         from accel_launch import LaunchError, debug_launcher
@@ -143,7 +143,7 @@ def test_a_rank_that_has_just_been_forked_can_be_ended(session) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_a_rank_without_handlers(session, name: str) -> None:
     """Between the fork and the first thing that the rank does it has the launcher's handler, which would keep the
-    signal for ever.
+    signal forever.
     """
     lines = session(f"""
         import os, signal, time

@@ -201,7 +201,7 @@ def test_failures_count_and_machines_that_are_gone_do_not(ranges, wait_until) ->
     assert "a process failed (restart 1 of 1): starting" in met[0].news
     # Without a word, as if it were killed: its connection is closed, and it does not come back.
     third.board.close(0)
-    wait_until(lambda: bool(main.board.lost()), "it is given up", 30)
+    wait_until(lambda: bool(main.board.lost()), "it is declared lost", 30)
     met = machines.meet(main, second)
     assert places(met) == [(0, 2), (1, 2)] and {one.restarts for one in met} == {1}
     assert "is gone: starting 2 processes on 2 machines" in met[0].news

@@ -248,7 +248,7 @@ def test_samples_are_those_of_each_batch(tmp_path: Path, collate: Any) -> None:
 
 
 def test_a_step_of_several_batches_or_passes_keeps_the_time_of_each(tmp_path: Path) -> None:
-    """Data of 40 ms a batch, and passes of 10 ms; the backward pass is reported, as by an Accelerator."""
+    """Data of 40 ms per batch, and passes of 10 ms; the backward pass is reported, as by an Accelerator."""
     model, optimizer, loader = parts(SlowData())
     monitor = Monitor(tmp_path, rank=0, world_size=1, interval=1000)
     monitor.watch(loader=loader, model=model, optimizer=optimizer, marks_backward=False)

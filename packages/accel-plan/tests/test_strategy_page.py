@@ -36,5 +36,5 @@ def test_the_table_has_the_figures_of_the_plans() -> None:
     figures = re.findall(r"([\d.,]+) (GiB|tokens/s)", table)
     assert len(figures) == 17 and len(PLANS) == 12
     for number, unit in figures:
-        shown = f" {number} GiB" if unit == "GiB" else f"  {number} tokens a second and device"
+        shown = f" {number} GiB" if unit == "GiB" else f"  {number} tokens per second and device"
         assert shown in plans, f"{number} {unit}"

@@ -81,12 +81,12 @@ def test_an_operation_takes_the_longer_one_of_computing_and_moving() -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "seconds"),
     [
-        # In a node: three steps of 1 s, and three quarters of 8,000 bytes at 1,000 a second.
+        # In a node: three steps of 1 s, and three quarters of 8,000 bytes at 1,000 per second.
         ("all-gather", range(4), 0.5 + 3 + 6),
         ("reduce-scatter", range(4), 0.5 + 3 + 6),
         ("all-reduce", range(4), 0.5 + 6 + 12),
         ("broadcast", range(4), 0.5 + 1 + 8),
-        # Two nodes of four: six steps inside and one between them; four ports of 100 bytes a second.
+        # Two nodes of four: six steps inside and one between them; four ports of 100 bytes per second.
         ("all-gather", range(8), 0.5 + 6 + 10 + 7000 / 400),
         # One rank of each of four nodes: every step is one of the network, through one port.
         ("all-gather", range(0, 16, 4), 0.5 + 30 + 6000 / 100),

@@ -67,7 +67,7 @@ def swap(pair: Pair) -> Pair:
 
 def restart_group() -> list[int]:
     # One store for all groups: with a store of its own each, at one address, the rank that is ahead may find the store
-    # that is about to go, and both wait for ever.
+    # that is about to go, and both wait forever.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
     sums = []

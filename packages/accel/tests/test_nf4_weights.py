@@ -133,7 +133,7 @@ def check(ranks: list[dict[str, Any]], expected: list[float], sharded: int) -> N
         torch.testing.assert_close(found["losses"], expected, rtol=1e-5, atol=0)
         assert found["types"] == {torch.uint8}
         assert found["bytes"] <= -(-found["whole"] // sharded) + 6, "a rank has more than its share of each weight"
-        # 4 bits a weight, 8 a block of 64, and 32 for each 16 of these; a mean and a table of 16 values.
+        # 4 bits a weight, 8 per block of 64, and 32 for each 16 of these; a mean and a table of 16 values.
         assert found["whole"] == 2 * (WIDTH * 96 // 2 + 96 + 4 * 6 + 4 + 4 * 16)
 
 

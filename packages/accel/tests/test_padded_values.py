@@ -44,7 +44,7 @@ def check_warnings() -> None:
     state = Accelerator(cpu=True).process_state
     several = state.num_processes > 1
     for value, dispatch in itertools.product(("mean", "samples", "nested"), (False, True)):
-        # 8 samples a step: the last step of 20 has 4, one batch; 14: 6, 4 and 2; 13 has 5; 16 has no such step.
+        # 8 samples per step: the last step of 20 has 4, one batch; 14: 6, 4 and 2; 13 has 5; 16 has no such step.
         for rows in (13, 14, 20, 16):
             expected = several and value != "samples" and rows != 16
             if dispatch and rows % 2 == 0:

@@ -263,7 +263,7 @@ def nvidia_modelopt(folder: Path) -> Any:
 
 @cases((1,))
 def auto_round(folder: Path) -> Any:
-    """`AutoRound` to 4 bits of a Llama on the CPU, tuned for five steps a block: the quantized weights"""
+    """`AutoRound` to 4 bits of a Llama on the CPU, tuned for five steps per block: the quantized weights"""
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 

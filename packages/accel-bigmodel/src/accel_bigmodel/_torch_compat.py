@@ -18,22 +18,22 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """The parameters registered in a module itself. The public setters refuse plain tensors and are slower."""
+    """Return the parameters registered in a module itself. The public setters refuse plain tensors and are slower."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """The buffers registered in a module itself; as above."""
+    """Return the buffers registered in a module itself; as above."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, Any]:
-    """The submodules registered in a module; ``named_children`` leaves out those with two names."""
+    """Return the submodules registered in a module; ``named_children`` leaves out those with two names."""
     return module._modules
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of a module's buffers that its state dict leaves out; torch has no public query."""
+    """Return the names of a module's buffers that its state dict leaves out; torch has no public query."""
     return module._non_persistent_buffers_set
 
 
@@ -91,22 +91,22 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def in_transform() -> bool:
-    """True inside ``torch.func`` transforms (``grad``, ``vmap``), which refuse hooks on saved tensors."""
+    """Return True inside ``torch.func`` transforms (``grad``, ``vmap``), which refuse hooks on saved tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, also without memory, where the public ``data_ptr()`` is 0 or fails."""
+    """Return the identity of a tensor's storage, also without memory, where the public ``data_ptr()`` is 0 or fails."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether no operation has changed a new tensor in place. Torch has no public counter of changes."""
+    """Return True if no operation has changed a new tensor in place. Torch has no public counter of changes."""
     return tensor._version == 0 and not tensor.requires_grad
 
 
 def on_meta() -> torch.device:
-    """The meta device, as a context in which libraries may be imported.
+    """Return the meta device, as a context in which libraries may be imported.
 
     The import of Dynamo in torch 2.6 computes a value. In this context it fails half-way, and Transformers ignores the
     error; whatever needs Dynamo later in the process fails then, :class:`FakeTensorMode` for one.

@@ -278,14 +278,14 @@ class _Dispatcher:
 
     @property
     def needs_hooks(self) -> bool:
-        """Whether the model is on several devices, or offloaded."""
+        """True if the model is on several devices, or offloaded."""
         return len({str(location) for location in self.device_map.values()}) > 1 or any(self.offload.values())
 
     def _mapped_to(self, location: str) -> list[str]:
         return [name for name, mapped in self.device_map.items() if str(mapped) == location]
 
     def _part(self, state: Mapping[str, torch.Tensor], location: str) -> dict[str, torch.Tensor]:
-        """The tensors of a state dict that are mapped to a location and have values."""
+        """Return the tensors of a state dict that are mapped to a location and have values."""
         names = self._mapped_to(location)
         part = state if names == [""] else extract_submodules_state_dict(state, names)
         return {
@@ -329,7 +329,7 @@ class _Dispatcher:
     def _disk_index(
         self, offload_dir: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
     ) -> tuple[OffloadRecord, Path | None, dict[str, Any]]:
-        """The record of loading, the directory of weights, and the index of those in files."""
+        """Return the record of loading, the directory of weights, and the index of those in files."""
         record = (offload_record(self.model) if index is None else None) or OffloadRecord()
         directory = Path(offload_dir) if offload_dir is not None else record.directory
         return record, directory, {**record.index, **(index or {})}
@@ -376,7 +376,7 @@ class _Dispatcher:
             )
 
     def room(self, max_memory: MaxMemory | None) -> int | None:
-        """Bytes that the limit of the main device leaves for offloaded weights; None without a limit."""
+        """Return bytes that the limit of the main device leaves for offloaded weights; None without a limit."""
         main = as_device(self.main)
         key = "cpu" if main.type == "cpu" else main.index or 0
         limit = None if max_memory is None else get_max_memory(dict(max_memory)).get(key)
@@ -444,7 +444,7 @@ class _Dispatcher:
             add_hook_to_module(self.model.get_submodule(path), hook, append=True)
 
     def _tied_params_map(self, tied: Sequence[Sequence[str]]) -> TiedParamsMap:
-        """An empty entry for the data pointer of each tied weight."""
+        """Return an empty entry for the data pointer of each tied weight."""
         result: TiedParamsMap = {}
         tensors = dict(self.model.named_parameters(remove_duplicate=False))
         in_memory = {} if self.weights is None else self.weights.state_dict
@@ -571,13 +571,13 @@ def load_checkpoint_and_dispatch(
 
 
 def _may_offload(device_map: Mapping[str, Location], main_device: Location | None) -> bool:
-    """Whether weights may have to be brought to another place: only then does it matter how much memory is free."""
+    """Return True if weights may have to move: only then does it matter how much memory is free."""
     places = {str(place) for place in device_map.values()}
     return len(places) > 1 or "disk" in places or (main_device is not None and str(main_device) not in places)
 
 
 def _has_address_limit() -> bool:
-    """Whether the process may map only so much (``ulimit -v``), so that no files should stay mapped."""
+    """Return True if the process may map only so much (``ulimit -v``), so that no files should stay mapped."""
     if sys.platform == "win32":
         return False
     import resource
@@ -594,7 +594,7 @@ def named_device_map(
     offload_buffers: bool = False,
     special_dtypes: Mapping[str, Any] | None = None,
 ) -> dict[str, Location]:
-    """The device map for "auto", "balanced" and so on; arguments as in :func:`load_checkpoint_and_dispatch`.
+    """Return the device map for "auto", "balanced" and so on; arguments as in :func:`load_checkpoint_and_dispatch`.
 
     Raises:
         ConfigurationError: unknown name.

@@ -113,7 +113,7 @@ class Pipeline:
         model.to(state.device)
 
     def unread_inputs(self, inputs: tuple[Any, Any]) -> frozenset[int]:
-        """The numbers of inputs, among their tensors, that only the first stage reads.
+        """Return the numbers of inputs, among their tensors, that only the first stage reads.
 
         Only floating-point ones, where all but the batch size is as in the example: integers are small, and code may
         take another path for other sizes.
@@ -247,7 +247,7 @@ def _run(forward: Callable[..., Any], inputs: _Inputs) -> Any:
 
 
 def _share_inputs(forward: Callable[..., Any], num_chunks: int, args: Any, kwargs: Any) -> tuple[_Inputs, list[Any]]:
-    """The inputs of rank 0 on every rank, and the sends to wait for before they may be freed.
+    """Return the inputs of rank 0 on every rank, and the sends to wait for before they may be freed.
 
     Rank 0 does not wait until the other ranks have received them: these may still run the previous batch.
     """
@@ -266,7 +266,7 @@ def _share_inputs(forward: Callable[..., Any], num_chunks: int, args: Any, kwarg
 
 
 def _receive_inputs(forward: Callable[..., Any], device: torch.device) -> _Inputs:
-    """The inputs that rank 0 sends, and fake tensors, whose values are an error to read, for others."""
+    """Return the inputs that rank 0 sends, and fake tensors, whose values are an error to read, for others."""
     message = receive_object(device)
     if isinstance(message, str):
         raise ConfigurationError(message)
@@ -287,7 +287,7 @@ def _receive_inputs(forward: Callable[..., Any], device: torch.device) -> _Input
 
 
 def _prepare_inputs(num_chunks: int, args: Any, kwargs: Any) -> _Inputs:
-    """The inputs padded to a multiple of the number of micro-batches, with the batch sizes before and after."""
+    """Return the inputs padded to a multiple of the number of micro-batches, with the batch sizes before and after."""
     if kwargs.get("use_cache"):
         raise ConfigurationError(
             "use_cache=True: the cache of each layer would stay on its own rank. Call the pipeline with "
@@ -319,7 +319,7 @@ def _share_output(output: Any) -> Any:
 
 
 def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
-    """The number of samples of a batch: the first dimension of the first tensor that has one, or None."""
+    """Return the number of samples of a batch: the first dimension of the first tensor that has one, or None."""
     return microbatches.batch_size_of((args or (), kwargs or {}))
 
 
@@ -329,7 +329,7 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
 ) -> dict[str, Location]:
-    """A device map that distributes a model evenly over ``num_processes`` devices, in the order of its modules.
+    """Return a device map that distributes a model evenly over ``num_processes`` devices, in the order of its modules.
 
     Args:
         model: the model; the meta device is allowed.

@@ -86,7 +86,7 @@ class _Moved:
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor was replaced by; None if it was not."""
+        """Return what a tensor was replaced by; None if it was not."""
         known, new = self._found.get(id(tensor), (None, None))
         # Another tensor may have had the number before.
         return new() if known is not None and new is not None and known() is tensor else None
@@ -123,7 +123,7 @@ def _no_random_values() -> Iterator[None]:
 
 
 def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    """A ``torch.empty`` whose large tensors return their memory to the system as soon as they are moved.
+    """Return a ``torch.empty`` whose large tensors return their memory to the system as soon as they are moved.
 
     The C library keeps the memory of tensors below 32 MB if a small allocation follows them, so a model of many layers
     would take its full size. Large tensors therefore get their own mapping, and huge ones are created on the device.
@@ -150,7 +150,7 @@ def _short_lived(empty: Callable[..., torch.Tensor], device: torch.device) -> Ca
 
 
 def _moved_parameter(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The parameter on another device, with the same class and attributes."""
+    """Return the parameter on another device, with the same class and attributes."""
     if type(param) is nn.Parameter:
         # One call instead of two, with the same strides.
         plain = device.type == "meta" and param.layout is torch.strided

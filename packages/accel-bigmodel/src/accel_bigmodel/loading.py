@@ -44,14 +44,14 @@ class OffloadRecord:
 
 
 def offload_record(model: nn.Module) -> OffloadRecord | None:
-    """The record of the weights of a model that loading left on the disk."""
+    """Return the record of the weights of a model that loading left on the disk."""
     return model.__dict__.get(_RECORD)
 
 
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Location] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one file by name. Tensors for the CPU are mapped from the file instead of read.
+    """Return the tensors of one file by name. Tensors for the CPU are mapped from the file instead of read.
 
     Args:
         checkpoint_file: a safetensors file, or one of ``torch.save``; code in it is never run.
@@ -344,7 +344,7 @@ def load_offloaded_weights(
 
 
 def on_meta(model: nn.Module, without: Iterable[str] = ()) -> list[str]:
-    """Names of the tensors on the meta device, except those given."""
+    """Return the names of the tensors on the meta device, except those given."""
     known = set(without)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [name for name, tensor in tensors if not has_values(tensor) and name not in known]
@@ -396,7 +396,7 @@ class _NoBar:
 
 
 def progress_bar(description: str, **options: Any) -> Any:
-    """A bar of tqdm, which huggingface_hub requires, shown after a second if the output is a terminal.
+    """Return a bar of tqdm, which huggingface_hub requires, shown after a second if the output is a terminal.
 
     It is shown on each node's main process. ``options`` are those of tqdm, which is imported only then.
     """

@@ -123,7 +123,7 @@ def detached(placeholder: Placeholder) -> Placeholder:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """True if a tensor has values, here or offloaded ones."""
+    """Return True if a tensor has values, here or offloaded ones."""
     return isinstance(tensor, Placeholder) or not tensor.is_meta
 
 
@@ -166,7 +166,7 @@ def _ask(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_query(func: Any, name: str) -> bool:
-    """True if a function asks about a tensor, not for its values; private methods of tensors do."""
+    """Return True if a function asks about a tensor, not for its values; private methods of tensors do."""
     if name in _METHODS or (name.startswith("is_") and name != "is_nonzero"):
         return True
     return name.startswith("_") and not name.startswith("__") and getattr(Tensor, name, None) is func
@@ -201,7 +201,7 @@ def _assign(placeholder: Placeholder, new: Tensor) -> None:
 
 
 def _keeps(convert: Any, placeholder: Any, *args: Any, **kwargs: Any) -> bool:
-    """True if a conversion changes neither dtype nor device."""
+    """Return True if a conversion changes neither dtype nor device."""
     plain = without_values(placeholder)
     try:
         return _ask(convert, plain, *args, **kwargs) is plain

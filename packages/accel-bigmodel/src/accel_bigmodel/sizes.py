@@ -19,7 +19,7 @@ Dtype = str | torch.dtype | CustomDtype
 
 
 def tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None, special: Dtype | None = None) -> int:
-    """Bytes of a tensor after conversion."""
+    """Return bytes of a tensor after conversion."""
     width: float = tensor.element_size()
     if special is not None:
         width = _width(special)
@@ -37,7 +37,7 @@ def _width(dtype: Dtype) -> float:
 
 
 def named_tensors(model: nn.Module, buffers_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model with their full names; tied ones once, under their first name."""
+    """Yield all tensors of a model with their full names; tied ones once, under their first name."""
     if not buffers_only:
         yield from model.named_parameters()
     yield from model.named_buffers()
@@ -49,7 +49,9 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module and tensor of a model, by full name; the model itself is ``""``. Tied weights count once.
+    """Return bytes of each module and tensor of a model, by full name; the model itself is ``""``.
+
+    Tied weights count once.
 
     Args:
         dtype: the dtype that floating point weights are converted to when loaded.
@@ -72,7 +74,7 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
-    """Bytes of all buffers of a model; arguments as in :func:`compute_module_sizes`."""
+    """Return bytes of all buffers of a model; arguments as in :func:`compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -81,7 +83,7 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | str | None,
 ) -> tuple[int, list[str]]:
-    """The size of the largest layer in bytes, and the names of the layers of that size.
+    """Return the size of the largest layer in bytes, and the names of the layers of that size.
 
     A layer is a module whose class is in ``no_split_module_classes``, a module without submodules, or a tensor that a
     larger module holds directly.
@@ -104,7 +106,7 @@ def get_max_layer_size(
 def named_layers(
     modules: Sequence[tuple[str, nn.Module]], no_split: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The layers (see :func:`get_max_layer_size`) of some modules, in the order of the model."""
+    """Yield the layers (see :func:`get_max_layer_size`) of some modules, in the order of the model."""
     pending: list[tuple[str, nn.Module | torch.Tensor]] = list(reversed(modules))
     while pending:
         name, part = pending.pop()
@@ -115,7 +117,7 @@ def named_layers(
 
 
 def direct_members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The tensors and submodules that a module holds directly, with full names."""
+    """Yield the tensors and submodules that a module holds directly, with full names."""
     prefix = f"{name}." if name else ""
     for table in (parameters_of(module), buffers_of(module), children_of(module)):
         for key, value in table.items():
@@ -139,7 +141,7 @@ def visiting_module(model: nn.Module, tensor: str, classes: Collection[str] | No
 
 
 def as_names(names: Sequence[str] | str | None) -> list[str]:
-    """A list of names from a list, a single name, or None."""
+    """Return a list of names from a list, a single name, or None."""
     if names is None:
         return []
     check_type(names, (str, Iterable), "a list of class names", "Pass names of classes, such as ['LlamaDecoderLayer'].")
@@ -157,7 +159,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """The names that contain no other name: those of tensors in a result of :func:`compute_module_sizes`."""
+    """Return the names that contain no other name: those of tensors in a result of :func:`compute_module_sizes`."""
     containers = {""}
     for name in module_sizes:
         containers.update(name[:end] for end in range(len(name)) if name[end] == ".")
@@ -170,7 +172,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
-    """The size of a module together with the modules that share weights with it.
+    """Return the size of a module together with the modules that share weights with it.
 
     Args:
         tied_params: full names under which other modules hold its weights.
@@ -198,7 +200,7 @@ def get_module_size_with_ties(
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules of a model, children before parents.
+    """Return all modules of a model, children before parents.
 
     Args:
         return_fqns: return pairs of full name and module.

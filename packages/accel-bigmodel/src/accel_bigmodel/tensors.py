@@ -29,7 +29,7 @@ class NoSuchTensorError(ConfigurationError, AttributeError):
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict leaves out.
+    """Return the names of the buffers that a state dict leaves out.
 
     Args:
         recurse: include submodules.
@@ -47,7 +47,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a module, parameters first. A tied tensor is listed once.
+    """Yield the names and tensors of a module, parameters first. A tied tensor is listed once.
 
     Args:
         include_buffers: include buffers.
@@ -64,7 +64,7 @@ def named_module_tensors(
 
 
 def as_device(location: Location) -> torch.device:
-    """The torch device of a location; a number is an index of this machine's accelerator type."""
+    """Return the torch device of a location; a number is an index of this machine's accelerator type."""
     if isinstance(location, torch.device):
         return location
     if isinstance(location, int):
@@ -83,12 +83,12 @@ def as_device(location: Location) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are the same; a device without an index equals index 0."""
+    """Return True if two devices are the same; a device without an index equals index 0."""
     return first_device.type == second_device.type and (first_device.index or 0) == (second_device.index or 0)
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """The submodule that holds a tensor, and the tensor's name in it."""
+    """Return the submodule that holds a tensor, and the tensor's name in it."""
     path, _, name = tensor_name.rpartition(".")
     try:
         return (module.get_submodule(path) if path else module), name
@@ -97,7 +97,7 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def tensor_table(owner: nn.Module, name: str) -> dict[str, Any]:
-    """The dictionary of parameters or buffers that holds a module's tensor."""
+    """Return the dictionary of parameters or buffers that holds a module's tensor."""
     for table in (parameters_of(owner), buffers_of(owner)):
         if name in table:
             return table
@@ -105,12 +105,12 @@ def tensor_table(owner: nn.Module, name: str) -> dict[str, Any]:
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a parameter stores its values in another shape than its own (as the classes of bitsandbytes do)."""
+    """Return True if a parameter stores its values in another shape than its own, as those of bitsandbytes do."""
     return type(tensor).__name__ in _PACKED_CLASSES or getattr(tensor, "quant_state", None) is not None
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype from its name ("float16", "torch.float16") or itself."""
+    """Return a torch dtype from its name ("float16", "torch.float16") or itself."""
     value = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(value, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is not a torch dtype. Give for example 'float16' or torch.bfloat16.")
@@ -188,7 +188,7 @@ def set_module_tensor_to_device(
 
 
 def _parameter_like(old: torch.Tensor | None, values: torch.Tensor, target: torch.device) -> nn.Parameter:
-    """A parameter with the class and attributes of ``old``, and other values."""
+    """Return a parameter with the class and attributes of ``old``, and other values."""
     if old is None:
         return nn.Parameter(values, requires_grad=values.is_floating_point())
     if type(old) in (nn.Parameter, PlaceholderParameter):

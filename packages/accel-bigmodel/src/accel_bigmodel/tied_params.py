@@ -14,7 +14,7 @@ from .tensors import Location, owner_of
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names that refer to the same parameter, each group sorted by name.
+    """Return groups of names that refer to the same parameter, each group sorted by name.
 
     Args:
         **kwargs: ignored; accepted for compatibility.
@@ -41,7 +41,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the configuration of a transformers model ties weights between its embeddings."""
+    """Return True if the configuration of a transformers model ties weights between its embeddings."""
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -53,7 +53,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def location_of(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """The device map's entry for a tensor or module: its own, or that of the nearest enclosing module."""
+    """Return the device map's entry for a tensor or module: its own, or that of the nearest enclosing module."""
     while name not in device_map:
         if not name:
             return None
@@ -62,7 +62,7 @@ def location_of(name: str, device_map: Mapping[str, Location]) -> Location | Non
 
 
 def with_shared_modules(model: nn.Module, device_map: Mapping[str, Location]) -> Mapping[str, Location]:
-    """A device map in which a module that the model holds under several names goes where its first name does."""
+    """Return a device map in which a module that the model holds under several names goes where its first name does."""
     first: dict[int, str] = {}
     moved: dict[str, Location] = {}
     for name, module in model.named_modules(remove_duplicate=False):

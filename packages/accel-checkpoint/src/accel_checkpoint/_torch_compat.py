@@ -16,7 +16,7 @@ neg_view = torch._neg_view
 def local_shape_and_offset(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a DTensor's part at a coordinate of its mesh, and where it begins; no public function."""
+    """Return the shape of a DTensor's part at a coordinate of its mesh, and where it begins; no public function."""
     return _local_shape_and_offset(tuple(shape), tuple(mesh), tuple(coordinate), tuple(placements))
 
 
@@ -34,7 +34,10 @@ def _local_shape_and_offset(
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """An entry of a distributed checkpoint's metadata: where an item is. Only ``FileSystemWriter`` makes them."""
+    """Return an entry of a distributed checkpoint's metadata: where an item is.
+
+    Only ``FileSystemWriter`` makes them.
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)

@@ -108,7 +108,7 @@ class AsyncSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save is still being written on this rank."""
+        """True if a save is still being written on this rank."""
         return self._running is not None and self._running.running
 
     def save(
@@ -263,7 +263,7 @@ class _Saving:
         return Part(f"{stem}.bin", content, name, each)
 
     def _sharded(self, contents: Mapping[str, Any]) -> list[Part]:
-        """The files of states with sharded tensors, for which ranks communicate."""
+        """Return the files of states with sharded tensors, for which ranks communicate."""
         from .sharded.nested import SplitState
 
         split = {name: SplitState(content) for name, content in contents.items()}
@@ -381,14 +381,14 @@ class _Loading(CheckpointReader):
 
 
 def _is_sharded(target: Any) -> bool:
-    """Whether a model or an optimizer has sharded parameters."""
+    """Return True if a model or an optimizer has sharded parameters."""
     if isinstance(target, Optimizer):
         return _holds_sharded(target.param_groups)
     return isinstance(target, nn.Module) and _holds_sharded([*target.parameters(), *target.buffers()])
 
 
 def _holds_sharded(value: Any) -> bool:
-    """Whether a nested state has tensors of which each rank holds a part."""
+    """Return True if a nested state has tensors of which each rank holds a part."""
     module = sys.modules.get("torch.distributed.tensor")  # which defines them
     pending = [value]
     while module is not None and pending:

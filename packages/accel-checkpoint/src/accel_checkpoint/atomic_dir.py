@@ -19,7 +19,7 @@ from .names import CheckpointError, is_checkpoint_file
 # process has left), an older one between the two renames of `commit` (which `recover` undoes), and one to delete.
 PARTIAL, REPLACED, DELETED = "accel-partial", "accel-replaced", "accel-deleted"
 _MAX_LOST_RACES = 10
-# A process that looks for leftovers locks each of them for a moment, which is waited for.
+# A process that looks for leftovers locks each of them for a moment; wait for that.
 _LOCK_ATTEMPTS, _PAUSE_SECONDS = 100, 0.02
 _NOT_SHARED = (
     "this rank does not see {}, which another rank made. Save to a file system that all nodes share, or set "
@@ -81,7 +81,7 @@ class CheckpointDirectory:
         _merge(staged, self.partial)
 
     def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Those of files that are there with that size: other nodes may have their own, and hooks may change files."""
+        """Return digests of files of that size: other nodes may have their own, and hooks may change files."""
         known = {}
         for name, record in records.items():
             file = self.partial / name
@@ -147,7 +147,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
-        """A block that writes; file system errors are raised as CheckpointError that says what to do."""
+        """Raise the block's file system errors as CheckpointError with what to do."""
         try:
             yield
         except Exception as error:
@@ -188,12 +188,12 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def aside(target: Path, kind: str) -> Path:
-    """The hidden name of some kind next to a checkpoint."""
+    """Return the hidden name of some kind next to a checkpoint."""
     return target.parent / f".{target.name}.{kind}"
 
 
 def name_of(path: Path, kind: str) -> str | None:
-    """The checkpoint's own name in a hidden name of some kind, or None."""
+    """Return the checkpoint's own name in a hidden name of some kind, or None."""
     hidden = path.name.startswith(".") and path.name.endswith(f".{kind}")
     return path.name[1 : -len(kind) - 1] or None if hidden else None
 
@@ -332,7 +332,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _lock(directory: Path, require_lock: bool = False) -> int | None:
-    """The descriptor of a directory that is now locked; None if another process holds the lock."""
+    """Return the descriptor of a directory that is now locked; None if another process holds the lock."""
     descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_DIRECTORY", 0))
     try:
         import fcntl

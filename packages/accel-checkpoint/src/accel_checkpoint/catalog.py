@@ -37,7 +37,7 @@ class CheckpointInfo:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it is what a killed process has left of a save, which never was a checkpoint."""
+        """True if it is what a killed process has left of a save, which never was a checkpoint."""
         return self.problem == _UNFINISHED
 
     @classmethod
@@ -64,7 +64,7 @@ class CheckpointInfo:
 
 
 def remote() -> ModuleType:
-    """The same for places in object storage, imported when one is used."""
+    """Return the same for places in object storage, imported when one is used."""
     from .remote import catalog
 
     return catalog
@@ -86,7 +86,7 @@ def _examine(directory: Location) -> tuple[Manifest | None, str]:
 
 
 def _is_of_another_library(directory: Path) -> bool:
-    """Whether a directory without a manifest is a checkpoint of another library, not one of accel that lost it."""
+    """Return True if a directory without a manifest is another library's checkpoint, not one of accel that lost it."""
     if not (directory / rng_file(0)).is_file():
         return False
     # Imported only here: reading the file needs torch.
@@ -96,7 +96,7 @@ def _is_of_another_library(directory: Path) -> bool:
 
 
 def numbered_checkpoints(directory: Location) -> dict[int, Any]:
-    """The automatically named checkpoints in a directory by number, in ascending order."""
+    """Return the automatically named checkpoints in a directory by number, in ascending order."""
     if isinstance(directory, RemotePath):
         return remote().numbered(directory)
     numbers = {}
@@ -108,12 +108,15 @@ def numbered_checkpoints(directory: Location) -> dict[int, Any]:
 
 
 def is_complete(directory: Location) -> bool:
-    """Whether a checkpoint is complete, without reading its files; without a manifest, whether it has generators."""
+    """Return True if a checkpoint is complete, without reading its files.
+
+    Without a manifest, whether it has generators.
+    """
     return not _examine(directory)[1]
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Every checkpoint in a directory, including unfinished ones, the oldest first."""
+    """Return every checkpoint in a directory, including unfinished ones, the oldest first."""
     place = as_location("directory", directory)
     if isinstance(place, RemotePath):
         return sorted(map(CheckpointInfo.of, remote().places(place)), key=_age_order)
@@ -162,7 +165,7 @@ def _looks_like_checkpoint(directory: Path) -> bool:
 
 
 def newest_complete(directory: str | os.PathLike[str]) -> Location:
-    """The complete automatically named checkpoint with the highest number."""
+    """Return the complete automatically named checkpoint with the highest number."""
     checkpoints = numbered_checkpoints(as_location("directory", directory))
     path: Location
     for path in reversed(checkpoints.values()):
@@ -177,7 +180,7 @@ def newest_complete(directory: str | os.PathLike[str]) -> Location:
 
 
 def newest_saved(directory: Location) -> Location:
-    """The complete checkpoint, of any name, that was saved last."""
+    """Return the complete checkpoint, of any name, that was saved last."""
     if isinstance(directory, RemotePath) or directory.is_dir():
         if not isinstance(directory, RemotePath):
             recover_all(directory)
@@ -229,7 +232,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def verified(place: Location) -> tuple[int, dict[str, str]]:
-    """The number of files of a checkpoint, and what :func:`verify` returns."""
+    """Return the number of files of a checkpoint, and what :func:`verify` returns."""
     if isinstance(place, RemotePath):
         found: tuple[int, dict[str, str]] = remote().verified(place)
         return found

@@ -35,7 +35,7 @@ Identity = tuple[Any, ...]
 
 
 def identity_of(place: Location, seen: Path | None = None) -> Identity:
-    """What is equal on processes that see the same files.
+    """Return what is equal on processes that see the same files.
 
     Args:
         place: the checkpoint.
@@ -51,7 +51,7 @@ def identity_of(place: Location, seen: Path | None = None) -> Identity:
 
 
 def share_of(rank: int, reports: Sequence[Report]) -> tuple[int, int]:
-    """Which share of the files a rank verifies, of as many as there are ranks that see the same ones.
+    """Return which share of the files a rank verifies, of as many as there are ranks that see the same ones.
 
     Args:
         rank: this rank.
@@ -129,7 +129,7 @@ class CheckpointReader:
     def read(
         self, name: str, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False
     ) -> Any:
-        """The contents of a file in torch's format; see :func:`.safe_load.read`."""
+        """Return the contents of a file in torch's format; see :func:`.safe_load.read`."""
         if self._pack is not None and name in self._pack.names:
             return self._pack.read(name, load_kwargs)
         require_files(self.folder, [name], self.names)
@@ -153,5 +153,5 @@ class CheckpointReader:
 
 
 def number_of(name: str) -> int:
-    """The number of a rank in the name of its file."""
+    """Return the number of a rank in the name of its file."""
     return int(name.rpartition("_")[2].partition(".")[0])

@@ -33,12 +33,12 @@ class Outcome:
 
 
 def described(error: Exception) -> str:
-    """An error as ranks report it to each other."""
+    """Return an error as ranks report it to each other."""
     return f"{type(error).__name__}: {error}"
 
 
 def exchange(collectives: Collectives, own: Report) -> list[Report]:
-    """The reports of all ranks. Every rank must call it.
+    """Return the reports of all ranks. Every rank must call it.
 
     A rank that joins does so in an exchange of its own, in which ranks that need not join take part by sending the
     report that they have anyway.
@@ -51,7 +51,7 @@ def exchange(collectives: Collectives, own: Report) -> list[Report]:
 
 @contextmanager
 def on_all_ranks(collectives: Collectives, what: str, joins: bool = False) -> Iterator[Outcome]:
-    """A block that fails on every rank if it fails on one. Every rank must enter it, unless it joins."""
+    """Fail the block on every rank if it fails on one. Every rank must enter it, unless it joins."""
     error: Exception | None = None
     outcome = Outcome()
     try:
@@ -88,7 +88,7 @@ class BackgroundCollectives:
         self._group: Any = None
 
     def __call__(self) -> Collectives:
-        """The collectives; every rank must make the first call."""
+        """Return the collectives; every rank must make the first call."""
         if self._process.num_processes == 1:
             return self._process.collectives
         if self._made is None:

@@ -75,7 +75,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Manifest:
-        """The manifest in the bytes of its file.
+        """Return the manifest in the bytes of its file.
 
         Args:
             content: the bytes.
@@ -120,7 +120,7 @@ class Manifest:
         return manifest
 
     def text(self) -> str:
-        """The manifest as JSON; its last entry is the digest of the rest."""
+        """Return the manifest as JSON; its last entry is the digest of the rest."""
         content = {**asdict(self), "digest": "xxh3_128", "block_bytes": BLOCK_BYTES}
         if not self.prefix:
             del content["prefix"]
@@ -135,7 +135,7 @@ class Manifest:
 
 
 def digest_block(path: str | os.PathLike[str], start: int) -> str:
-    """The digest of the block of a file that begins at ``start``."""
+    """Return the digest of the block of a file that begins at ``start``."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -147,7 +147,7 @@ def digest_block(path: str | os.PathLike[str], start: int) -> str:
 
 
 def record_file(path: Path) -> FileRecord:
-    """The record of a file as it is on the disk."""
+    """Return the record of a file as it is on the disk."""
     size = path.stat().st_size
     return FileRecord(size, tuple(digest_block(path, start) for start in range(0, max(size, 1), BLOCK_BYTES)))
 
@@ -158,7 +158,7 @@ Submit = Callable[[Callable[[], object]], None]
 
 @contextmanager
 def worker_threads(count: int | None = None) -> Iterator[Submit]:
-    """A block with threads that run jobs while the caller continues; it ends when they are done.
+    """Run jobs in threads while the block continues; it ends when they are done.
 
     After the first error no further job is started, and the end of the block raises it.
 
@@ -243,7 +243,7 @@ class Verification:
 
 
 def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:
-    """Every file that is not as it was written, with what is wrong."""
+    """Return every file that is not as it was written, with what is wrong."""
     problems = {}
     for name in manifest.differing_sizes(directory):
         problems[name] = "has another size" if (directory / name).is_file() else "missing"

@@ -60,38 +60,38 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
-    """The file name of the object with this index; index 0 has no number."""
+    """Return the file name of the object with this index; index 0 has no number."""
     return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
 
 
 def numbered_files(names: Iterable[str], stem: str, suffix: str) -> list[str]:
-    """The names that :func:`numbered` gives for a stem, in alphabetical order."""
+    """Return the names that :func:`numbered` gives for a stem, in alphabetical order."""
     pattern = re.compile(rf"{re.escape(stem)}(_[1-9][0-9]*)?\.{re.escape(suffix)}")
     return sorted(filter(pattern.fullmatch, names))
 
 
 def rng_file(rank: int) -> str:
-    """The file name of a rank's random number generators."""
+    """Return the file name of a rank's random number generators."""
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
 def gradients_file(rank: int) -> str:
-    """The file name of a rank's open accumulation windows."""
+    """Return the file name of a rank's open accumulation windows."""
     return f"{GRADIENTS_NAME}_{rank}.bin"
 
 
 def custom_file(index: int) -> str:
-    """The file name of the registered object with this index."""
+    """Return the file name of the registered object with this index."""
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether ``save_state`` gives files this name."""
+    """Return True if ``save_state`` gives files this name."""
     return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 
 def files_without_manifest(directory: Path) -> list[str]:
-    """The files of a checkpoint without a manifest, as relative POSIX paths.
+    """Return the files of a checkpoint without a manifest, as relative POSIX paths.
 
     Raises:
         CheckpointError: one of them is a link that leads outside of the directory. Other such links are left out.
@@ -111,12 +111,12 @@ def files_without_manifest(directory: Path) -> list[str]:
 
 
 def holds_shards(names: Iterable[str]) -> bool:
-    """Whether a checkpoint was saved by a strategy that shards models."""
+    """Return True if a checkpoint was saved by a strategy that shards models."""
     return any(map(_SHARD_FILE.search, names))
 
 
 def engine_folders(names: Iterable[str]) -> list[str]:
-    """The directories that DeepSpeed engines have saved their models to, by model index."""
+    """Return the directories that DeepSpeed engines have saved their models to, by model index."""
     tags = {match[1] for match in map(_ENGINE_FILE.fullmatch, names) if match}
     return sorted(tags, key=lambda tag: int(tag.removeprefix(MODEL_FOLDER).removeprefix("_") or 0))
 
@@ -135,7 +135,7 @@ def require_files(directory: Path, names: Iterable[str], known: Collection[str] 
 
 
 def require_number(value: object, what: str, minimum: int = 0) -> int:
-    """A counter of a checkpoint, which must be a whole number within bounds; CheckpointError otherwise."""
+    """Return a counter of a checkpoint, which must be a whole number within bounds; CheckpointError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_NUMBER:
         raise CheckpointError(
             f"{what} is {reprlib.repr(value)}, not a whole number from {minimum} to {_MAX_NUMBER}. Choose another "

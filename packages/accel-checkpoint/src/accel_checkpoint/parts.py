@@ -42,7 +42,7 @@ class TextPart(Part):
 
 
 def copied_parts(parts: Sequence[Part], memory: SharedMemory) -> list[Part]:
-    """The same files of copies in host memory, whose former contents may be overwritten."""
+    """Return the same files of copies in host memory, whose former contents may be overwritten."""
     memory.start()
     copies = HostCopies(memory)
     copied = [replace(part, value=copies.copy(part.value)) for part in parts]

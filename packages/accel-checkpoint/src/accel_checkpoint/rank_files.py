@@ -47,7 +47,7 @@ class RankPack:
             raise CheckpointError(f"{self._path} is damaged: {error}. Choose another checkpoint.") from error
 
     def read(self, name: str, load_kwargs: dict[str, Any] | None = None) -> Any:
-        """The contents of a file; see :func:`.safe_load.read`."""
+        """Return the contents of a file; see :func:`.safe_load.read`."""
         try:
             with zipfile.ZipFile(self._path) as archive:
                 content = archive.read(name)

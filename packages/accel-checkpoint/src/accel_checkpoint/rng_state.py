@@ -18,7 +18,7 @@ _HOST_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
 
 
 def capture_rng(device: Device) -> dict[str, Any]:
-    """The state of the generators of python, numpy, torch and the device: tensors and plain values only."""
+    """Return the state of the generators of python, numpy, torch and the device: tensors and plain values only."""
     version, words, gauss = random.getstate()
     kind, keys, *position = np.random.get_state()
     state: dict[str, Any] = {
@@ -93,7 +93,7 @@ def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
 
 
 def seed_of_new_rank(base: Any, rank: int, path: Path) -> int:
-    """The seed of a rank that did not exist when the state was saved."""
+    """Return the seed of a rank that did not exist when the state was saved."""
     state = base.get("torch_manual_seed") if isinstance(base, dict) else None
     if not isinstance(state, torch.Tensor):
         raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")

@@ -34,7 +34,7 @@ _NUMPY_NUMBERS = "?bhilqBHILQefdgFDSU"
 
 
 def _harmless_values() -> list[Any]:
-    """What files may hold besides tensors and the types that torch itself allows: numpy's numbers, and containers."""
+    """Return what files may hold besides torch's own types: numpy's numbers, and containers."""
     try:
         multiarray = importlib.import_module("numpy._core.multiarray")
     except ModuleNotFoundError:
@@ -49,7 +49,7 @@ def _harmless_values() -> list[Any]:
 
 
 HARMLESS = _harmless_values()
-# What needs no look at the file that was written, and how many things are looked at instead.
+# What needs no look at the file that was written, and how many values are checked instead.
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _MOST = 1_000_000
 
@@ -60,7 +60,7 @@ _outermost: AbstractContextManager[Any] | None = None
 
 @contextmanager
 def allowing_harmless() -> Iterator[None]:
-    """A block in which ``torch.load(weights_only=True)`` accepts :data:`HARMLESS` too."""
+    """Let ``torch.load(weights_only=True)`` accept :data:`HARMLESS` too in the block."""
     global _open_blocks, _outermost
     # torch has one list for the process, and a save in the background may read while the loop is loading.
     with _lock:
@@ -113,7 +113,7 @@ def read(
 
 
 def read_safetensors(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors of a file in the safetensors format.
+    """Return the tensors of a file in the safetensors format.
 
     Args:
         path: the file.
@@ -140,7 +140,7 @@ def read_safetensors(path: str | os.PathLike[str], map_location: Any = "cpu") ->
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value holds nothing but tensors, numbers, strings and containers, which always load without code.
+    """Return True if a value holds only tensors, numbers, strings and containers, which always load without code.
 
     False, too, for what holds very many things, or itself.
     """
@@ -185,7 +185,7 @@ def _refusal(error: pickle.UnpicklingError) -> str:
 
 
 def was_saved_with_manifest(path: Path) -> bool:
-    """Whether a rank's file says that its checkpoint has a manifest; False if it cannot be read."""
+    """Return True if a rank's file says that its checkpoint has a manifest; False if it cannot be read."""
     try:
         state = read(path)
     except CheckpointError:

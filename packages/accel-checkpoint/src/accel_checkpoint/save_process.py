@@ -118,7 +118,7 @@ class SaveProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be called."""
+        """True if it can be called."""
         return self._process.poll() is None
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class _TracebackError(Exception):
 
 
 def is_possible() -> bool:
-    """Whether processes can be started here that share memory with this one."""
+    """Return True if processes can be started here that share memory with this one."""
     return bool(sys.executable) and hasattr(os, "memfd_create")
 
 
@@ -149,7 +149,7 @@ class ProcessHolder:
 
     @property
     def started(self) -> bool:
-        """Whether there is a process."""
+        """True if there is a process."""
         return self._process is not None
 
     def call(self, memory: SharedMemory, function: Callable[..., T], *arguments: Any) -> T:
@@ -233,7 +233,10 @@ class ProcessWriter:
 
 
 def writer_for(memory: SharedMemory, write: WriteParts) -> ProcessWriter | None:
-    """What writes a state of which this memory holds the copies; None if a thread of this process shall write it."""
+    """Return what writes a state of which this memory holds the copies.
+
+    None if a thread of this process shall write it.
+    """
     is_small = memory.used_bytes < MIN_BYTES and not saves.started
     if is_small or not memory.can_be_mapped or not is_possible():
         return None

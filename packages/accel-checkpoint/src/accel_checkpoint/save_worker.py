@@ -35,7 +35,7 @@ class Channel:
         self.connection.sendall(content)
 
     def receive(self) -> tuple[bytes, tuple[int, ...]]:
-        """The next message; raises EOFError if the other process has ended."""
+        """Return the next message; raises EOFError if the other process has ended."""
         header, descriptors, _, _ = socket.recv_fds(self.connection, HEADER.size, 1)
         header += self._exactly(HEADER.size - len(header))
         length, _ = HEADER.unpack(header)
@@ -88,7 +88,7 @@ def _end_with(parent: int) -> None:
 
 
 def _answer(content: bytes, segments: dict[int, Any]) -> bytes:
-    """What a request has led to: ("done", value), ("failed", error, traceback) or ("unknown", reason)."""
+    """Return what a request has led to: ("done", value), ("failed", error, traceback) or ("unknown", reason)."""
     from .shared_memory import loads
 
     try:

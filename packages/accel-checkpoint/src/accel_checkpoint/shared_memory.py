@@ -40,7 +40,7 @@ class Segment:
         self.begin: int = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """A part of it, which keeps all of it alive."""
+        """Return a part of it, which keeps all of it alive."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=offset, count=nbytes).untyped_storage()
 
     def __del__(self) -> None:
@@ -49,7 +49,7 @@ class Segment:
 
 
 def _new_file(nbytes: int) -> int:
-    """The descriptor of a file in memory; -1 where the system has none."""
+    """Return the descriptor of a file in memory; -1 where the system has none."""
     if not hasattr(os, "memfd_create"):
         return -1
     try:
@@ -79,7 +79,7 @@ class SharedMemory:
 
     @property
     def can_be_mapped(self) -> bool:
-        """Whether another process can map all of it."""
+        """True if another process can map all of it."""
         return all(segment.descriptor >= 0 for segment in self.segments.values())
 
     def start(self) -> None:
@@ -108,7 +108,7 @@ class SharedMemory:
         return segment.storage(begin, nbytes)
 
     def places(self) -> Callable[[torch.UntypedStorage], Place | None]:
-        """What finds the place of a storage; None of one that is elsewhere."""
+        """Return what finds the place of a storage; None of one that is elsewhere."""
         begins = sorted((segment.begin, number) for number, segment in self.segments.items())
 
         def place(storage: torch.UntypedStorage) -> Place | None:
@@ -132,7 +132,7 @@ def dumps(value: Any, memory: SharedMemory) -> bytes:
 
 
 def loads(content: bytes, segments: Mapping[int, Segment]) -> Any:
-    """The value that :func:`dumps` has pickled, whose tensors are in the memory of the segments."""
+    """Return the value that :func:`dumps` has pickled, whose tensors are in the memory of the segments."""
     return _Unpickler(io.BytesIO(content), segments).load()
 
 

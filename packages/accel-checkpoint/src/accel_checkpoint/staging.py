@@ -85,14 +85,14 @@ def _to_host(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def on_host(value: Any) -> Any:
-    """A nested state with its tensors in host memory; the given one if they all are."""
+    """Return a nested state with its tensors in host memory; the given one if they all are."""
     if all(tensor.device.type == "cpu" for tensor in _tensors(value)):
         return value
     return HostCopies().copy(value)
 
 
 def without_unsavable(value: Any) -> Any:
-    """A nested state whose tensors torch can save for any machine: copies in host memory of those without a storage."""
+    """Return a nested state that torch can save for any machine: tensors without a storage are copied to the host."""
     return value if all(map(_has_storage, _tensors(value))) else HostCopies().copy(value)
 
 
@@ -102,7 +102,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is defined by a storage, offset, size and strides; others copy themselves."""
+    """Return True if a tensor is defined by a storage, offset, size and strides; others copy themselves."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return False
     return tensor.device.type != "meta" and not vars(tensor)

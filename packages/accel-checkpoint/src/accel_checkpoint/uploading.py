@@ -75,7 +75,7 @@ class Uploader:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint is still being uploaded, or waits for that."""
+        """True if a checkpoint is still being uploaded, or waits for that."""
         return self._runs
 
     @property
@@ -205,13 +205,13 @@ def copy_checkpoint(path: Path, target: RemotePath, keep: int | None) -> None:
 
 
 def is_copy(target: RemotePath, manifest: Manifest) -> bool:
-    """Whether a place in a store has the checkpoint of a manifest."""
+    """Return True if a place in a store has the checkpoint of a manifest."""
     there = read_manifest(target)
     return there is not None and (there.saved_at, there.files) == (manifest.saved_at, manifest.files)
 
 
 def newest(directory: str | os.PathLike[str], url: str | os.PathLike[str] | None = None) -> Location | None:
-    """The newest complete checkpoint of a directory and of its copies in a store.
+    """Return the newest complete checkpoint of a directory and of its copies in a store.
 
     The checkpoint of the directory where both have it. Otherwise the one that was saved later: the run may have gone
     on elsewhere.
@@ -234,7 +234,7 @@ def newest(directory: str | os.PathLike[str], url: str | os.PathLike[str] | None
 
 
 def _newest_of(place: Location) -> Location | None:
-    """The newest complete checkpoint in a place; None if there is nothing that ever was one."""
+    """Return the newest complete checkpoint in a place; None if there is nothing that ever was one."""
     if not isinstance(place, RemotePath) and not place.is_dir():
         return None
     infos = [info for info in list_checkpoints(place) if not info.unfinished]

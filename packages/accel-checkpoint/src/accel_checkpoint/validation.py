@@ -116,12 +116,12 @@ def apply_changes(
 
 
 def loading(obj: Any, state: Any, path: Path) -> Change:
-    """The load of an object with ``state_dict`` and ``load_state_dict``."""
+    """Return the load of an object with ``state_dict`` and ``load_state_dict``."""
     return Change(path, partial(obj.load_state_dict, state), partial(_remember_state, obj))
 
 
 def loading_optimizer(optimizer: Any, state: Any, path: Path) -> Change:
-    """The load of an optimizer; torch replaces its state instead of changing it, so no tensor is copied."""
+    """Return the load of an optimizer; torch replaces its state instead of changing it, so no tensor is copied."""
     check_optimizer(optimizer, state, path)
     if isinstance(optimizer, Optimizer):
         return Change(path, partial(optimizer.load_state_dict, state), partial(remember_optimizer, optimizer))
@@ -129,7 +129,7 @@ def loading_optimizer(optimizer: Any, state: Any, path: Path) -> Change:
 
 
 def loading_attributes(obj: Any, values: Mapping[str, Any], path: Path) -> Change:
-    """The assignment of attributes."""
+    """Return the assignment of attributes."""
 
     def assign(new: Mapping[str, Any]) -> None:
         for name, value in new.items():
@@ -149,7 +149,7 @@ def _remember_state(obj: Any) -> Callable[[], Any]:
 
 
 def remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
-    """Returns a function that restores an optimizer as it is now; torch replaces its state, so no tensor is copied."""
+    """Return a function that restores an optimizer as it is now; torch replaces its state, so no tensor is copied."""
     # torch may fill the state of an optimizer that has none before it loads another one.
     state, groups = copy.copy(optimizer.state), list(map(dict, optimizer.param_groups))
 
@@ -160,7 +160,7 @@ def remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def _host_copy(value: Any) -> Any:
-    """A copy whose tensors are in host memory, which is larger than a device's."""
+    """Return a copy whose tensors are in host memory, which is larger than a device's."""
     if type(value) in (torch.Tensor, nn.Parameter):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
@@ -178,7 +178,7 @@ def loading_weights(
     clean: Callable[[str], str] = str,
     **kwargs: Any,
 ) -> Callable[[], Any]:
-    """The call that loads weights into a model, after a check that they fit.
+    """Return the call that loads weights into a model, after a check that they fit.
 
     Args:
         module: the model.
@@ -355,7 +355,7 @@ def _check_group(optimizer: Any, group: Mapping[str, Any], states: Mapping[Any, 
 
 
 def is_number(value: Any) -> bool:
-    """Whether something is a finite number, or a tensor of one."""
+    """Return True if something is a finite number, or a tensor of one."""
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 

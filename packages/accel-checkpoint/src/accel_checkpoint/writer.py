@@ -104,7 +104,7 @@ class HashingFile(io.RawIOBase):
 
 @contextmanager
 def without_sums() -> Iterator[None]:
-    """A block in which ``torch.save`` leaves out the CRC-32 of its entries, which takes as long as writing them.
+    """Let ``torch.save`` leave out the CRC-32 of its entries, which takes as long as writing them.
 
     ``torch.load`` does not compare them, and the manifest has a digest of every byte. In older versions of torch the
     option is that of all threads: blocks that overlap end with what was set before the first.
@@ -300,7 +300,7 @@ class StateWriter:
 
     @contextmanager
     def collecting(self, collectives: Collectives) -> Iterator[None]:
-        """A block that begins and prepares :attr:`parts`, which fails on every rank if it fails on one.
+        """Begin, and prepare :attr:`parts` in the block, which fails on every rank if it fails on one.
 
         Every rank must enter it.
         """
@@ -316,7 +316,7 @@ class StateWriter:
 
     @contextmanager
     def saving(self, collectives: Collectives) -> Iterator[None]:
-        """A block that begins and prepares :attr:`parts`, which are written when it ends.
+        """Begin, and prepare :attr:`parts` in the block, at whose end they are written.
 
         The checkpoint then gets its final name, and old ones are deleted. If anything fails on one rank, it fails on
         all, and an older checkpoint stays. Every rank must enter it.
@@ -378,7 +378,7 @@ class StateWriter:
         return packed
 
     def _gathered(self, own: _Written | None, error: Exception | None, collectives: Collectives) -> _Written | None:
-        """What all ranks have written; None if one of them has failed. Every rank must call it.
+        """Return what all ranks have written; None if one of them has failed. Every rank must call it.
 
         Args:
             own: what this rank has written.

@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def main_of(module: str) -> Callable[[], int]:
-    """What the function ``main`` of such a module does."""
+    """Return what the function ``main`` of such a module does."""
 
     def main() -> int:
         from accel_launch.cli import main as run

@@ -72,12 +72,12 @@ def disable() -> list[Path]:
 
 
 def is_enabled() -> bool:
-    """Whether ``import accelerate`` gives accel in new processes of this environment."""
+    """Return True if ``import accelerate`` gives accel in new processes of this environment."""
     return _is_ours(_directory("purelib") / PATH_FILE)
 
 
 def installed_accelerate() -> importlib.metadata.Distribution | None:
-    """The real Accelerate of this environment, or None."""
+    """Return the real Accelerate of this environment, or None."""
     return next(_distributions(), None)
 
 
@@ -100,7 +100,7 @@ def _files() -> dict[Path, str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether enable wrote a file, perhaps of an environment that was moved since."""
+    """Return True if enable wrote a file, perhaps of an environment that was moved since."""
     if not path.is_file():
         return False
     text = path.read_text("utf-8", errors="replace")
@@ -108,7 +108,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def describe() -> str:
-    """The state of this environment in a sentence."""
+    """Return the state of this environment in a sentence."""
     if is_enabled():
         return f"enabled: `import accelerate` gives accel, as version {COVERED_VERSION}, in {sys.prefix}."
     installed = installed_accelerate()

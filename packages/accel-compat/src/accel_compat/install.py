@@ -11,12 +11,12 @@ COVERED_VERSION = "1.15.0"
 
 
 def shim_path() -> Path:
-    """The directory that has to be on ``sys.path``: a package ``accelerate`` and the metadata of a distribution."""
+    """Return the directory for ``sys.path``: a package ``accelerate`` and the metadata of a distribution."""
     return Path(__file__).with_name("shim")
 
 
 def is_shim(module: object) -> bool:
-    """Whether an imported module ``accelerate`` is the one of this package."""
+    """Return True if an imported module ``accelerate`` is the one of this package."""
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve().is_relative_to(shim_path().resolve())
 

@@ -127,7 +127,7 @@ def rename_pickled() -> None:
 
 
 def target_of(name: str) -> str:
-    """The module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
+    """Return the module that ``name`` stands for: ``accel.utils.memory`` for ``accelerate.utils.memory``."""
     if name in _TEST_UTILS:
         return f"accel_compat.{name.removeprefix('accelerate.')}"
     if name == "accelerate.accelerator":
@@ -216,7 +216,7 @@ class _Loader(InspectLoader):
 
 
 def _has(module: ModuleType, name: str) -> bool:
-    """Whether a module has a name, and what provides it is installed."""
+    """Return True if a module has a name, and what provides it is installed."""
     try:
         return hasattr(module, name)
     except ImportError:

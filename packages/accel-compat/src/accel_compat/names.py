@@ -101,7 +101,7 @@ class BaseEnum(Enum):
 
     @classmethod
     def list(cls) -> list[Any]:
-        """Every value, in the order of declaration."""
+        """Return every value, in the order of declaration."""
         return [member.value for member in cls]
 
 

@@ -19,7 +19,7 @@ _ARGUMENTS = "accel_arguments"
 
 
 def _parser(subparsers: Any, name: str, module: str, function: str, command: Any, *action: str) -> Any:
-    """A parser of accel that remembers what it parses, which its command then runs with.
+    """Return a parser of accel that remembers what it parses, which its command then runs with.
 
     Args:
         subparsers: what ``add_subparsers()`` of another parser has returned; the command is added to it. Or None.
@@ -59,7 +59,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel config``."""
+    """Return the parser of ``accel config``."""
     return _parser(subparsers, "config", "accel_launch.commands.config", "build_parser", config_command)
 
 
@@ -72,7 +72,7 @@ def default_config_command(args: argparse.Namespace) -> None:
 
 
 def default_command_parser(subparsers: Any = None, parents: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel config default``."""
+    """Return the parser of ``accel config default``."""
     module = "accel_launch.commands.config"
     return _parser(subparsers, "default", module, "build_parser", default_config_command, "default")
 
@@ -83,7 +83,7 @@ def update_config_command(args: argparse.Namespace) -> None:
 
 
 def update_command_parser(subparsers: Any = None, parents: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel config update``."""
+    """Return the parser of ``accel config update``."""
     return _parser(
         subparsers, "update", "accel_launch.commands.config", "build_parser", update_config_command, "update"
     )
@@ -95,7 +95,7 @@ def env_command(args: argparse.Namespace) -> None:
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel env``."""
+    """Return the parser of ``accel env``."""
     return _parser(subparsers, "env", "accel_launch.commands.env", "build_parser", env_command)
 
 
@@ -105,7 +105,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel estimate-memory``."""
+    """Return the parser of ``accel estimate-memory``."""
     return _parser(subparsers, "estimate-memory", "accel_bigmodel.estimate.command", "parser", estimate_command)
 
 
@@ -115,7 +115,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel merge-weights``."""
+    """Return the parser of ``accel merge-weights``."""
     return _parser(subparsers, "merge-weights", "accel.commands.merge_weights", "build_parser", merge_command)
 
 
@@ -125,7 +125,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
-    """The parser of ``accel test``."""
+    """Return the parser of ``accel test``."""
     return _parser(subparsers, "test", "accel.self_test.command", "build_parser", test_command)
 
 
@@ -135,7 +135,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel to-fsdp2``."""
+    """Return the parser of ``accel to-fsdp2``."""
     return _parser(subparsers, "to-fsdp2", "accel.commands.to_fsdp2", "build_parser", to_fsdp2_command)
 
 
@@ -145,5 +145,5 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel tpu-config``."""
+    """Return the parser of ``accel tpu-config``."""
     return _parser(subparsers, "tpu-config", "accel_launch.commands.tpu_config", "build_parser", tpu_command_launcher)

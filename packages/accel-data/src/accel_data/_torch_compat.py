@@ -15,7 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 
 def has_live_workers(loader: DataLoader[Any]) -> bool:
-    """Whether persistent workers of an earlier epoch are running (``_iterator``; torch has no public query)."""
+    """Return True if persistent workers of an earlier epoch are running (``_iterator``; torch has no public query)."""
     return loader._iterator is not None
 
 
@@ -25,7 +25,7 @@ def stop_workers(loader: DataLoader[Any]) -> None:
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group; ``dist`` has no public accessor."""
+    """Return the store of the default process group; ``dist`` has no public accessor."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
@@ -47,7 +47,7 @@ def set_worker_identity(worker_id: int, seed: int) -> None:
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """A block in which ``get_worker_info()`` is None, so that a data set reads its whole stream in every worker.
+    """Make ``get_worker_info()`` None in the block, so that a data set reads its whole stream in every worker.
 
     torch has no public way to tell a data set that it is not to divide its samples among the workers.
     """

@@ -61,7 +61,7 @@ _BATCHING = ("batch_size", "drop_last", "sampler", "batch_sampler", "dataset")
 
 
 def stateful_dataloader_class() -> type[DataLoader[Any]]:
-    """The StatefulDataLoader of torchdata; raises MissingDependencyError without torchdata."""
+    """Return the StatefulDataLoader of torchdata; raises MissingDependencyError without torchdata."""
     module = require(
         "torchdata.stateful_dataloader", purpose="use_stateful_dataloader=True", install="accel-data[stateful]"
     )
@@ -73,7 +73,7 @@ _stateful_variants: dict[Any, type[DataLoaderAdapter]] = {}
 
 
 def _stateful_variant(cls: type[DataLoaderAdapter], loader_class: type[DataLoader[Any]]) -> type[DataLoaderAdapter]:
-    """The subclass of an adapter class whose instances are instances of StatefulDataLoader as well."""
+    """Return the subclass of an adapter class whose instances are instances of StatefulDataLoader as well."""
     variant = _stateful_variants.get((cls, loader_class))
     if variant is None:
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -83,7 +83,7 @@ def _stateful_variant(cls: type[DataLoaderAdapter], loader_class: type[DataLoade
 
 
 def _new_stateful(cls: type[DataLoaderAdapter]) -> DataLoaderAdapter:
-    """An empty object of the stateful variant, for a pickle to fill."""
+    """Return an empty object of the stateful variant, for a pickle to fill."""
     variant = _stateful_variant(cls, stateful_dataloader_class())
     return variant.__new__(variant)
 
@@ -167,7 +167,7 @@ class DataLoaderAdapter(DataLoader[T_co]):
         return iter(self.base_dataloader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, for :meth:`load_state_dict`.
+        """Return the position in the data, for :meth:`load_state_dict`.
 
         Raises:
             ConfigurationError: the torch loader is not a StatefulDataLoader.

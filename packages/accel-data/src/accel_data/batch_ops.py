@@ -18,7 +18,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sample_list(value: Any) -> bool:
-    """Whether this is a list of samples (strings, dictionaries, ...) rather than a structure that contains arrays."""
+    """Return True if this is a list of samples (strings, dictionaries) rather than a structure that contains arrays."""
     return isinstance(value, list) and not leaves(value, _is_array)
 
 
@@ -47,7 +47,7 @@ def _first_list_length(batch: Any) -> int | None:
 
 
 def is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    """True if a tensor shares memory with another one, or is it."""
+    """Return True if a tensor shares memory with another one, or is it."""
     if tensor is of:
         return True
     if any(type(one) is not torch.Tensor or one.layout is not torch.strided for one in (tensor, of)):
@@ -57,7 +57,7 @@ def is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 
 def slice_batch(batch: Any, first: int, last: int) -> Any:
-    """Samples [first, last) of a batch; values without one entry per sample are kept as they are."""
+    """Return the samples [first, last) of a batch; values without one entry per sample are kept as they are."""
     size = count_samples(batch)
 
     def visit(value: Any) -> Any:
@@ -72,7 +72,7 @@ def slice_batch(batch: Any, first: int, last: int) -> Any:
 
 
 def members(data: Any, name: str) -> list[tuple[str, Any]] | None:
-    """The direct members of a container, each with its name in an expression; None for a leaf.
+    """Return the direct members of a container, each with its name in an expression; None for a leaf.
 
     Example:
         >>> members({"x": [1, 2]}, "batch")
@@ -88,7 +88,7 @@ def members(data: Any, name: str) -> list[tuple[str, Any]] | None:
 
 
 def have_equal_values(batches: Sequence[Any]) -> bool:
-    """True if the values that do not have one entry per sample are the same in all batches."""
+    """Return True if the values that do not have one entry per sample are the same in all batches."""
     first, *others = (dict(_values_of_batch(batch, count_samples(batch))) for batch in batches)
     return all(
         other.keys() == first.keys() and all(_equal(first[name], value) for name, value in other.items())
@@ -97,7 +97,7 @@ def have_equal_values(batches: Sequence[Any]) -> bool:
 
 
 def _values_of_batch(value: Any, size: int | None, name: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The values of a batch that do not have one entry per sample, with their names."""
+    """Yield the values of a batch that do not have one entry per sample, with their names."""
     if _is_array(value):
         per_sample = value.ndim > 0 and value.shape[0] == size
     else:
@@ -114,7 +114,7 @@ def _values_of_batch(value: Any, size: int | None, name: str = "batch") -> Itera
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """True if two values are certainly equal."""
+    """Return True if two values are certainly equal."""
     if value is other:
         return True
     if type(value) is not type(other):
@@ -130,7 +130,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """One batch of the samples of several; values without one entry per sample are taken from the first batch.
+    """Return one batch of the samples of several; values without one entry per sample are taken from the first batch.
 
     Raises:
         ValueError: the batches cannot be joined, or a value would seem to have one entry per sample afterwards.

@@ -212,7 +212,7 @@ def refuse_unpicklable(batches: Sequence[Any], error: BaseException) -> None:
 
 
 def _innermost_unpicklable(name: str, value: Any) -> tuple[str, Any]:
-    """The name and the value of the first member that cannot be pickled; an empty name if all can be."""
+    """Return the name and the value of the first member that cannot be pickled; an empty name if all can be."""
     try:
         pickle.dumps(value)
     except Exception:

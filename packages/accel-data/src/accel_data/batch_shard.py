@@ -26,7 +26,7 @@ _RankBatch = tuple[Any, "int | None"]
 
 
 def sharded_sampler(dataloader: DataLoader[Any]) -> ShardedSampler | None:
-    """The sharded sampler of a torch loader; None if its sampler is of another kind."""
+    """Return the sharded sampler of a torch loader; None if its sampler is of another kind."""
     sampler = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
     return sampler if isinstance(sampler, ShardedSampler) else None
 
@@ -90,16 +90,16 @@ class ShardedSampler:
 
     @property
     def ragged(self) -> bool:
-        """Whether batch sizes may differ between ranks in one step."""
+        """True if batch sizes may differ between ranks in one step."""
         return self.num_processes > 1
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks certainly have the same number of steps in an epoch."""
+        """True if all ranks certainly have the same number of steps in an epoch."""
         return self.num_processes == 1
 
     def length_from(self, position: int) -> int:
-        """Number of steps of this rank in an epoch that begins at ``position``."""
+        """Return the number of steps of this rank in an epoch that begins at ``position``."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class ShardedSampler:
         return self.num_processes > 1 and self.rng.may_differ
 
     def _stream(self, sampler: Any, head_size: int, start: EpochStart) -> StreamSource:
-        """The items of a sampler that is read sequentially, from ``start`` on."""
+        """Return the items of a sampler that is read sequentially, from ``start`` on."""
         stream = StreamSource(sampler, head_size, on_first=self._compare_order if self._compares else None)
         stream.skip(start.position)
         return stream
@@ -278,7 +278,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         return self.num_processes == 1 or self.even_batches or self.drop_last
 
     def plan(self, length: int, start: int = 0) -> ShardPlan:
-        """The sharding of ``length`` samples by a plain batch sampler."""
+        """Return the sharding of ``length`` samples by a plain batch sampler."""
         size = self.local_batch_size
         assert size is not None
         return ShardPlan(length, size, self.num_processes, self.drop_last, self.even_batches, start)
@@ -337,7 +337,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         source.close()
 
     def _slice_chunks(self, stream: StreamSource, progress: EpochProgress) -> Iterator[_RankBatch]:
-        """This rank's slice of each global step of a sampler that is read sequentially."""
+        """Yield this rank's slice of each global step of a sampler that is read sequentially."""
         plan = self.plan(0)
         first = self.process_index * plan.batch_size
         position = progress.start
@@ -378,7 +378,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         progress.length = position
 
     def _is_complete(self, batches: Sequence[list[Any]], round_size: int) -> bool:
-        """Whether the round has a full batch for every rank."""
+        """Return True if the round has a full batch for every rank."""
         size = self.batch_size
         return len(batches) == round_size and (size is None or all(len(batch) >= size for batch in batches))
 
@@ -386,12 +386,15 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         return self._balanced(batches[0], batches[0]) if self.split_batches else (batches[self.process_index], None)
 
     def _balanced(self, samples: list[Any], head: list[Any]) -> _RankBatch:
-        """This rank's share of ``samples``; without one, a sample of ``head`` as padding, because all ranks step."""
+        """Return this rank's share of ``samples``.
+
+        Without one, a sample of ``head`` as padding, because all ranks step.
+        """
         piece = balanced_range(len(samples), self.num_processes, self.process_index)
         return (samples[piece.start : piece.stop], None) if piece else (head[:1], 0)
 
     def _from_last_round(self, batches: Sequence[list[Any]], head: list[Any]) -> _RankBatch | None:
-        """This rank's batch in the last round, where batches or samples are missing."""
+        """Return this rank's batch in the last round, where batches or samples are missing."""
         rank, size = self.process_index, self.local_batch_size
         if not self.even_batches:
             return self._uneven(batches)

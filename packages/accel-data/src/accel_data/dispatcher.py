@@ -102,7 +102,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        """Whether the ranks' batches of the current step differ in size; the same on all ranks."""
+        """True if the ranks' batches of the current step differ in size; the same on all ranks."""
         return self._global_step.ragged
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     @property
     def has_padding(self) -> bool:
-        """Whether a batch of the current step has padding, or another size than those of other ranks."""
+        """True if a batch of the current step has padding, or another size than those of other ranks."""
         return self.ragged or any(real is not None for real in self._global_step.real)
 
     @property

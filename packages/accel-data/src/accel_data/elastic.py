@@ -42,7 +42,7 @@ _END = object()
 
 
 def derived_seed(seed: int, epoch: int, position: int, offset: int, purpose: int) -> int:
-    """A 64-bit seed that differs in every argument."""
+    """Return a 64-bit seed that differs in every argument."""
     numbers = [number % 2**64 for number in (seed, epoch, position, offset, purpose)]
     return int.from_bytes(blake2b(struct.pack("<5Q", *numbers), digest_size=8).digest(), "little")
 
@@ -97,16 +97,16 @@ class LogicalShard:
 
     @property
     def ends_shard(self) -> bool:
-        """Whether it is the last micro batch of its shard in this step."""
+        """True if it is the last micro batch of its shard in this step."""
         return self.batch + 1 == self.batches
 
     @property
     def ends_step(self) -> bool:
-        """Whether it is the last micro batch of its step."""
+        """True if it is the last micro batch of its step."""
         return self.slot + 1 == self.slots
 
     def seed_for(self, purpose: int, sample: int = 0) -> int:
-        """The seed for a sample of this shard, for collating it, or for the model."""
+        """Return the seed for a sample of this shard, for collating it, or for the model."""
         return derived_seed(self.seed, self.epoch, self.position, self.offset + sample, purpose)
 
 
@@ -122,7 +122,7 @@ class ShardRange:
 
 @lru_cache(maxsize=256)
 def shard_ranges(samples: int, logical_shards: int, num_processes: int, process_index: int) -> tuple[ShardRange, ...]:
-    """A rank's micro batches in a step of that many samples. Their number is the same on all ranks."""
+    """Return a rank's micro batches in a step of that many samples. Their number is the same on all ranks."""
     count = min(logical_shards, samples)
     ranges = []
     for first in range(0, count, num_processes):
@@ -183,7 +183,7 @@ class ElasticPlan:
     def shards(
         self, epoch: int, positions: Sequence[int], samples: int, end: int, after: int, last: bool
     ) -> list[LogicalShard]:
-        """This rank's micro batches of a step.
+        """Return this rank's micro batches of a step.
 
         Args:
             epoch: the epoch.
@@ -350,7 +350,10 @@ class ElasticSampler(ShardedSampler):
             yield from self._given_steps(source, epoch, start.position)
 
     def _source(self) -> SequentialSource | list[list[Any]]:
-        """The order of this epoch: of samples; or of global batches, if a batch sampler of another kind makes them."""
+        """Return the order of this epoch: of samples.
+
+        Or of global batches, if a batch sampler of another kind makes them.
+        """
         inner = self.sampler if self.is_plain else self.batch_sampler
         self.set_epoch(self.epoch)  # some samplers advance it when they are drawn from
         with seeded_order(inner, derived_seed(self.plan.seed, self.epoch, 0, 0, FOR_ORDER)):
@@ -394,13 +397,13 @@ class ListSource(SequentialSource):
         self.indices = indices
 
     def take(self, first: int, last: int) -> list[Any]:
-        """The indices at positions [first, last)."""
+        """Return the indices at positions [first, last)."""
         return self.indices[first:last]
 
 
 @contextmanager
 def seeded_order(sampler: Any, seed: int) -> Iterator[None]:
-    """A block in which a sampler draws from a seed, be it from the global generators or from its own."""
+    """Seed a sampler for the block, whether it draws from the global generators or from its own."""
     owner = SamplerRng(sampler).owner
     with preserve_rng():
         seed_generators(seed)
@@ -502,7 +505,7 @@ class _StreamReader:
             self._samples = iter(self.dataset)
 
     def read(self, position: int, count: int) -> list[Any]:
-        """The next samples, of which the first is at ``position``."""
+        """Return the next samples, of which the first is at ``position``."""
         found = []
         with hidden_worker_info():
             for number in range(position, position + count):
@@ -514,5 +517,5 @@ class _StreamReader:
         return found
 
     def state(self) -> Any:
-        """A copy of the data set's state; None if it has none."""
+        """Return a copy of the data set's state; None if it has none."""
         return copy.deepcopy(self.dataset.state_dict()) if self.has_state else None

@@ -41,11 +41,11 @@ class ShardListener(Protocol):
     """What the Accelerator does for the shards of a loader."""
 
     def begin(self, loader: ElasticLoader, shard: LogicalShard, again: bool) -> None:
-        """Called before the batch of a shard is handed out; ``again`` after a loop inside the loop has ended."""
+        """Run before the batch of a shard is handed out; ``again`` after a loop inside the loop has ended."""
         ...
 
     def end(self) -> None:
-        """Called when the loop has ended or was left, unless it is inside another one."""
+        """Run when the loop has ended or was left, unless it is inside another one."""
         ...
 
 
@@ -80,7 +80,7 @@ class ElasticLoader(PreparedLoader[T_co]):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        """Whether batch sizes may differ between ranks in one step; the same on all ranks."""
+        """True if batch sizes may differ between ranks in one step; the same on all ranks."""
         plan, size = self.plan, self.plan.batch_size
         if size is None or not isinstance(self._sharded, ElasticSampler):
             return True
@@ -159,7 +159,7 @@ class ElasticLoader(PreparedLoader[T_co]):
         return f"elastic {'samples' if self._sharded is None else self._sharded.unit}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The start of the step to continue with: numbers, strings, and the state of an iterable data set that has one.
+        """Return the start of the step to continue with: numbers, strings, and the state of an iterable data set.
 
         It is the same on every rank, and for any number of processes and workers.
         """
@@ -268,7 +268,7 @@ class ElasticLoader(PreparedLoader[T_co]):
         return batches
 
     def _skipped(self, micro_batches: int) -> int:
-        """The position after a number of micro batches of this rank."""
+        """Return the position after a number of micro batches of this rank."""
         size = self.plan.batch_size
         slots = 1 if size is None else self.plan.slots(size)
         if micro_batches % slots:
@@ -336,7 +336,7 @@ class ElasticDispatcher(ElasticLoader[T_co]):
             yield step
 
     def _grouped(self, iteration: Iteration, skip: int) -> Iterator[ElasticStep]:
-        """The micro batches of all ranks; a rank without a shard gets the first one again."""
+        """Yield the micro batches of all ranks; a rank without a shard gets the first one again."""
         world = self.plan.num_processes
         batches = self._open_at(iteration, skip)
         for first in batches:
@@ -368,7 +368,7 @@ def prepare_elastic(
     non_blocking: bool,
     mesh: Any,
 ) -> ElasticLoader:
-    """An elastic loader that reads the data of ``dataloader``.
+    """Return an elastic loader that reads the data of ``dataloader``.
 
     Raises:
         ConfigurationError: the order or the batches of the loader cannot be divided independently of the processes.

@@ -69,7 +69,7 @@ class SamplerRng:
 
     @property
     def may_differ(self) -> bool:
-        """Whether the order may differ between ranks.
+        """True if the order may differ between ranks.
 
         It may be drawn from generators that are not copied, also by a subclass of a sampler that has one, or from
         indices or weights that differ.
@@ -87,7 +87,7 @@ class SamplerRng:
         return None if isinstance(self.generator, EpochGenerator) else self.generator
 
     def capture(self) -> dict[str, Any]:
-        """The state from which an epoch that begins now draws its order: tensors, numbers and tuples only."""
+        """Return the state from which an epoch that begins now draws its order: tensors, numbers and tuples only."""
         if self.generator is not None:
             return {"generator": self.generator.get_state()}
         if self.is_deterministic:
@@ -130,7 +130,7 @@ class SamplerRng:
 
 
 def _find_generator_owner(sampler: Any) -> Any:
-    """The object in a chain of samplers whose ``generator`` the order is drawn from, or None."""
+    """Return the object in a chain of samplers whose ``generator`` the order is drawn from, or None."""
     while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
         generator = getattr(sampler, "generator", None)
         if isinstance(sampler, _TORCH_RANDOM_SAMPLERS) or isinstance(generator, torch.Generator):
@@ -140,7 +140,7 @@ def _find_generator_owner(sampler: Any) -> Any:
 
 
 def _is_deterministic(sampler: Any) -> bool:
-    """Whether the order depends only on the sampler's settings and its epoch."""
+    """Return True if the order depends only on the sampler's settings and its epoch."""
     if is_plain_batch_sampler(sampler):
         sampler = sampler.sampler
     return type(sampler) is SequentialSampler or isinstance(sampler, DistributedSampler | SeedableRandomSampler)

@@ -93,7 +93,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._skip_samples = position
 
     def __len__(self) -> int:
-        """Samples of this rank in an epoch, if the data set has a length."""
+        """Return the samples of this rank in an epoch, if the data set has a length."""
         plan = ShardPlan(
             len(self.dataset),  # type: ignore[arg-type]
             self.local_batch_size,
@@ -146,7 +146,7 @@ class StatefulIterableDatasetShard(IterableDatasetShard):
     _pending: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The data set's state."""
+        """Return the data set's state."""
         state: dict[str, Any] = self.dataset.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -197,17 +197,17 @@ class CountingCollate:
 
 
 def wants_epoch(dataset: Any) -> bool:
-    """Whether a data set has ``set_epoch``."""
+    """Return True if a data set has ``set_epoch``."""
     return hasattr(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset, "set_epoch")
 
 
 def can_shard_at_source(dataset: Any, num_processes: int) -> bool:
-    """Whether an iterable data set has ``shard(num_shards, index)`` and at least one source per rank."""
+    """Return True if an iterable data set has ``shard(num_shards, index)`` and at least one source per rank."""
     return callable(getattr(dataset, "shard", None)) and (source_count(dataset) or 0) >= num_processes
 
 
 def source_count(dataset: Any) -> int | None:
-    """Number of sources (such as files) of an iterable data set: its ``num_shards`` or ``n_shards``, if any."""
+    """Return the number of sources (files) of an iterable data set: its ``num_shards`` or ``n_shards``, if any."""
     count = getattr(dataset, "num_shards", None)
     if count is None:
         count = getattr(dataset, "n_shards", None)
@@ -215,7 +215,7 @@ def source_count(dataset: Any) -> int | None:
 
 
 def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any:
-    """The part of the data set that reads only this rank's sources."""
+    """Return the part of the data set that reads only this rank's sources."""
     accepted = inspect.signature(dataset.shard).parameters
     if not {"num_shards", "index"} <= set(accepted) and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         raise ConfigurationError(
@@ -227,9 +227,9 @@ def shard_at_source(dataset: Any, num_processes: int, process_index: int) -> Any
 
 
 def is_already_split(dataset: Any) -> bool:
-    """Whether the data set reads only this rank's part.
+    """Return True if the data set reads only this rank's part.
 
-    It says so with an attribute ``already_sharded = True``. The result of Hugging Face's ``split_dataset_by_node`` for
+    It has an attribute ``already_sharded = True``. The result of Hugging Face's ``split_dataset_by_node`` for
     iterable data is recognised too, and a pipeline of webdataset with ``split_by_node``.
     """
     if getattr(dataset, "already_sharded", False):
@@ -241,7 +241,7 @@ def is_already_split(dataset: Any) -> bool:
 
 
 def _is_split_by_node(stage: Any) -> bool:
-    """Whether a stage is webdataset's split_by_node, among all ranks."""
+    """Return True if a stage is webdataset's split_by_node, among all ranks."""
     while isinstance(stage, partial):
         if stage.args or stage.keywords.get("group") is not None:
             return False

@@ -38,7 +38,7 @@ class LoaderLayout:
 
 
 def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any = None) -> tuple[int, int]:
-    """Number of ranks that get different data, and the index of this rank among them.
+    """Return the number of ranks that get different data, and the index of this rank among them.
 
     A device mesh with named axes overrides the arguments: ranks that differ only along tp, cp, sp or pp get the same
     data. Otherwise None means the value of the run.
@@ -60,7 +60,7 @@ def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any =
 
 
 def has_part_per_rank(num_processes: int, mesh: Any = None) -> bool:
-    """Whether ranks that get different data are all ranks of the run, in their order."""
+    """Return True if ranks that get different data are all ranks of the run, in their order."""
     world = PartialState().num_processes
     return num_processes == world and (mesh is None or mesh.mesh.flatten().tolist() == list(range(world)))
 

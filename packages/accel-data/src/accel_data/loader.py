@@ -134,7 +134,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
 
     @property
     def is_iterating(self) -> bool:
-        """Whether an iteration is in progress: it began, and neither ended nor was abandoned."""
+        """True if an iteration is in progress: it began, and neither ended nor was abandoned."""
         return self._clock.current is not None and self._clock.current.open
 
     def abandon(self) -> None:
@@ -143,7 +143,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             self._clock.current.close()
 
     def get_sampler(self) -> Any:
-        """The sampler that determines the order of the samples; None for an iterable data set."""
+        """Return the sampler that determines the order of the samples; None for an iterable data set."""
         return get_sampler(self.base_dataloader)
 
     @property
@@ -175,18 +175,18 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        """Whether batch sizes may differ between ranks in one step; the same on all ranks."""
+        """True if batch sizes may differ between ranks in one step; the same on all ranks."""
         return self.layout.ragged or (self._sharded is not None and self._sharded.ragged)
 
     @property
     def has_padding(self) -> bool:
-        """Whether a batch of the current step has padding on some rank, or may have another size than on the others."""
+        """True if a batch of the current step has padding on some rank, or may have another size than on the others."""
         padded = self.end_of_dataloader and (self.ragged or self.remainder > 0)
         return padded and self.layout.num_processes > 1
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all ranks certainly have the same number of steps in an epoch."""
+        """True if all ranks certainly have the same number of steps in an epoch."""
         if self.layout.num_processes == 1 or self.layout.synchronize_steps:
             return True
         if self._sharded is not None:
@@ -231,7 +231,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
 
     @property
     def _counts_samples(self) -> bool:
-        """Whether an iterable data set's position is known in samples: this process reads it from its start."""
+        """True if an iterable data set's position is known in samples: this process reads it from its start."""
         return not (self.layout.synchronize_steps or self.num_workers > 0 or self.use_stateful_dataloader)
 
     @property
@@ -260,7 +260,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return iteration.position + iteration.steps * self._units_per_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data after the batches handed out: numbers, strings, tuples and tensors.
+        """Return the position in the data after the batches handed out: numbers, strings, tuples and tensors.
 
         It is the same on every rank, except for the states of random number generators. A loader that is not being
         iterated is at the start of its next epoch, even if its latest iteration was abandoned.
@@ -286,7 +286,10 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return point.to_state()
 
     def _state_of_torchdata(self, iteration: Iteration | None) -> dict[str, Any]:
-        """The state of the StatefulDataLoader; empty before it began, because torchdata would begin an epoch then."""
+        """Return the state of the StatefulDataLoader.
+
+        Empty before it began, because torchdata would begin an epoch then.
+        """
         if iteration is None or not has_live_workers(self.base_dataloader):
             return {}
         state: dict[str, Any] = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
@@ -360,7 +363,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         self._point_of(state_dict)
 
     def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
-        """The position in a state, which this loader can continue from."""
+        """Return the position in a state, which this loader can continue from."""
         if not isinstance(state_dict, dict):
             raise ArgumentTypeError(
                 f"the state of a loader is {state_dict!r}, a {type(state_dict).__name__}. Load what state_dict() of a "
@@ -390,7 +393,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return point
 
     def _point_after(self, steps: int, state: dict[str, Any]) -> ResumePoint:
-        """The position after that many steps of the next epoch, for a state of torchdata."""
+        """Return the position after that many steps of the next epoch, for a state of torchdata."""
         point = ResumePoint(self._clock.epoch, self._unit, 0, self.layout.num_processes, self.num_workers)
         if self._sharded is None:
             return replace(point, position=steps * self._units_per_batch, source=state)
@@ -408,7 +411,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return point
 
     def skipping(self: Loader, num_batches: int) -> Loader:
-        """A copy that shares epochs with this loader and skips ``num_batches`` batches in its first iteration."""
+        """Return a copy that shares epochs with this loader and first skips ``num_batches`` batches."""
         if num_batches == 0:
             # If the loaded epoch has no batches left, a script that skips none expects those of the next epoch.
             self.pass_over_finished_epoch()
@@ -418,7 +421,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        """The loader between two epochs: an iteration in progress and live workers stay in this process."""
+        """Return the loader between two epochs: an iteration in progress and live workers stay in this process."""
         clock = EpochClock(self._clock.upcoming)
         clock.pending, clock.keeps_finished = self._clock.pending, self._clock.keeps_finished
         base = copy.copy(self.base_dataloader)
@@ -475,7 +478,10 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
                 self.end()
 
     def yielded(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is part of the current batch, or a view of a part; known while several loaders are open."""
+        """Return True if a tensor is part of the current batch, or a view of a part.
+
+        Known while several loaders are open.
+        """
         iteration = self._clock.current
         return iteration is not None and any(is_view(tensor, of) for of in iteration.tensors())
 
@@ -511,14 +517,14 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             broadcast_generator(self.synchronized_generator)
 
     def _local_steps(self, iteration: Iteration, skip: int) -> Iterator[Step]:
-        """The steps of the torch loader in this process."""
+        """Return the steps of the torch loader in this process."""
         if self._sharded is not None:
             return self._map_style_steps(self._sharded, iteration, skip)
         return self._iterable_steps(iteration, skip)
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether this process reads map-style data ahead of the loop."""
+        """True if this process reads map-style data ahead of the loop."""
         return self.layout.synchronize_steps and self.num_workers == 0
 
     def _map_style_steps(self, sharded: ShardedSampler, iteration: Iteration, skip: int) -> Iterator[Step]:

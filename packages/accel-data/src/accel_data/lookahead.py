@@ -27,7 +27,7 @@ _torch_state = torch.default_generator.get_state
 
 
 def map_style_steps(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Step]:
-    """Steps of map-style data: the sampler knows the last batch before it is read, so nothing is read ahead."""
+    """Return steps of map-style data: the sampler knows the last batch in advance, so nothing is read ahead."""
     real = progress.real
     for step, batch in enumerate(batches):
         yield batch, step + 1 == progress.total, real.pop(step, None) if real else None, progress.remainder
@@ -66,7 +66,7 @@ class ReadAheadTracker:
             yield batch
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        """The next batch, or the end marker."""
+        """Return the next batch, or the end marker."""
         return self._already_read.popleft() if self._already_read else self._read(batches)
 
     def read_again(self, batches: Iterator[Any], read_ahead: dict[str, Any]) -> None:
@@ -102,11 +102,11 @@ class ReadAheadTracker:
         return batch
 
     def _waiting(self) -> int:
-        """Number of batches (or ends) that were read and not handed out."""
+        """Return the number of batches (or ends) that were read and not handed out."""
         return self._first + len(self._before) - self._handed_out()
 
     def read_ahead(self) -> dict[str, Any]:
-        """The generator states before each batch that was read ahead: tensors, numbers, lists and tuples only."""
+        """Return the generator states before each batch read ahead: tensors, numbers, lists and tuples only."""
         waiting = self._waiting()
         if waiting <= 0 or not self._track_rng:
             return {}
@@ -114,14 +114,14 @@ class ReadAheadTracker:
         return {"generators": [to_plain(s) if isinstance(s, dict) else {"torch": s} for s in states]}
 
     def source(self) -> dict[str, Any]:
-        """The loader's own state before the first batch that was read ahead; empty if it has none."""
+        """Return the loader's own state before the first batch that was read ahead; empty if it has none."""
         if not self._before:
             return {}
         return self._before[-max(1, self._waiting())][1]
 
 
 def _size_if_short(batch: Any, full: int | None) -> int | None:
-    """The number of samples of a batch that is smaller than a full one; None for others.
+    """Return the number of samples of a batch that is smaller than a full one; None for others.
 
     Callers gather values that they have repeated for a full batch (Transformers' Trainer does so with the loss), so a
     gather has to know how many of them are samples.
@@ -138,7 +138,7 @@ def _size_if_short(batch: Any, full: int | None) -> int | None:
 def lookahead_steps(
     batches: Iterator[Any], tracker: ReadAheadTracker | None, full: int | None = None
 ) -> Iterator[Step]:
-    """Steps of iterable data, whose last batch is only known by reading one batch ahead.
+    """Yield the steps of iterable data, whose last batch is only known by reading one batch ahead.
 
     ``full`` is the size of a full batch on a single process, whose last batch may be smaller.
     """
@@ -154,7 +154,7 @@ def lookahead_steps(
 
 
 def open_ended_steps(batches: Iterator[Any], tracker: ReadAheadTracker | None) -> Iterator[Step]:
-    """Steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself."""
+    """Yield the steps that do not know the last one, for :func:`synchronized_steps`, which reads ahead itself."""
     while (batch := next(batches, _END) if tracker is None else tracker.fetch(batches)) is not _END:
         yield batch, False, None, -1
 

@@ -1,6 +1,6 @@
 """A process-wide hook that runs between two steps of any prepared loader.
 
-A process has at most one hook. :mod:`accel` uses it to save a checkpoint when the process is told to stop.
+A process has at most one hook. :mod:`accel` uses it to save a checkpoint when the process must stop.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class LoopHook(Protocol):
     """Signals handled by the training process, which worker processes ignore."""
 
     def begin(self, loader: Any) -> None:
-        """Called before a loop over a PreparedLoader begins."""
+        """Run before a loop over a PreparedLoader begins."""
         ...
 
     def step(self, loader: Any) -> None:
-        """Called when the loop requests the next batch, unless ranks may have different numbers of steps."""
+        """Run when the loop requests the next batch, unless ranks may have different numbers of steps."""
         ...
 
 
@@ -27,7 +27,7 @@ _current: LoopHook | None = None
 
 
 def current() -> LoopHook | None:
-    """The hook of this process, or None."""
+    """Return the hook of this process, or None."""
     return _current
 
 

@@ -37,7 +37,7 @@ class StatefulLoaderBatches(LoaderBatches):
 
 
 def is_other_loader(obj: Any) -> bool:
-    """Whether an object may be a loader of another library: it yields batches each time it is iterated."""
+    """Return True if an object may be a loader of another library: it yields batches each time it is iterated."""
     if isinstance(obj, Dataset):
         # WebLoader is one to torch; other data sets need a DataLoader.
         return type(obj).__name__ == "WebLoader"
@@ -46,7 +46,7 @@ def is_other_loader(obj: Any) -> bool:
 
 
 def is_known_loader(obj: Any) -> bool:
-    """Whether an object is certainly a loader of another library, which ``Accelerator.prepare`` recognises."""
+    """Return True if an object is certainly a loader of another library, which ``Accelerator.prepare`` recognises."""
     module, name = type(obj).__module__, type(obj).__name__
     return (module.startswith("torchdata.nodes") and name == "Loader") or (
         module.startswith("webdataset") and name == "WebLoader"
@@ -54,7 +54,10 @@ def is_known_loader(obj: Any) -> bool:
 
 
 def node_sources(loader: Any) -> list[Any]:
-    """The samplers and data that the nodes of torchdata read below a loader or a node; empty for other loaders."""
+    """Return the samplers and data that the nodes of torchdata read below a loader or a node.
+
+    Empty for other loaders.
+    """
     found: dict[int, Any] = {}
     waiting, seen = [loader], {id(loader)}
     while waiting:
@@ -75,18 +78,18 @@ def _is_node(value: Any) -> bool:
 
 
 def is_split_source(source: Any) -> bool:
-    """Whether a source of nodes is a rank's part already."""
+    """Return True if a source of nodes is a rank's part already."""
     return source.num_replicas > 1 if isinstance(source, DistributedSampler) else is_already_split(source)
 
 
 def _source(read: Any) -> Any:
-    """What determines the samples of what a node reads."""
+    """Return what determines the samples of what a node reads."""
     if isinstance(read, DataLoader):
         read = read.dataset if isinstance(read.dataset, IterableDataset) else read.batch_sampler or read.sampler
     return innermost_sampler(read) if isinstance(read, Sampler) else read
 
 
 def as_torch_loader(loader: Any) -> DataLoader[Any]:
-    """A torch loader that yields the batches of another loader."""
+    """Return a torch loader that yields the batches of another loader."""
     has_state = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return DataLoader((StatefulLoaderBatches if has_state else LoaderBatches)(loader), batch_size=None)

@@ -65,7 +65,7 @@ def prepare_data_loader(
     elastic: bool = False,
     logical_shards: int = 8,
 ) -> PreparedLoader[T]:
-    """A loader with the same settings that reads this process's shard of the data.
+    """Return a loader with the same settings that reads this process's shard of the data.
     Map-style data is sharded by its sampler. Each rank reads its own sources of an iterable data set that has
     ``shard(num_shards, index)`` and at least as many ``num_shards`` as there are processes. For other iterable data,
     rank 0 reads and sends batches (``dispatch_batches``), or each rank reads the whole stream and keeps its part.
@@ -210,7 +210,7 @@ def _check_elastic(
 
 
 def _with_joined_batches(dataloader: DataLoader[Any], count: int, split_batches: bool) -> DataLoader[Any]:
-    """A copy whose batches are ``count`` times as large; with ``split_batches`` the loader itself."""
+    """Return a copy whose batches are ``count`` times as large; with ``split_batches`` the loader itself."""
     batch_sampler: Any = dataloader.batch_sampler
     is_iterable = isinstance(dataloader.dataset, IterableDataset)
     size = dataloader.batch_size
@@ -237,7 +237,7 @@ def _with_joined_batches(dataloader: DataLoader[Any], count: int, split_batches:
 
 
 def _with_seedable_sampler(dataloader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """A copy whose random sampler is replaced by a SeedableRandomSampler; the loader itself if it has none."""
+    """Return a copy whose random sampler is replaced by a SeedableRandomSampler; the loader itself if it has none."""
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
     batch_sampler: Any = dataloader.batch_sampler
@@ -289,7 +289,7 @@ class _LoaderBuilder:
 
     @property
     def needs_dispatch(self) -> bool:
-        """Whether the data is iterable and cannot be sharded at the source."""
+        """True if the data is iterable and cannot be sharded at the source."""
         if not self.iterable or self.num_processes == 1 or self.declared_sharded:
             return False
         return not can_shard_at_source(self.dataloader.dataset, self.num_processes)
@@ -301,7 +301,7 @@ class _LoaderBuilder:
         return settings
 
     def shard(self) -> DataLoaderShard:
-        """A loader in which each rank reads its own shard."""
+        """Return a loader in which each rank reads its own shard."""
         return self._iterable_shard() if self.iterable else self._map_style_shard()
 
     def _map_style_shard(self) -> DataLoaderShard:
@@ -334,7 +334,7 @@ class _LoaderBuilder:
 
     @property
     def _completes_stream(self) -> bool:
-        """Whether the last batch of an iterable data set must be completed although one process reads it."""
+        """True if the last batch of an iterable data set must be completed although one process reads it."""
         batched = self.dataloader.batch_size is not None
         return self.fixed_shapes and self.even_batches and batched and not (self.dataloader.drop_last or self.stateful)
 
@@ -365,7 +365,7 @@ class _LoaderBuilder:
         )
 
     def _stream_shard(self) -> DataLoaderShard:
-        """A loader in which each rank reads the whole stream and keeps its part."""
+        """Return a loader in which each rank reads the whole stream and keeps its part."""
         dataloader = self.dataloader
         dataset: Any = dataloader.dataset
         batched = dataloader.batch_size is not None
@@ -408,7 +408,7 @@ class _LoaderBuilder:
         return loader
 
     def dispatcher(self, slice_fn: Callable[..., Any] | None) -> DataLoaderDispatcher:
-        """A loader in which rank 0 reads and sends the batches."""
+        """Return a loader in which rank 0 reads and sends the batches."""
         state = PartialState()
         if data_ranks(None, None, self.mesh) != (self.num_processes, self.process_index):
             raise ConfigurationError(

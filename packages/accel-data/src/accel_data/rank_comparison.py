@@ -85,13 +85,13 @@ def compare_first_indices(digest: int, num_processes: int) -> None:
 
 
 def _pair() -> tuple[int, int]:
-    """This rank, and the one that it is compared with."""
+    """Return this rank, and the one that it is compared with."""
     state = PartialState()
     return state.process_index, state.num_processes - 1 - state.process_index
 
 
 def _is_one_of_pair(num_processes: int) -> bool:
-    """Whether this is the first or the last rank of a run that divides its samples among all ranks."""
+    """Return True if this is the first or the last rank of a run that divides its samples among all ranks."""
     world = PartialState().num_processes
     if world == 1 or num_processes != world or not dist.is_initialized() or dist.get_backend() == "fake":
         return False
@@ -99,7 +99,7 @@ def _is_one_of_pair(num_processes: int) -> bool:
 
 
 def _exchange_between_first_and_last(kind: str, text: str) -> str | None:
-    """What the other rank of the pair said in its call of the same number; None if it has not come there yet.
+    """Return what the other rank of the pair said in its call of the same number; None if it has not come there yet.
 
     No rank waits: each leaves a note in the store of the process group, so that the later one notices.
     """

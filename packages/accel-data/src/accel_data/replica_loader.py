@@ -33,7 +33,7 @@ class Membership(Protocol):
 
     @property
     def is_training(self) -> bool:
-        """Whether an iteration that begins now trains; otherwise each replica reads all data."""
+        """True if an iteration that begins now trains; otherwise each replica reads all data."""
 
     @property
     def window(self) -> int:
@@ -48,7 +48,7 @@ class Membership(Protocol):
         """
 
     def end_step(self, loader: Any) -> None:
-        """Called after the last batch of a step; raises if the script has not applied the step."""
+        """Run after the last batch of a step; raises if the script has not applied the step."""
 
 
 class ReplicaLoader(ElasticLoader[T_co]):
@@ -110,7 +110,7 @@ class ReplicaLoader(ElasticLoader[T_co]):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        """Whether batch sizes may differ between the processes of a replica in one step."""
+        """True if batch sizes may differ between the processes of a replica in one step."""
         return self.members.is_training or self.whole.ragged
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class ReplicaLoader(ElasticLoader[T_co]):
             self._clock.set_epoch(position[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed position, in the format of all prepared loaders."""
+        """Return the committed position, in the format of all prepared loaders."""
         if self._committed is None:
             return self.whole.state_dict()
         epoch, position = self._committed
@@ -182,7 +182,7 @@ class ReplicaLoader(ElasticLoader[T_co]):
 def share_among_replicas(
     loader: Any, members: Membership, split_batches: bool = False, even_batches: bool = True
 ) -> Any:
-    """A loader with the same data whose training steps are divided among the live replicas.
+    """Return a loader with the same data whose training steps are divided among the live replicas.
 
     Args:
         loader: a loader prepared for the processes of one replica.
@@ -224,6 +224,6 @@ def share_among_replicas(
 
 
 def is_shareable(loader: Any) -> bool:
-    """Whether the order of a loader is that of a SequentialSampler, or a RandomSampler without replacement."""
+    """Return True if the order of a loader is that of a SequentialSampler, or a RandomSampler without replacement."""
     sharded = getattr(loader, "_sharded", None)
     return isinstance(sharded, BatchSamplerShard) and sharded.is_plain and is_random_access(sharded.sampler)

@@ -32,7 +32,7 @@ def steps_of_torchdata(state: dict[str, Any]) -> int | None:
 
 
 def with_steps(state: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A torchdata StatefulDataLoader state of map-style data with another number of batches handed out."""
+    """Return a torchdata StatefulDataLoader state of map-style data with another number of batches handed out."""
     if "_snapshot" not in state:
         return {**state, "_num_yielded": steps, "_sampler_iter_yielded": steps}
     snapshot = {**state["_snapshot"], "_snapshot_step": steps - state["_steps_since_snapshot"]}
@@ -40,7 +40,7 @@ def with_steps(state: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def sampler_generator(state: dict[str, Any]) -> torch.Tensor | None:
-    """The generator from which torchdata's random sampler drew the epoch's order, in a StatefulDataLoader state."""
+    """Return the generator of the epoch's order by torchdata's random sampler, in a StatefulDataLoader state."""
     main = state.get("_snapshot", {}).get("_main_snapshot", state)
     sampler = main.get("_sampler_iter_state") or {}
     sampler = sampler.get("sampler_iter_state") or sampler
@@ -49,7 +49,7 @@ def sampler_generator(state: dict[str, Any]) -> torch.Tensor | None:
 
 
 def knows_position(source: dict[str, Any]) -> bool:
-    """Whether a torchdata StatefulDataLoader state holds a position saved by the data set or its iterator.
+    """Return True if a torchdata StatefulDataLoader state holds a position saved by the data set or its iterator.
 
     Otherwise torchdata skips by a count that is wrong in the second restart of an epoch. The state of a worker that
     finished before the others holds the start of the next epoch, which torchdata would begin at once.
@@ -84,13 +84,13 @@ class ResumePoint:
     finished: bool = False  # whether the last batch of the epoch was handed out
 
     def to_state(self) -> dict[str, Any]:
-        """A dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` in addition to its own."""
+        """Return a dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` and its own."""
         own = {name: value for name, value in vars(self).items() if name != "source"}
         return {**self.source, "format": STATE_FORMAT, **own}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
-        """The inverse of :meth:`to_state`."""
+        """Return the inverse of :meth:`to_state`."""
         names = set(cls.__dataclass_fields__) - {"source"}
         remaining = {"finished": False, **state}  # which states of earlier versions lack
         if remaining.pop("format", None) != STATE_FORMAT or not names <= set(remaining):
@@ -163,12 +163,12 @@ class Iteration:
         return batch
 
     def tensors(self) -> list[torch.Tensor]:
-        """The remembered tensors of the latest batch."""
+        """Return the remembered tensors of the latest batch."""
         return [tensor for tensor in (ref() for ref in self.latest) if tensor is not None]
 
     @property
     def can_rewind(self) -> bool:
-        """Whether it begins in the middle of an epoch; between epochs, there is no order yet that could be repeated."""
+        """True if it begins in the middle of an epoch; between epochs, there is no order yet that could be repeated."""
         return self.resume is not None and self.resume.position > 0 and not self.resume.finished
 
     def rewind(self, keeps_order: bool) -> None:
@@ -205,7 +205,7 @@ class EpochClock:
 
     @property
     def must_finish(self) -> bool:
-        """Whether a loaded epoch without remaining batches is completed before the next iteration begins."""
+        """True if a loaded epoch without remaining batches is completed before the next iteration begins."""
         return self.pending is not None and self.pending.finished and not self.keeps_finished
 
     @property

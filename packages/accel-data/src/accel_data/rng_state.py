@@ -55,7 +55,7 @@ def to_plain(states: RngStates) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> RngStates:
-    """The inverse of :func:`to_plain`, which wrote lists of numbers before it wrote tensors."""
+    """Return the inverse of :func:`to_plain`, which wrote lists of numbers before it wrote tensors."""
     states = dict(plain)
     if "torch" in states:
         states["torch"] = states["torch"].numpy().tobytes()

@@ -39,11 +39,11 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def is_permutation(self) -> bool:
-        """Whether an epoch contains each sample of the data set exactly once."""
+        """True if an epoch contains each sample of the data set exactly once."""
         return not self.replacement and self.num_samples == len(self.data_source)
 
     def permutation(self) -> torch.Tensor:
-        """The order of the current epoch: a tensor of shape (number of samples,); int32 if that suffices."""
+        """Return the order of the current epoch: a tensor of shape (number of samples,); int32 if that suffices."""
         return permutation(len(self.data_source), self._seeded())
 
     def _seeded(self) -> torch.Generator:
@@ -91,7 +91,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the batch sampler drops an incomplete last batch."""
+        """True if the batch sampler drops an incomplete last batch."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     @property
@@ -104,7 +104,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def is_plain_batch_sampler(batch_sampler: Any) -> bool:
-    """Whether batches are consecutive runs of ``batch_size`` samples; only the last one may be shorter."""
+    """Return True if batches are consecutive runs of ``batch_size`` samples; only the last one may be shorter."""
     kind = type(batch_sampler)
     return kind is BatchSampler or (
         isinstance(batch_sampler, BatchSampler) and kind.__module__.startswith("torchdata.")
@@ -112,7 +112,7 @@ def is_plain_batch_sampler(batch_sampler: Any) -> bool:
 
 
 def inner_sampler(sampler: Any) -> Any:
-    """The sampler directly inside a sampler or batch sampler, or None."""
+    """Return the sampler directly inside a sampler or batch sampler, or None."""
     inner = getattr(sampler, "batch_sampler", None)
     return getattr(sampler, "sampler", None) if inner is None else inner
 
@@ -125,7 +125,7 @@ def innermost_sampler(sampler: Any) -> Any:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | None:
-    """The sampler that determines the order of a loader's samples, prepared or not.
+    """Return the sampler that determines the order of a loader's samples, prepared or not.
 
     Returns:
         The innermost sampler; the batch sampler itself if it wraps none; None for an iterable data set.
@@ -150,7 +150,7 @@ class SequentialSource:
         self.length = length
 
     def take(self, first: int, last: int) -> list[Any]:
-        """The indices at positions [first, last)."""
+        """Return the indices at positions [first, last)."""
         return list(range(first, last))
 
     def batches(self, first: int, size: int, stride: int, count: int) -> Iterator[list[Any]]:
@@ -159,11 +159,11 @@ class SequentialSource:
             yield list(range(begin, begin + size))
 
     def close(self) -> None:
-        """Called once the stream was read to its end."""
+        """Run once the stream was read to its end."""
 
 
 def permutation(length: int, generator: torch.Generator | None) -> torch.Tensor:
-    """What ``torch.randperm`` draws, in half of the memory up to 2**31 samples."""
+    """Return what ``torch.randperm`` draws, in half of the memory up to 2**31 samples."""
     return torch.randperm(length, generator=generator, dtype=torch.int32 if length < 2**31 else torch.int64)
 
 
@@ -180,7 +180,7 @@ def skip_permutation(length: int, generator: torch.Generator) -> None:
 
 @functools.cache
 def _draws_as_known() -> bool:
-    """Whether this version of torch draws a permutation as :func:`skip_permutation` assumes."""
+    """Return True if this version of torch draws a permutation as :func:`skip_permutation` assumes."""
     drawn, advanced = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     permutation(1000, drawn)
     _draw(1000, advanced)
@@ -241,7 +241,7 @@ class StreamSource:
         self.head: list[Any] = []
 
     def read(self, count: int) -> list[Any]:
-        """The next ``count`` indices, or as many as are left."""
+        """Return the next ``count`` indices, or as many as are left."""
         items = list(islice(self._iterator, count))
         if self._on_first is not None:
             on_first, self._on_first = self._on_first, None
@@ -257,13 +257,13 @@ class StreamSource:
             count -= len(drawn)
 
     def chunks(self, size: int) -> Iterator[list[Any]]:
-        """The rest of the stream in lists of ``size`` indices; the last one may be shorter."""
+        """Yield the rest of the stream in lists of ``size`` indices; the last one may be shorter."""
         while chunk := self.read(size):
             yield chunk
 
 
 def is_random_access(sampler: Any) -> bool:
-    """Whether a sampler draws a whole epoch's order at once, each index once, so that any position can be computed."""
+    """Return True if a sampler draws an epoch's order at once, each index once: any position can be computed."""
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.is_permutation
     if type(sampler) is RandomSampler:
@@ -272,7 +272,7 @@ def is_random_access(sampler: Any) -> bool:
 
 
 def random_access_source(sampler: Any) -> SequentialSource | None:
-    """The indices of a sampler for which :func:`is_random_access` holds; None for any other sampler."""
+    """Return the indices of a sampler for which :func:`is_random_access` holds; None for any other sampler."""
     if not is_random_access(sampler):
         return None
     if isinstance(sampler, SeedableRandomSampler):

@@ -68,7 +68,7 @@ def skip_first_batches(dataloader: Prepared, num_batches: int = 0) -> Prepared: 
 @overload
 def skip_first_batches(dataloader: DataLoader[T], num_batches: int = 0) -> DataLoader[T]: ...
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader with the same settings that skips the first batches in its first iteration only.
+    """Return a loader with the same settings that skips the first batches in its first iteration only.
 
     On map-style data nothing is read for the skipped batches; an iterable data set has to be read up to there.
 

@@ -65,7 +65,7 @@ class ShardPlan:
         return self.tail or -1
 
     def steps(self, rank: int) -> int:
-        """Number of batches of ``rank``."""
+        """Return the number of batches of ``rank``."""
         has_tail = self.tail > 0 if self.even_batches else self.tail > rank * self.batch_size
         return self.full_steps + int(has_tail)
 
@@ -75,7 +75,7 @@ class ShardPlan:
         return self.full_steps * self.step_size + self.tail
 
     def real_samples(self, rank: int, step: int) -> int:
-        """Samples of the rank's batch in that step that are not padding, in [0, batch_size]."""
+        """Return the samples of the rank's batch in that step that are not padding, in [0, batch_size]."""
         if step < self.full_steps:
             return self.batch_size
         return min(self.batch_size, max(0, self.tail - rank * self.batch_size))
@@ -109,7 +109,7 @@ def wrapped_ranges(first: int, last: int, length: int) -> Iterator[range]:
 
 
 def balanced_range(total: int, num_processes: int, rank: int) -> range:
-    """The rank-th of ``num_processes`` consecutive pieces of [0, total), whose sizes differ by at most one."""
+    """Return the rank-th of ``num_processes`` consecutive pieces of [0, total), whose sizes differ by at most one."""
     return range(*share_bounds(total, rank, num_processes))
 
 

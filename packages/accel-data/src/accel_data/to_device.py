@@ -13,7 +13,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 def batch_mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any]:
-    """A function that moves a batch to ``device``; with None it returns the batch as it is."""
+    """Return a function that moves a batch to ``device``; with None it returns the batch as it is."""
 
     def keep(batch: Any) -> Any:
         return batch
@@ -25,7 +25,7 @@ def batch_mover(device: torch.device | None, non_blocking: bool) -> Callable[[An
 
 
 def _is_on(batch: Any, device: torch.device | None) -> bool:
-    """Whether the batch certainly needs no copy. Fast; False when unsure."""
+    """Return True if the batch certainly needs no copy. Fast; False when unsure."""
     kind = type(batch)
     if kind is torch.Tensor:
         return bool(batch.device == device)

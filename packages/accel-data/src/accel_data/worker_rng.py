@@ -111,12 +111,12 @@ class WorkerRngStates:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> WorkerRngStates:
-        """The inverse of :meth:`to_plain`."""
+        """Return the inverse of :meth:`to_plain`."""
         states = {int(worker): from_plain(state) for worker, state in plain["states"].items()}
         return cls(int(plain["batches"]), int(plain["base_seed"]), bool(plain["kept"]), states)
 
     def to_plain(self, handed_out: int) -> dict[str, Any]:
-        """The states after ``handed_out`` batches as plain data; empty before the first batch of new workers."""
+        """Return the states after ``handed_out`` batches as plain data; empty before the first batch of new workers."""
         return self._to_plain(self.before + handed_out, self._after(handed_out))
 
     def to_plain_at_start(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class WorkerRngStates:
         return {"batches": batches, "base_seed": self.base_seed, "kept": self.kept, "states": plain}
 
     def for_next_epoch(self) -> WorkerRngStates:
-        """The states with which persistent workers begin the next epoch."""
+        """Return the states with which persistent workers begin the next epoch."""
         following = WorkerRngStates(0, self.base_seed, True, self._after(None))
         # A slot follows from the position in the epoch, so workers that were shifted for the rest of one cannot
         # continue with the next.

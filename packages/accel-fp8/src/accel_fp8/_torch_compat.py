@@ -26,7 +26,7 @@ DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """The hooks of ``register_forward_pre_hook`` by id; torch has no public way to find a registered hook."""
+    """Return the hooks of ``register_forward_pre_hook`` by id; torch has no public way to find a registered hook."""
     return module._forward_pre_hooks
 
 

@@ -57,7 +57,7 @@ class TensorwiseLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of ``x`` and ``weight``."""
+        """Return the gradients of ``x`` and ``weight``."""
         x, weight, scale_x, scale_weight, stored_scale = ctx.saved_tensors
         precision: LinearPrecision = ctx.precision
         gradient = gradients[0].contiguous()
@@ -96,7 +96,7 @@ class RowwiseLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of ``x`` and ``weight``."""
+        """Return the gradients of ``x`` and ``weight``."""
         x, weight = ctx.saved_tensors
         precision: LinearPrecision = ctx.precision
         gradient = gradients[0].contiguous()
@@ -117,7 +117,7 @@ class RowwiseLinear(torch.autograd.Function):
 def _rowwise(
     a: Tensor, b: Tensor, dtype_a: torch.dtype, dtype_b: torch.dtype, out_dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """``a @ b.T`` with one scale per row of both."""
+    """Compute ``a @ b.T`` with one scale per row of both."""
     scale_a, scale_b = scale_for(largest_of_rows(a), dtype_a), scale_for(largest_of_rows(b), dtype_b)
     a8, b8 = quantize(a, scale_a, dtype_a).contiguous(), quantize(b, scale_b, dtype_b).contiguous()
     return multiply(a8, b8, scale_a.reciprocal(), scale_b.reciprocal(), out_dtype, fast)

@@ -25,7 +25,7 @@ class AmaxGroup:
         self.enabled = enabled
 
     def reduce(self, amax: Tensor) -> Tensor:
-        """The elementwise maximum over the processes."""
+        """Return the elementwise maximum over the processes."""
         if self.enabled and dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
@@ -85,13 +85,13 @@ class ScaleUpdate:
         foreach_copy_([layer.fp8_gradient_amax for layer in self.layers], list(amax[:, 2].unbind()))
 
     def _pending(self) -> Tensor:
-        """The pending largest values, of shape (layers, 3)."""
+        """Return the pending largest values, of shape (layers, 3)."""
         forward = torch.stack([layer.fp8_forward_amax for layer in self.layers])
         gradient = torch.stack([layer.fp8_gradient_amax for layer in self.layers])
         return torch.cat([forward, gradient.unsqueeze(-1)], dim=-1)
 
     def _scales(self, history: Tensor, previous: Tensor) -> Tensor:
-        """The scales of all layers; those of tensors without largest values stay.
+        """Return the scales of all layers; those of tensors without largest values stay.
 
         ``scale = largest / amax / 2**margin``, as in the delayed scaling of Transformer Engine:
         https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
@@ -104,7 +104,7 @@ class ScaleUpdate:
 
 
 def scale_updates(model: nn.Module) -> Iterator[ScaleUpdate]:
-    """The ScaleUpdate hooks of a model and its submodules."""
+    """Yield the ScaleUpdate hooks of a model and its submodules."""
     for module in model.modules():
         yield from (hook for hook in forward_pre_hooks(module).values() if isinstance(hook, ScaleUpdate))
 

@@ -11,23 +11,23 @@ from .recipe import LayerFilter
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a model with their names, in the order of registration."""
+    """Return the linear layers of a model with their names, in the order of registration."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
 def has_fitting_dimensions(layer: nn.Linear) -> bool:
-    """Whether both dimensions are multiples of 16, which FP8 hardware requires."""
+    """Return True if both dimensions are multiples of 16, which FP8 hardware requires."""
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer of a model; None for a model without linear layers."""
+    """Return the names of the first and the last linear layer of a model; None for a model without linear layers."""
     names = [name for name, _ in linear_layers(model)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """Whether a layer should compute in 8 bits: it is not among ``layers_to_filter``, and has fitting dimensions.
+    """Return True if a layer should compute in 8 bits: it has fitting dimensions and is not filtered out.
 
     Args:
         module: the layer.
@@ -40,7 +40,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether a layer should compute in 8 bits: not the first or last linear layer, and with fitting dimensions.
+    """Return True if a layer should compute in 8 bits: it has fitting dimensions and is not filtered out.
 
     Embeddings and heads are at the ends of a model, where rounding is most harmful.
 
@@ -56,7 +56,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 
 def layer_filter(model: nn.Module, custom: LayerFilter | None) -> LayerFilter:
-    """The filter for converting a model: ``custom``, or one that excludes the first and the last linear layer.
+    """Return the filter for converting a model: ``custom``, or one that excludes the first and the last linear layer.
 
     Layers whose dimensions do not fit are always excluded.
     """

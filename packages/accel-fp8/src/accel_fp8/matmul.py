@@ -18,7 +18,7 @@ MULTIPLE = 16
 
 @constant_result
 def has_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype, rowwise: bool) -> bool:
-    """Whether a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with small matrices."""
+    """Return True if a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with small matrices."""
     return _try_instruction(device, left, right, out_dtype, rowwise)
 
 
@@ -35,7 +35,7 @@ def _try_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dty
 
 
 def _is_fast_on_cpu(left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype) -> bool:
-    """Whether 8-bit products take less than eight times as long as those of float32.
+    """Return True if 8-bit products take less than eight times as long as those of float32.
 
     CPUs have no 8-bit products. On some, torch has a kernel that converts them; on others (with AMX in fp16, for one)
     oneDNN falls back to a loop that takes 30 to 200 times as long.
@@ -58,14 +58,14 @@ def _is_fast_on_cpu(left: torch.dtype, right: torch.dtype, out_dtype: torch.dtyp
 
 
 def computes_in_8_bits(device: torch.device) -> bool:
-    """Whether a device multiplies 8-bit matrices; elsewhere their values are multiplied in a wider dtype."""
+    """Return True if a device multiplies 8-bit matrices; elsewhere their values are multiplied in a wider dtype."""
     return bool(has_instruction(str(device), torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False))
 
 
 def multiply(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out_dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """``(a * inverse_a) @ (b * inverse_b).T``.
+    """Compute ``(a * inverse_a) @ (b * inverse_b).T``.
 
     Args:
         a: 8-bit, of shape (M, K).
@@ -89,7 +89,7 @@ def multiply(
 
 
 def _instruction_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype, rowwise: bool) -> torch.dtype | None:
-    """The result dtype to request from the hardware; None if it cannot multiply these matrices."""
+    """Return the result dtype to request from the hardware; None if it cannot multiply these matrices."""
     # With rowwise scales, GPUs return bfloat16 only.
     for dtype in (out_dtype if out_dtype in _DIRECT else torch.float32, torch.bfloat16):
         if has_instruction(str(a.device), a.dtype, b.dtype, dtype, rowwise):

@@ -74,7 +74,7 @@ class FP8Recipe:
 
     @classmethod
     def from_environment(cls, **overrides: Any) -> FP8Recipe:
-        """The launcher's settings, overridden by the caller's.
+        """Return the launcher's settings, overridden by the caller's.
 
         Args:
             **overrides: fields; None keeps the launcher's setting.

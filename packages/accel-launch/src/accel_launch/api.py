@@ -67,7 +67,7 @@ def launch(
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accel launch`` with the script and its arguments, for :func:`launch_command`.
+    """Return the parser of ``accel launch`` with the script and its arguments, for :func:`launch_command`.
 
     Args:
         subparsers: what ``add_subparsers()`` of another parser has returned; the command "launch" is added to it.

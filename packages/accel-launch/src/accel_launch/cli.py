@@ -122,7 +122,7 @@ def _discard_output() -> None:
 
 
 def version() -> str:
-    """The version of this distribution."""
+    """Return the version of this distribution."""
     import accel_launch
 
     return str(vars(accel_launch)["__version__"])
@@ -134,7 +134,7 @@ def _print_help() -> int:
 
 
 def help_text() -> str:
-    """The output of ``accel --help``: every installed command."""
+    """Return the output of ``accel --help``: every installed command."""
     names = COMMANDS.names()
     width = max(len(name) for name in names)
     lines = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in names)

@@ -40,7 +40,7 @@ def check_process_count(processes: int, devices: int, where: str, override: str)
 
 
 def default_cpu_processes(nodes: Path = _NODES) -> int:
-    """How many processes share the CPUs of this machine by default: one for each of its NUMA nodes, at least two."""
+    """Return the default number of processes on this machine's CPUs: one per NUMA node, and at least two."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     usable = [node for node in nodes.glob("node[0-9]*") if any((node / f"cpu{cpu}").exists() for cpu in cpus)]
     return max(2, len(usable))
@@ -55,7 +55,7 @@ def _cores_in_affinity(cpus: Path) -> int:
 
 
 def _siblings(cpus: Path, cpu: int) -> str:
-    """The hardware threads of this CPU's core, as text."""
+    """Return the hardware threads of this CPU's core, as text."""
     try:
         return (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:

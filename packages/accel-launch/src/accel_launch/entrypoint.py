@@ -32,14 +32,14 @@ class Entrypoint:
     args: tuple[str, ...]  # its arguments
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
-        """The command that runs it in one process, with this Python and its options."""
+        """Return the command that runs it in one process, with this Python and its options."""
         if self.kind == "executable":
             return [self.name, *self.args]
         return [*interpreter, *(["-m"] if self.kind == "module" else []), self.name, *self.args]
 
 
 def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:
-    """The command that runs an entrypoint as a rank, which ends when the process ``parent`` does."""
+    """Return the command that runs an entrypoint as a rank, which ends when the process ``parent`` does."""
     return [*python_command(), str(WORKER), entrypoint.kind, str(parent), entrypoint.name, *entrypoint.args]
 
 

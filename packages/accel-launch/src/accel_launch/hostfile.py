@@ -21,7 +21,7 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine."""
+        """True if it is this machine."""
         return is_local(self.name)
 
 
@@ -32,7 +32,7 @@ _SLOTS = re.compile(r"\sslots=(\d+)(?!\S)")
 
 
 def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
-    """The machines of a file, in order; the slots of a machine that is listed several times are added."""
+    """Return the machines of a file, in order; the slots of a machine that is listed several times are added."""
     file = Path(path).expanduser()
     hosts: dict[str, int | None] = {}
     for number, line in enumerate(read_lines(file, f"{where}: the hostfile"), 1):
@@ -61,7 +61,7 @@ def read_hostfile(path: str, where: str) -> tuple[Host, ...]:
 
 
 def read_lines(file: Path, subject: str) -> list[str]:
-    """The lines of a text file."""
+    """Return the lines of a text file."""
     try:
         return file.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -76,7 +76,7 @@ Pool = Mapping[str, tuple[int, ...]]
 
 
 def read_pool(settings: Resolution) -> Pool:
-    """The machines and slots of a run."""
+    """Return the machines and slots of a run."""
     path = settings["deepspeed_hostfile"] or DEFAULT_HOSTFILE
     if not settings["deepspeed_hostfile"] and not Path(path).is_file():
         raise ConfigurationError(
@@ -136,7 +136,7 @@ def _parse(text: str, where: str, pool: Pool) -> Iterator[tuple[str, tuple[int, 
 
 
 def _first_machines(settings: Resolution, pool: Pool) -> Pool:
-    """The first ``num_machines`` machines, with as many slots each as ``num_processes`` needs."""
+    """Return the first ``num_machines`` machines, with as many slots each as ``num_processes`` needs."""
     restricted = settings.is_set("num_machines") and settings["num_machines"] > 1
     machines = settings["num_machines"] if restricted else len(pool)
     if machines > len(pool):

@@ -15,7 +15,7 @@ from .launchers.single import SingleLauncher, process_environment
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a script in one process, or under mpirun, and its complete environment.
+    """Return the command that starts a script in one process, or under mpirun, and its complete environment.
 
     Args:
         args: options of ``accel launch`` by name, with ``training_script`` and ``training_script_args``.
@@ -39,7 +39,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The environment that all processes of a launch have in common; each adds the variables of its rank.
+    """Return the environment that all processes of a launch have in common; each adds the variables of its rank.
 
     Args:
         args: as for :func:`prepare_simple_launcher_cmd_env`.

@@ -81,7 +81,7 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
 
 
 def _on_ray(settings: Resolution, process: Environment | None) -> LaunchContext:
-    """One launcher starts all processes, on nodes that Ray knows, wherever it runs itself."""
+    """Return one launcher starts all processes, on nodes that Ray knows, wherever it runs itself."""
     if process is not None and process.world_size > 1:
         raise ConfigurationError(
             f"{settings.where('ray')}, but {process.name} started {process.world_size} launchers, of which each would "
@@ -91,7 +91,7 @@ def _on_ray(settings: Resolution, process: Environment | None) -> LaunchContext:
 
 
 def _read_node(settings: Resolution, environ: Mapping[str, str]) -> Environment | None:
-    """The node of a cluster that starts launchers and tells them their rank; None elsewhere."""
+    """Return the node of a cluster that starts launchers and tells them their rank; None elsewhere."""
     # The number of machines may be an option or a setting of a file; only variables describe environments.
     variables = Variables({**environ, "ACCELERATE_NUM_MACHINES": str(int(settings["num_machines"]))})
     node = PodEnvironment.read(variables) or SkyEnvironment.read(variables)
@@ -105,7 +105,7 @@ def _read_node(settings: Resolution, environ: Mapping[str, str]) -> Environment 
 
 
 def is_explicit(settings: Resolution, name: str) -> bool:
-    """Whether the command line, or a variable for this option alone, set it."""
+    """Return True if the command line, or a variable for this option alone, set it."""
     return settings.settings[name].source in _EXPLICIT
 
 
@@ -119,7 +119,7 @@ def _check_process_count(settings: Resolution, process: Environment) -> None:
 
 
 def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:
-    """Whether a batch script, or the shell of salloc, should start launchers on the nodes."""
+    """Return True if a batch script, or the shell of salloc, should start launchers on the nodes."""
     if any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
         return False
     if is_explicit(settings, "num_machines"):
@@ -128,7 +128,7 @@ def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:
 
 
 def rendezvous_settings(context: LaunchContext, settings: Resolution) -> dict[str, Any]:
-    """Number of machines, this one's rank and the main address, as told by the starter of a launcher on each node."""
+    """Return the number of machines, this one's rank and the main address, as given by each node's starter."""
     node = context.process
     if context.role is not Role.NODE or node is None:
         return {}
@@ -157,12 +157,12 @@ class LaunchMode(enum.Enum):
 
     @property
     def starts_every_machine(self) -> bool:
-        """Whether one command starts the processes of all machines, so that no machine needs a rank."""
+        """True if one command starts the processes of all machines, so that no machine needs a rank."""
         return self not in (LaunchMode.LOCAL, LaunchMode.TPU)
 
     @property
     def counts_devices_remotely(self) -> bool:
-        """Whether devices, and therefore processes, are counted on the target machines."""
+        """True if devices, and therefore processes, are counted on the target machines."""
         return self in (LaunchMode.TPU, LaunchMode.TPU_POD, LaunchMode.SAGEMAKER, LaunchMode.RAY)
 
 
@@ -191,7 +191,7 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
 
 
 def option_value(settings: Resolution, name: str) -> Any:
-    """The value of an option; None if no installed option group declares it."""
+    """Return the value of an option; None if no installed option group declares it."""
     return settings[name] if name in settings.settings else None
 
 

@@ -82,19 +82,19 @@ class LaunchPlan:
     context: LaunchContext = field(default_factory=LaunchContext)
 
     def option(self, name: str) -> Any:
-        """The value of an option; None if no installed option group declares it."""
+        """Return the value of an option; None if no installed option group declares it."""
         return option_value(self.settings, name)
 
     @property
     def needs_agent(self) -> bool:
-        """Whether a launcher must supervise the processes: several, restartable, or with output kept in files."""
+        """True if a launcher must supervise the processes: several, restartable, or with output kept in files."""
         options = self.rendezvous
         keeps_output = any(self.option(name) not in (None, "0") for name in ("redirects", "local_ranks_filter"))
         keeps_output = keeps_output or options.tee != "0" or options.log_dir is not None
         return self.num_processes > 1 or options.max_restarts > 0 or keeps_output
 
     def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-        """All variables of a process, except those of its rank."""
+        """Return all variables of a process, except those of its rank."""
         return {**(os.environ if environ is None else environ), **self.environment}
 
 
@@ -161,7 +161,7 @@ def make_plan(
 
 
 def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
-    """The launch plan for options of ``accel launch`` by name, with ``training_script``."""
+    """Return the launch plan for options of ``accel launch`` by name, with ``training_script``."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     if not given.get("training_script"):
         raise ConfigurationError("args has no training_script. Set it to the path of the script.")
@@ -171,7 +171,7 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
 
 
 def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -> Resolution:
-    """The settings, with values that something else has decided."""
+    """Return the settings, with values that something else has decided."""
     updated = dict(settings.settings)
     for name, value in values.items():
         where = f"{name} {value} of {origin}"
@@ -180,7 +180,7 @@ def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -
 
 
 def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
-    """Notes about command-line options without effect in this mode; a configuration file may serve several modes."""
+    """Return notes about command-line options without effect in this mode; a file may serve several modes."""
     starter = context.starter if mode is LaunchMode.RANK else mode.value
     where = f"on ranks that {starter} starts: start one launcher on each machine, which starts the ranks there"
     names = _AGENT_OPTIONS if mode in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED) else ()
@@ -198,7 +198,7 @@ def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: Launc
 
 
 def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> tuple[int, int] | None:
-    """Processes in total and of this machine, as far as no device decides about them; else None."""
+    """Return the processes in total and of this machine, as far as no device decides about them; else None."""
     if context.role is Role.RANK and context.process is not None:
         return context.process.world_size, context.process.local_world_size
     if settings["ft"]:
@@ -226,7 +226,7 @@ def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: Laun
 def _counts_of_devices(
     settings: Resolution, context: LaunchContext, on_cpu: bool, visible: VisibleDevices
 ) -> tuple[int, int, list[str]]:
-    """Processes in total, processes of this machine, and a note."""
+    """Return the processes in total, processes of this machine, and a note."""
     machines = _count_machines(settings, context)
     on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
     asked = context.gpus_per_node if context.gpus_per_node and not on_cpu else None
@@ -271,7 +271,7 @@ def _count_machines(settings: Resolution, context: LaunchContext) -> int:
 
 
 def _is_alone(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> bool:
-    """Whether all processes of the run are on this machine."""
+    """Return True if all processes of the run are on this machine."""
     if mode is LaunchMode.RANK and context.process is not None:
         return context.process.num_nodes == 1
     return mode is LaunchMode.LOCAL and int(settings["num_machines"]) == 1

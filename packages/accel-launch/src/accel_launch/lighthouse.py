@@ -28,7 +28,7 @@ from .network.replica_machines import ReplicaMachines
 _TICK_MS = 20
 # A lighthouse that ends at once is started again after this time.
 _PAUSE_SECONDS = 1.0
-_NAMED_STRANGERS = 8
+_NAMED_UNKNOWN = 8
 
 
 class Lighthouse:
@@ -60,7 +60,7 @@ class Lighthouse:
         self._process: subprocess.Popen[bytes] | None = None
         self._began = 0.0
         self._tunnel: TunnelServer | TunnelClient | None = None
-        self._strangers: set[str] = set()
+        self._unknown_peers: set[str] = set()
         self._machines = machines
         self.entrance: tuple[str, int] | None = None
         """Host and port of the tunnel that leads to it from other machines, if it is here; else None."""
@@ -70,7 +70,7 @@ class Lighthouse:
             return
         self._port = get_free_port()
         if machines is not None or opens:
-            self._tunnel = TunnelServer(listening_host(host), 0, self._port, self._token, self._note_stranger)
+            self._tunnel = TunnelServer(listening_host(host), 0, self._port, self._token, self._note_unknown)
             self.entrance = host, self._tunnel.port
         if machines is not None and self._tunnel is not None:
             machines.announce(self._tunnel.port)
@@ -81,9 +81,9 @@ class Lighthouse:
         """URL for the replicas of this machine."""
         return f"http://{LOOPBACK}:{self._port}"
 
-    def _note_stranger(self, address: str) -> None:
-        if address not in self._strangers and len(self._strangers) < _NAMED_STRANGERS:
-            self._strangers.add(address)
+    def _note_unknown(self, address: str) -> None:
+        if address not in self._unknown_peers and len(self._unknown_peers) < _NAMED_UNKNOWN:
+            self._unknown_peers.add(address)
             self._say(f"refused {address}, which does not have the token of this run ({run_token.VARIABLE})")
 
     def _start(self) -> None:

@@ -40,7 +40,7 @@ class Mpi(ABC):
 
     @abstractmethod
     def command(self, job: MpiJob) -> list[str]:
-        """The command, up to the program that each process runs."""
+        """Return the command, up to the program that each process runs."""
 
 
 class OpenMpi(Mpi):
@@ -100,7 +100,7 @@ MPIS: Registry[type[Mpi]] = Registry(
 
 
 def find_mpi(environ: Mapping[str, str]) -> Mpi | None:
-    """The MPI on PATH, identified by the version its launcher prints; None if there is no known one."""
+    """Return the MPI on PATH, identified by the version its launcher prints; None if there is no known one."""
     for program in ("mpirun", "mpiexec", Mvapich.program):
         path = shutil.which(program, path=environ.get("PATH"))
         version = _version(path, environ) if path else ""

@@ -389,7 +389,7 @@ def _refuse_cuda() -> None:
 
 
 def _cuda_users(namespace: Mapping[str, Any]) -> str:
-    """What may have initialised CUDA: variables of the session on a GPU, and imported packages."""
+    """Return what may have initialised CUDA: variables of the session on a GPU, and imported packages."""
     on_gpu = [name for name, value in namespace.items() if not name.startswith("_") and _is_on_gpu(value)]
     packages = are_libraries_initialized(*_INITIALISE_CUDA)
     causes = [f"On a GPU: {', '.join(on_gpu)}."] if on_gpu else []

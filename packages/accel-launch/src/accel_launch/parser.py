@@ -42,7 +42,10 @@ class ConfigParser(argparse.ArgumentParser):
 
 
 def build_parser(among: Set[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of ``accel launch``, made from the option groups; ``among``: see :meth:`OptionGroup.add_to_parser`."""
+    """Return the parser of ``accel launch``, made from the option groups.
+
+    ``among``: see :meth:`OptionGroup.add_to_parser`.
+    """
     parser = ConfigParser(
         prog="accel launch",
         usage="accel launch [options] script [script arguments]",
@@ -94,13 +97,13 @@ def _unknown_option(flag: str, known: Sequence[str], program: str) -> Configurat
 
 
 def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of options that a parser has found."""
+    """Return the values of options that a parser has found."""
     # A repeatable option that is given once may hold the complete list, as JSON.
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
 def find_script(argv: Sequence[str], also: Sequence[str] = (), attached: Sequence[str] = ()) -> int:
-    """The index of the first word that is neither an option nor the value of one.
+    """Return the index of the first word that is neither an option nor the value of one.
 
     Args:
         argv: words of a command line.
@@ -125,7 +128,7 @@ def find_script(argv: Sequence[str], also: Sequence[str] = (), attached: Sequenc
 
 
 def _takes_next(word: str, options: dict[str, Option], following: str | None) -> bool:
-    """Whether the word after an option is its value."""
+    """Return True if the word after an option is its value."""
     flag, sign, _ = word.partition("=")
     if flag in ("-h", "--help"):
         return False

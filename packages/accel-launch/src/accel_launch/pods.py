@@ -51,12 +51,15 @@ class SkyEnvironment(Environment):
 
 
 def _first_pod(index: int) -> str | None:
-    """The DNS name of the pod with index 0, from that of this pod; None if this is not NAME-INDEX in a subdomain."""
+    """Return the DNS name of the pod with index 0, from that of this pod.
+
+    None if this is not NAME-INDEX in a subdomain.
+    """
     host, _, domain = socket.getfqdn(socket.gethostname()).partition(".")
     stem, _, number = host.rpartition("-")
     return f"{stem}-0.{domain}" if domain and number == str(index) else None
 
 
 def in_pod() -> bool:
-    """Whether this is a pod of an indexed Job."""
+    """Return True if this is a pod of an indexed Job."""
     return INDEX in Variables()

@@ -47,5 +47,5 @@ _TABLE = (
 
 
 def remedy(error: str) -> str:
-    """What to do about an error message or a signal's name; empty if the table has nothing."""
+    """Return what to do about an error message or a signal's name; empty if the table has nothing."""
     return next((text for pattern, text in _TABLE if re.search(pattern, error)), "")

@@ -13,7 +13,7 @@ from .network.interfaces import own_address
 
 
 def variables(plan: LaunchPlan, number: int, restarts: int) -> list[dict[str, str]]:
-    """The variables of each process of a replica."""
+    """Return the variables of each process of a replica."""
     options = plan.settings.group(FaultToleranceOptions)
     own_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     common = {**replica_variables(number, restarts), **own_port}
@@ -24,9 +24,9 @@ def variables(plan: LaunchPlan, number: int, restarts: int) -> list[dict[str, st
 
 
 def replica_variables(number: int, restarts: int) -> dict[str, str]:
-    """The variables of all processes of a replica, wherever it runs."""
+    """Return the variables of all processes of a replica, wherever it runs."""
     return {
-        # torchft would write ten lines a step, and torch the C++ frames of each lost connection.
+        # torchft would write ten lines per step, and torch the C++ frames of each lost connection.
         "RUST_LOG": read_str("RUST_LOG", "error") or "",
         "TORCH_CPP_LOG_LEVEL": read_str("TORCH_CPP_LOG_LEVEL", "FATAL") or "",
         "ACCELERATE_FT_REPLICA": str(number),
@@ -35,12 +35,12 @@ def replica_variables(number: int, restarts: int) -> dict[str, str]:
 
 
 def numbers_here(plan: LaunchPlan) -> range:
-    """The numbers of the replicas of this machine."""
+    """Return the numbers of the replicas of this machine."""
     return numbers_of(plan, plan.rendezvous.machine_rank)
 
 
 def numbers_of(plan: LaunchPlan, rank: int) -> range:
-    """The numbers of the replicas of a machine; machines have equally many, or one more."""
+    """Return the numbers of the replicas of a machine; machines have equally many, or one more."""
     options, machines = plan.settings.group(FaultToleranceOptions), plan.num_machines
     count = options.num_replicas + options.num_spares
     if count < machines:
@@ -52,14 +52,14 @@ def numbers_of(plan: LaunchPlan, rank: int) -> range:
 
 
 def rank_variables(options: FaultToleranceOptions) -> list[dict[str, str]]:
-    """The variables of the ranks of a replica."""
+    """Return the variables of the ranks of a replica."""
     size = str(options.processes_per_replica)
     counts = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **counts} for rank in range(options.processes_per_replica)]
 
 
 def visible_devices(plan: LaunchPlan, number: int) -> list[dict[str, str]]:
-    """The variable that leaves a replica its own devices, for each of its processes; none on the CPU.
+    """Return the variable that leaves a replica its own devices, for each of its processes; none on the CPU.
 
     Raises:
         ConfigurationError: there are fewer devices than processes.

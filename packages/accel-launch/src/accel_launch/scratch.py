@@ -16,7 +16,7 @@ _OWNER = "owner.lock"
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A new directory, which is removed at the end; those of launchers that were killed are removed first."""
+    """Make a directory that is removed at the end; remove those of launchers that were killed first."""
     _remove_abandoned()
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = None

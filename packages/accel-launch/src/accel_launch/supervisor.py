@@ -4,7 +4,7 @@ Every launcher that stays uses it: for ranks, for replicas, and for programs suc
 
 A handler only notes a signal, and interrupts the main thread where it waits (:meth:`SignalWatch.interruptible`), so
 that no process is started without being known. A call into a store may block the main thread for minutes, so a thread
-that is told of signals at once enforces the end. Torch-free.
+that receives signals at once enforces the end. Torch-free.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Child:
         return cls(subprocess.Popen(command, env=dict(environment), start_new_session=own, **options), own)
 
     def poll(self) -> int | None:
-        """The exit code, -N after signal N; None while it runs."""
+        """Return the exit code, -N after signal N; None while it runs."""
         return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
 
     def send(self, number: int) -> None:
@@ -120,10 +120,10 @@ class Supervised(Protocol):
         """Process ids to forward signals to."""
 
     def grace_seconds(self, number: int) -> float:
-        """How long the processes may take to end after a signal, if they need more than others."""
+        """Return how long the processes may take to end after a signal, if they need more than others."""
 
-    def farewell_seconds(self) -> float:
-        """How long the launcher may take to tell other machines that its processes have ended."""
+    def shutdown_seconds(self) -> float:
+        """Return how long the launcher may take to tell other machines that its processes have ended."""
 
 
 class Children:
@@ -140,7 +140,7 @@ class Children:
         """See :class:`Supervised`."""
         return 0.0
 
-    def farewell_seconds(self) -> float:
+    def shutdown_seconds(self) -> float:
         """See :class:`Supervised`."""
         return 0.0
 
@@ -159,7 +159,7 @@ class SignalWatch:
         self._owns_process = owns_process and sys.platform != "win32"
         self._active = threading.current_thread() is threading.main_thread()
         self.supervised: Supervised = Children()
-        """What is told of signals."""
+        """The receiver of signals."""
         self.received: int = 0
         """The first signal that asked the launcher to end, or 0."""
         self.forwarded: int = 0
@@ -206,7 +206,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that a signal ends at once, with Interrupted."""
+        """End the block with Interrupted as soon as a signal arrives."""
         self._may_raise = True
         try:
             self.check()
@@ -216,7 +216,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def starting(self, *, forks: bool = False) -> Iterator[None]:
-        """A block that starts processes, which get the signals for them after it.
+        """Deliver signals that arrive while the block starts processes after it.
 
         Args:
             forks: whether they are forks of this process. Signals are then blocked in them too, until they have
@@ -264,12 +264,12 @@ class SignalWatch:
         """End the launcher if the main thread does not."""
         import psutil
 
-        farewell, grace = self.supervised.farewell_seconds(), self.supervised.grace_seconds(number)
-        remaining, alone = max(GRACE_SECONDS, grace) + STUCK_SECONDS + farewell, 0.0
+        shutdown, grace = self.supervised.shutdown_seconds(), self.supervised.grace_seconds(number)
+        remaining, alone = max(GRACE_SECONDS, grace) + STUCK_SECONDS + shutdown, 0.0
         while not self._ended.wait(_LOOK_SECONDS):
             remaining -= _LOOK_SECONDS
             alone = 0.0 if psutil.Process().children() else alone + _LOOK_SECONDS
-            if remaining < 0 or alone > STUCK_SECONDS + farewell:
+            if remaining < 0 or alone > STUCK_SECONDS + shutdown:
                 _exit_now(number)
 
 

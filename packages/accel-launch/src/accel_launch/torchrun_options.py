@@ -37,7 +37,7 @@ UNUSED: dict[str, str] = {
 def with_torchrun_options(
     settings: Resolution, count_machines: Callable[[], int], variables: Mapping[str, str]
 ) -> Resolution:
-    """The settings with the values that ``--nproc-per-node``, ``--rdzv-endpoint`` and ``--standalone`` imply.
+    """Return the settings with the values that ``--nproc-per-node``, ``--rdzv-endpoint`` and ``--standalone`` imply.
 
     Args:
         settings: every option.
@@ -63,7 +63,7 @@ def with_torchrun_options(
 
 
 def _implied(settings: Resolution, cause: str, name: str, value: Any) -> Resolution:
-    """The settings with a value that another option implies."""
+    """Return the settings with a value that another option implies."""
     current, given = settings.settings[name], settings.settings[cause]
     if settings.is_set(name) and current.value != value and current.source.strength >= given.source.strength:
         raise ConfigurationError(

@@ -19,7 +19,7 @@ _call: tuple[Callable[..., Any], Sequence[Any]] | None = None
 
 
 def is_on_tpu() -> bool:
-    """Whether this session has a TPU, or another XLA device, and torch_xla to use it with."""
+    """Return True if this session has a TPU, or another XLA device, and torch_xla to use it with."""
     return any(read_str(name) for name in _TPU_VARIABLES) and importlib.util.find_spec("torch_xla") is not None
 
 
@@ -60,12 +60,12 @@ def run_on_tpu(
 
 
 def processes_to_start(num_processes: int | None) -> int | None:
-    """What torch_xla's launcher takes: 1, or None for a process on each chip."""
+    """Return what torch_xla's launcher takes: 1, or None for a process on each chip."""
     return 1 if num_processes == 1 else None
 
 
 def require_launcher() -> Any:
-    """The module of torch_xla that starts processes."""
+    """Return the module of torch_xla that starts processes."""
     return require(
         "torch_xla.distributed.xla_multiprocessing",
         purpose="starting processes on a TPU",

@@ -71,7 +71,7 @@ class CalledRoot(torch.nn.Module):
 
 
 def data_parallel_wrappers() -> Any:
-    """The wrappers of a model chunk for data parallelism."""
+    """Return the wrappers of a model chunk for data parallelism."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, MegatronFSDP
 
@@ -79,12 +79,12 @@ def data_parallel_wrappers() -> Any:
 
 
 def identity(parameter: torch.Tensor) -> int:
-    """A number that a parameter and the DTensor that FSDP puts in its place between steps share."""
+    """Return a number that a parameter and the DTensor that FSDP puts in its place between steps share."""
     return id(getattr(parameter, "orig_param", parameter))
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of dense and of expert parameters."""
+    """Return the optimizers of dense and of expert parameters."""
     from megatron.core.optimizer import ChainedOptimizer
 
     subs = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -132,11 +132,11 @@ class MainParameter:
                 self.shown, self.main, self.optimizer = self.main, inner, sub
 
     def value(self) -> torch.Tensor:
-        """The float32 parameter. A collective call."""
+        """Return the float32 parameter. A collective call."""
         return self.full(self.main)
 
     def full(self, part: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
+        """Return a tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
         if self.group is None:
             assert part is not None
             return part.detach().to(self.parameter.device).reshape(self.parameter.shape)
@@ -147,7 +147,7 @@ class MainParameter:
         return flat.view(self.parameter.shape)
 
     def state(self, key: str) -> torch.Tensor | None:
-        """An entry of the optimizer's state; None on ranks without a range of it."""
+        """Return an entry of the optimizer's state; None on ranks without a range of it."""
         return None if self.main is None else self.optimizer.state[self.main].get(key)
 
     def put(self, key: str | None, value: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class ShardedParameter(MainParameter):
 
 
 def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParameter]]:
-    """The trained parameters of this rank's model chunks with their main parameters, in the same order on all ranks
+    """Return this rank's trained parameters with their main parameters, in the same order on all ranks.
     that hold copies of them.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

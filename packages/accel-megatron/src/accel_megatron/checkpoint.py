@@ -28,12 +28,12 @@ from .weights import check_parts
 
 
 def own_file(rank: int) -> str:
-    """The file of a rank with what has no place in the files of one process."""
+    """Return the file of a rank with what has no place in the files of one process."""
     return f"megatron_rank{rank}.bin"
 
 
 def gather(engines: Sequence[Any], weights: Sequence[dict[str, Any]]) -> Gathered:
-    """The files of all engines. A collective call."""
+    """Return the files of all engines. A collective call."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     gathered, rank = Gathered(), PartialState().process_index
@@ -54,7 +54,7 @@ def gather(engines: Sequence[Any], weights: Sequence[dict[str, Any]]) -> Gathere
 
 
 def _scalers(engine: Any) -> list[Any]:
-    """The loss scalers of dense and of expert parameters, which have the same state; none without fp16."""
+    """Return the loss scalers of dense and of expert parameters, which have the same state; none without fp16."""
     from ._megatron_compat import sub_optimizers
 
     scalers = [getattr(sub, "grad_scaler", None) for sub in sub_optimizers(engine.optimizer.core)]
@@ -62,14 +62,14 @@ def _scalers(engine: Any) -> list[Any]:
 
 
 def _sizes(engine: Any) -> list[int]:
-    """The parallel sizes, at which random number generators can be restored."""
+    """Return the parallel sizes, at which random number generators can be restored."""
     plugin = engine.plugin
     names = ("tp_degree", "pp_degree", "context_parallel_size", "expert_model_parallel_size")
     return [PartialState().num_processes, *(getattr(plugin, name) for name in names)]
 
 
 def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[Callable[[], Any]]:
-    """The calls that load the engines, for every rank in the same order."""
+    """Return the calls that load the engines, for every rank in the same order."""
     unknown = sorted(set(options) - {"strict"})
     if unknown:
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[C
 
 
 def _read_own(reader: Any, engines: Sequence[Any]) -> dict[str, Any] | None:
-    """What was saved of this rank; of rank 0 if there were fewer ranks; None if another strategy has saved."""
+    """Return what was saved of this rank; of rank 0 if there were fewer ranks; None if another strategy has saved."""
     names = own_file(PartialState().process_index), own_file(0)
     if not any(re.fullmatch(r"megatron_rank\d+\.bin", name) for name in reader.names):
         return None
@@ -123,7 +123,7 @@ def _read_own(reader: Any, engines: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _shapes_of_model(engine: Any) -> dict[str, torch.Size]:
-    """The shapes of the model's parameters; empty for a model that the script provides."""
+    """Return the shapes of the model's parameters; empty for a model that the script provides."""
     if not engine.architecture.takes_weights:
         return {}
     model = engine.transformers_model
@@ -131,7 +131,7 @@ def _shapes_of_model(engine: Any) -> dict[str, torch.Size]:
 
 
 def _complete(engine: Any, weights: Any, path: Path) -> dict[str, torch.Tensor]:
-    """Saved weights under all names that tied ones have."""
+    """Return saved weights under all names that tied ones have."""
     if not isinstance(weights, dict):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
     names = {name for pair in engine.table.weights for name in pair.names}

@@ -29,7 +29,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def model_of(config: str | Path) -> Any:
-    """The model of a Transformers configuration, without memory."""
+    """Return the model of a Transformers configuration, without memory."""
     transformers = require("transformers", purpose="accel megatron convert", install="accel[megatron]")
     settings = transformers.AutoConfig.from_pretrained(str(config))
     if settings.model_type not in ARCHITECTURES:
@@ -44,7 +44,7 @@ def model_of(config: str | Path) -> Any:
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder with the files of the ranks."""
+    """Return the folder with the files of the ranks."""
     latest = path / LATEST
     if latest.is_file():
         text = latest.read_text(encoding="utf-8").strip()
@@ -53,7 +53,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def is_megatron(source: Path) -> bool:
-    """Whether a folder is a checkpoint of Megatron-LM, or that of an iteration."""
+    """Return True if a folder is a checkpoint of Megatron-LM, or that of an iteration."""
     return (source / LATEST).is_file() or any(source.glob("mp_rank_*")) or is_torch_dist(source)
 
 
@@ -87,7 +87,7 @@ class TransformersFiles:
         return safe_open(str(self.folder / name), "pt")
 
     def find(self, name: str) -> str | None:
-        """The name of a weight in the files: also without the model's prefix, or another name of a tied weight."""
+        """Return a weight's name in the files: also without the model's prefix, or another name of a tied weight."""
         for alias in (name, *self.aliases.get(name, ())):
             for spelling in (alias, alias.removeprefix(self.prefix)):
                 if spelling in self.files:
@@ -95,7 +95,7 @@ class TransformersFiles:
         return None
 
     def read(self, name: str) -> torch.Tensor:
-        """A weight."""
+        """Return a weight."""
         found = self.find(name)
         if found is None:
             raise ConfigurationError(f"{self.folder} has no {name}. Check that config.json is that of the weights.")
@@ -276,7 +276,7 @@ def to_megatron(
 def _full(
     pairs: Sequence[Weight], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None
 ) -> Callable[[int], list[torch.Tensor]]:
-    """A function that returns the full tensors of Megatron-core for one of the pairs, by its index."""
+    """Return a function that returns the full tensors of Megatron-core for one of the pairs, by its index."""
 
     @functools.lru_cache(maxsize=1)
     def full(index: int) -> list[torch.Tensor]:
@@ -288,7 +288,7 @@ def _full(
 
 
 def _arguments(architecture: Architecture, sizes: Sizes, rows: int) -> dict[str, Any]:
-    """What Megatron-LM compares with the arguments of a run."""
+    """Return what Megatron-LM compares with the arguments of a run."""
     settings = architecture.settings()
     plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, bool))}
     return {

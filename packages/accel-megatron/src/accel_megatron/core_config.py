@@ -33,7 +33,7 @@ _ENGINE = {"calculate_per_token_loss": True, "finalize_model_grads_func": _reduc
 
 
 def dtype_of(mixed_precision: str, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of the parameters that are computed with."""
+    """Return the dtype of the parameters that are computed with."""
     dtype = _HALF.get(mixed_precision, otherwise)
     if dtype not in (torch.float32, *_HALF.values()):
         raise ConfigurationError(f"the model's dtype {dtype} is not one of float32, bfloat16, float16.")
@@ -41,7 +41,7 @@ def dtype_of(mixed_precision: str, otherwise: torch.dtype) -> torch.dtype:
 
 
 def transformer_config(**fields: Any) -> Any:
-    """A TransformerConfig with the parallel sizes and the dtype of this run, for a ``custom_model_provider_function``.
+    """Return a TransformerConfig with this run's parallel sizes and dtype, for a ``custom_model_provider_function``.
 
     Args:
         **fields: fields of Megatron-core's TransformerConfig, at least ``num_layers``, ``hidden_size`` and
@@ -59,7 +59,7 @@ def transformer_config(**fields: Any) -> Any:
 
 
 def config_for(plugin: MegatronLMPlugin, architecture: Architecture, dtype: torch.dtype, other: dict[str, Any]) -> Any:
-    """The config of a mapped model, after a check that the settings fit it."""
+    """Return the config of a mapped model, after a check that the settings fit it."""
     settings = architecture.settings()
     _check_model(plugin, architecture, settings)
     vp_size = _virtual_stages(plugin, architecture, other)
@@ -71,7 +71,7 @@ def config_for(plugin: MegatronLMPlugin, architecture: Architecture, dtype: torc
 
 
 def create(plugin: MegatronLMPlugin, dtype: torch.dtype, vp_size: int | None, fields: dict[str, Any]) -> Any:
-    """A TransformerConfig; ``fields`` come before what follows from the settings."""
+    """Return a TransformerConfig; ``fields`` come before what follows from the settings."""
     load_core()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -97,7 +97,7 @@ def create(plugin: MegatronLMPlugin, dtype: torch.dtype, vp_size: int | None, fi
 
 
 def parallel_fields(plugin: MegatronLMPlugin, dtype: torch.dtype, vp_size: int | None) -> dict[str, Any]:
-    """The fields of the process groups, the schedule and the precision."""
+    """Return the fields of the process groups, the schedule and the precision."""
     uneven = plugin.decoder_last_pipeline_num_layers
     fields = {
         "tensor_model_parallel_size": plugin.tp_degree,
@@ -180,7 +180,7 @@ def _check_model(plugin: MegatronLMPlugin, architecture: Architecture, settings:
 
 
 def _virtual_stages(plugin: MegatronLMPlugin, architecture: Architecture, other: dict[str, Any]) -> int | None:
-    """The number of chunks of the model on a rank; None for one."""
+    """Return the number of chunks of the model on a rank; None for one."""
     per_chunk = plugin.num_layers_per_virtual_pipeline_stage
     if not architecture.supports_interleaving:  # its stages check their layers themselves
         if per_chunk is not None:

@@ -113,7 +113,7 @@ class MegatronDataLoader(DataLoader[Any]):
         raise ConfigurationError("the data set has no samples for this split. Change splits_string, or add data.")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
@@ -146,7 +146,7 @@ def _sizes(plugin: MegatronLMPlugin) -> list[int | None]:
 
 
 def build_datasets(dummy: MegatronLMDummyDataLoader, plugin: MegatronLMPlugin, config: Any) -> Sequence[Any]:
-    """The datasets of training, validation and test data; None for one without a share. A collective call."""
+    """Return the datasets of training, validation and test data; None for one without a share. A collective call."""
     if plugin.custom_megatron_datasets_provider_function is not None:
         datasets: Sequence[Any] = plugin.custom_megatron_datasets_provider_function(_sizes(plugin))
         return datasets
@@ -186,7 +186,10 @@ def build_datasets(dummy: MegatronLMDummyDataLoader, plugin: MegatronLMPlugin, c
 def _causal(
     given: dict[str, Any], plugin: MegatronLMPlugin, config: Any, length: int
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The class of a data set, that of its settings, and the settings; takes out of ``given`` what it has used."""
+    """Return the class of a data set, that of its settings, and the settings.
+
+    Takes out of ``given`` what it has used.
+    """
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     eod = given.pop("eod_id", None)
@@ -244,7 +247,10 @@ def _masked(
 
 
 def collate(samples: list[Any]) -> Any:
-    """A batch of Megatron-core's samples; of Megatron-BERT and T5 with the names that Transformers' models take."""
+    """Return a batch of Megatron-core's samples.
+
+    Of Megatron-BERT and T5 with the names that Transformers' models take.
+    """
     batch = torch.utils.data.default_collate(samples)
     if not isinstance(batch, dict) or not ("padding_mask" in batch or "enc_mask" in batch):
         return batch
@@ -269,7 +275,7 @@ def build_loaders(
     ranks: int,
     prepare: Callable[[DataLoader[Any]], Any],
 ) -> list[MegatronDataLoader | None]:
-    """The loaders of training, validation and test data."""
+    """Return the loaders of training, validation and test data."""
     size = int(dummy.dataset_args["micro_batch_size"])
     plugin.set_training_args(size, ranks)
     loaders: list[MegatronDataLoader | None] = []
@@ -325,12 +331,12 @@ def write_dataset(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, which end at a full stop, a question or an exclamation mark, or at the end of a line."""
+    """Return the sentences of a text, which end at a full stop, a question or exclamation mark, or a line's end."""
     return [part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]
 
 
 def read_documents(path: Path, key: str) -> Iterator[str]:
-    """The texts of a file: the values of ``key`` in JSON lines (.jsonl), or else paragraphs."""
+    """Yield the texts of a file: the values of ``key`` in JSON lines (.jsonl), or else paragraphs."""
     with path.open(encoding="utf-8") as file:
         if path.suffix in (".jsonl", ".json"):
             for number, line in enumerate(file, start=1):

@@ -142,7 +142,7 @@ class MegatronEngine(nn.Module):
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _build(self, other: dict[str, Any]) -> list[nn.Module]:
-        """This rank's chunks of a mapped model."""
+        """Return this rank's chunks of a mapped model."""
         config = config_for(self.plugin, self.architecture, self.dtype, other)
         self.config_core: Any = config
         set_virtual_stages(config.virtual_pipeline_model_parallel_size)
@@ -158,7 +158,7 @@ class MegatronEngine(nn.Module):
         return chunks
 
     def _provide(self, model: nn.Module, other: dict[str, Any]) -> list[nn.Module]:
-        """This rank's chunks of the user's model, each wrapped or not."""
+        """Return this rank's chunks of the user's model, each wrapped or not."""
         architecture, plugin = self.architecture, self.plugin
         assert isinstance(architecture, Provided)
         fields = {**settings_of(model), **other}
@@ -184,7 +184,7 @@ class MegatronEngine(nn.Module):
     def _optimised(
         self, chunks: list[Any], settings: Any, optimizer: Optimizer, groups: Any, core: dict[str, Any]
     ) -> list[nn.Module]:
-        """The chunks with buffers for their gradients, after the optimizer of their parameters was created."""
+        """Return the chunks with buffers for their gradients, after the optimizer of their parameters was created."""
         from megatron.core.distributed import DistributedDataParallel
 
         wrapped = [chunk for chunk in chunks if isinstance(chunk, data_parallel_wrappers())]
@@ -219,7 +219,7 @@ class MegatronEngine(nn.Module):
             )
 
     def _shard(self, chunk: nn.Module, settings: Any) -> nn.Module:
-        """A chunk of the model in Megatron-core's FSDP, which gathers the parameters of one layer after the other."""
+        """Return a chunk of the model in Megatron-core's FSDP, which gathers parameters one layer after the other."""
         repair_fsdp()
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
@@ -285,13 +285,16 @@ class MegatronEngine(nn.Module):
         parameter.data.copy_(value)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by their Transformers names, on the host of rank 0. Every rank must exhaust the iterator."""
+        """Yield the weights by their Transformers names, on the host of rank 0.
+
+        Every rank must exhaust the iterator.
+        """
         value = (lambda parameter: parameter.detach().float()) if self.optimizer is None else self.optimizer.value
         for name, tensor in self.table.collect(value):
             yield name, tensor.to(self.dtypes[name])
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of the Transformers model, or of the provided one, on rank 0; empty on other ranks.
+        """Return the state dict of the Transformers model, or of the provided one, on rank 0; empty on other ranks.
 
         A collective call.
         """
@@ -314,7 +317,7 @@ class MegatronEngine(nn.Module):
         return complete
 
     def unwrapped(self) -> nn.Module:
-        """The Transformers model with the current weights, on the host of every rank. A collective call.
+        """Return the Transformers model with the current weights, on the host of every rank. A collective call.
 
         Of a provided model, this rank's part without wrappers; a list of modules, if stages are interleaved.
         """
@@ -389,7 +392,7 @@ class MegatronEngine(nn.Module):
         return self._evaluate(micro_batches, samples, length)
 
     def _micro_batches(self, inputs: Batch, samples: int, training: bool) -> list[Batch]:
-        """The inputs, padded and split into micro batches, and their parts of the sequences."""
+        """Return the inputs, padded and split into micro batches, and their parts of the sequences."""
         count = self.plugin.num_micro_batches if training else min(self.plugin.num_micro_batches, samples)
         if self.config_core.virtual_pipeline_model_parallel_size:
             count = self.plugin.num_micro_batches  # the interleaved schedule needs a multiple of the stages
@@ -497,7 +500,7 @@ class MegatronEngine(nn.Module):
         return ComputedLoss.apply(trigger, value, report)
 
     def _custom_step(self, count: int) -> Callable[..., Any]:
-        """The user's train step, whose losses are averaged over micro batches and ranks."""
+        """Return the user's train step, whose losses are averaged over micro batches and ranks."""
         ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
         train_step = self.train_step
         assert train_step is not None
@@ -542,7 +545,7 @@ class MegatronEngine(nn.Module):
     _accumulated = False
 
     def _share_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of the last stage's losses over all data-parallel ranks, on every rank."""
+        """Return the sum of the last stage's losses over all data-parallel ranks, on every rank."""
         total = torch.stack(losses).sum().reshape(()).float() if losses else torch.zeros((), device=self.device)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         if pipeline.size() > 1:
@@ -596,7 +599,7 @@ class MegatronEngine(nn.Module):
         return MegatronOutput(loss, logits)
 
     def _share_logits(self, logits: torch.Tensor | None) -> torch.Tensor:
-        """The logits of the last stage, with whole sequences, on every rank of the pipeline."""
+        """Return the logits of the last stage, with whole sequences, on every rank of the pipeline."""
         size = self.plugin.context_parallel_size
         if logits is not None and size > 1:
             parts = [torch.empty_like(logits) for _ in range(size)]
@@ -709,7 +712,7 @@ class MegatronEngine(nn.Module):
 
 
 def _check_wrapped(wrapped: list[Any], count: int, settings: Any) -> Any:
-    """The settings of chunks that custom_prepare_model_function wrapped in DistributedDataParallel."""
+    """Return the settings of chunks that custom_prepare_model_function wrapped in DistributedDataParallel."""
     found = wrapped[0].ddp_config
     problem = None
     if len(wrapped) < count:

@@ -84,7 +84,7 @@ def generate(
 
 
 def _special_tokens(config: Any, eos_token_id: int | None, pad_token_id: int | None) -> tuple[Any, int]:
-    """The token that ends a text, None for none, and the one that follows it."""
+    """Return the token that ends a text, None for none, and the one that follows it."""
     eos = config.eos_token_id if eos_token_id is None else eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
     pad = pad_token_id if pad_token_id is not None else config.pad_token_id

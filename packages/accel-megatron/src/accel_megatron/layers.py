@@ -43,7 +43,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def zigzag_positions(length: int, ranks: int, device: Any) -> torch.Tensor:
-    """The positions that each context-parallel rank holds, of shape (ranks, length): its chunk from either end."""
+    """Return the positions of each context-parallel rank, of shape (ranks, length): its chunk from either end."""
     half = length // 2
     rows = []
     for rank in range(ranks):
@@ -54,7 +54,7 @@ def zigzag_positions(length: int, ranks: int, device: Any) -> torch.Tensor:
 
 
 def blocked_keys(mask: torch.Tensor) -> torch.Tensor:
-    """The mask (samples, 1, queries, keys) of a causal model, True where blocked, from one that is True at padding.
+    """Return a causal mask (samples, 1, queries, keys), True where blocked, from one that is True at padding.
 
     Megatron-core's own attention takes the mask that it is given in place of the causal one.
     """
@@ -168,7 +168,7 @@ def layer_spec(
     mlp: Any = None,
     layer: Any = None,
 ) -> Any:
-    """The modules of a layer.
+    """Return the modules of a layer.
 
     Args:
         mask_type: "causal", or "padding" for attention in both directions.
@@ -247,7 +247,7 @@ def _cross_attention() -> Any:
 
 
 def block_spec(config: Any, spec: Any, vp_stage: int | None = None, layers: int | None = None) -> Any:
-    """The modules of this rank's layers."""
+    """Return the modules of this rank's layers."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 

@@ -33,7 +33,7 @@ class Sizes:
     layers: tuple[int, ...]
 
     def place(self, target: str, experts: int) -> tuple[int, int, int | None, str]:
-        """The stage, the chunk and the expert-parallel rank (None: all) of a parameter, and its name there."""
+        """Return the stage, the chunk and the expert-parallel rank (None: all) of a parameter, and its name there."""
         local, rank = target, None
         expert = _EXPERT.search(target)
         if expert is not None:
@@ -53,7 +53,7 @@ class Sizes:
 
 
 def places(name: str, sizes: Sizes, experts: int, tied: bool) -> Iterator[tuple[int, int, int | None, str]]:
-    """Where a parameter is: the last stage has a copy of an embedding that is the output layer too."""
+    """Yield where a parameter is: the last stage has a copy of an embedding that is the output layer too."""
     yield sizes.place(name, experts)
     if tied and sizes.pp > 1 and name == "embedding.word_embeddings.weight":
         yield sizes.pp - 1, sizes.chunks - 1, None, "output_layer.weight"
@@ -62,7 +62,7 @@ def places(name: str, sizes: Sizes, experts: int, tied: bool) -> Iterator[tuple[
 def sizes_for(
     architecture: Architecture, tp: int, pp: int, ep: int, last: int | None = None, per_chunk: int | None = None
 ) -> Sizes:
-    """The sizes of a checkpoint, after a check that they divide the model."""
+    """Return the sizes of a checkpoint, after a check that they divide the model."""
     settings = architecture.settings()
     layers, chunks = settings["num_layers"], 1
     kind = architecture.hf.model_type

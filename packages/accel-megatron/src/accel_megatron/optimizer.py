@@ -84,7 +84,7 @@ class ParameterGroups:
         }
 
     def trains(self, pair: Weight) -> bool:
-        """Whether the optimizer updates a weight."""
+        """Return True if the optimizer updates a weight."""
         return self.of_target[pair.targets[0]] is not None
 
 
@@ -208,7 +208,7 @@ class EngineOptimizer:
             self.ready = True
 
     def norm(self) -> float:
-        """The 2-norm of all gradients."""
+        """Return the 2-norm of all gradients."""
         if self._norm is None:
             self._norm = float(self.core.get_grad_norm() or 0.0)
         return self._norm
@@ -251,7 +251,7 @@ class EngineOptimizer:
     # -- values and states -------------------------------------------------------------------------------------------
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The float32 value of a parameter of this rank."""
+        """Return the float32 value of a parameter of this rank."""
         main = self.mains.get(id(parameter))
         return parameter.detach().float() if main is None else main.value()
 
@@ -277,7 +277,10 @@ class EngineOptimizer:
         return max(everyone)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's format, with full tensors of the Transformers model, on rank 0. A collective call."""
+        """Return the state in torch's format, with full tensors of the Transformers model, on rank 0.
+
+        A collective call.
+        """
         steps = self._steps_taken()
         order = {name: index for index, name in enumerate(name for names in self.groups.names for name in names)}
         state: dict[int, dict[str, Any]] = {}
@@ -325,7 +328,7 @@ class EngineOptimizer:
                 check_parts(self.table, self._reader(entries, key), shapes, path, self.groups.trains)
 
     def _entries(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """What is saved of each parameter, by its name."""
+        """Return what is saved of each parameter, by its name."""
         flat = [name for names in self.groups.names for name in names]
         by_name = {name: saved["state"].get(index, saved["state"].get(name)) for index, name in enumerate(flat)}
         return {name: by_name[first] for name, first in self.groups.first_name.items() if by_name.get(first)}
@@ -388,7 +391,7 @@ class MegatronOptimizerWrapper(AcceleratedOptimizer):
             self.engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state, on rank 0. Every rank must call it."""
+        """Return the full state, on rank 0. Every rank must call it."""
         return self.engine.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class OptimizerFile:
             self.state.update({name: self.state[known[0]] for name in tied if known})
 
     def _names(self, model: Any) -> list[list[str]]:
-        """The names of the parameters of each group."""
+        """Return the names of the parameters of each group."""
         own = self.folder / own_file(0)
         if own.is_file():
             found: list[list[str]] | None = read_safely(own).get("optimizer_names")
@@ -71,7 +71,7 @@ class OptimizerFile:
         return [names]
 
     def read(self, name: str, key: str) -> torch.Tensor:
-        """A state of a weight."""
+        """Return a state of a weight."""
         entry = self.state.get(name) or {}
         if key not in entry:
             raise ConfigurationError(
@@ -87,7 +87,7 @@ class OptimizerFile:
         return int(max((entry["step"] for entry in self.state.values() if "step" in entry), default=0))
 
     def core_state(self, separate_experts: bool) -> dict[Any, Any]:
-        """What dist_checkpointing keeps of the optimizer apart from the tensors.
+        """Return what dist_checkpointing keeps of the optimizer apart from the tensors.
 
         The optimizers of float32, of half precision, and the distributed one look for it in different places. Experts
         over several ranks have an optimizer of their own.

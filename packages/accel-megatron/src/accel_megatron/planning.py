@@ -31,7 +31,7 @@ _STATES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd_momentum": 1}
 
 
 def plan_rank(settings: Mapping[str, Any], model: Any, **numbers: Any) -> dict[str, Any]:
-    """The plan of a rank; called by ``accel plan`` through the entry point group ``accel.planners``.
+    """Return the plan of a rank; called by ``accel plan`` through the entry point group ``accel.planners``.
 
     Args:
         settings: the resolved options of ``accel launch``.
@@ -62,7 +62,7 @@ def plan_plugin(
     steps: int = 1,
     device: str = "cuda",
 ) -> dict[str, Any]:
-    """What a rank holds, sends and reads.
+    """Return what a rank holds, sends and reads.
 
     Args:
         plugin: the settings.
@@ -150,7 +150,7 @@ class _Work:
         self._count()
 
     def _axes(self) -> list[tuple[str, int]]:
-        """The kinds of parallelism, from that of neighbouring ranks."""
+        """Return the kinds of parallelism, from that of neighbouring ranks."""
         return [("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)]
 
     def _split_layers(self) -> None:
@@ -173,7 +173,7 @@ class _Work:
         self.fixed = len(self.architecture.unmapped) * self.rows // self.tp if self.last else 0
 
     def _copies(self, target: str) -> int:
-        """How many times this rank has a parameter."""
+        """Return how many times this rank has a parameter."""
         found = places(target, self.sizes, self.experts, self.architecture.tied)
         return sum(place[0] == self.stage and place[2] in (None, self.ep_rank) for place in found)
 
@@ -192,7 +192,7 @@ class _Work:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def memory(self, copies: int) -> dict[str, int]:
-        """Bytes of weights, gradients, optimizer states, buffers and activations."""
+        """Return bytes of weights, gradients, optimizer states, buffers and activations."""
         shards = self.dp * self.cp if self.plugin.use_distributed_optimizer else 1
         # Half-precision weights are rounded from float32 ones; gradients are accumulated in float32.
         each = 4 * (copies + (1 if self.bytes == 2 else 0))
@@ -208,7 +208,7 @@ class _Work:
         }
 
     def activations(self) -> int:
-        """Bytes that are saved for the backward pass, when most micro batches are in flight."""
+        """Return bytes that are saved for the backward pass, when most micro batches are in flight."""
         count, chunks = self.plugin.num_micro_batches, self.sizes.chunks
         if chunks == 1:
             in_flight: float = min(count, self.pp - self.stage)
@@ -229,14 +229,14 @@ class _Work:
         return int(layers + in_flight * self._input_bytes() + head)
 
     def _input_bytes(self) -> float:
-        """Bytes of the ids of tokens."""
+        """Return bytes of the ids of tokens."""
         return self.tokens * 8 if self.first else 0
 
     def _mean_layer_bytes(self) -> float:
         return self._layer_bytes()
 
     def _norm(self, values: float) -> float:
-        """Bytes that a norm of so many values of a token saves, beyond its input and its output."""
+        """Return bytes that a norm of so many values of a token saves, beyond its input and its output."""
         if self.core.get("normalization") != "RMSNorm" or self.device != "cpu":
             return 8
         # On CPUs torch's RMSNorm consists of several operations in float32.
@@ -365,7 +365,7 @@ class _Work:
         self._over_data(add, self.expert_values, self.dp * self.cp // self.ep, others)
 
     def _joined(self, axes: Sequence[str]) -> str:
-        """The name of axes that are flattened into one."""
+        """Return the name of axes that are flattened into one."""
         return "+".join(name for name in self.coordinates if name in axes and self.coordinates[name][1] > 1)
 
     def _over_data(self, add: Any, values: int, ranks: int, axes: Sequence[str]) -> None:
@@ -506,7 +506,7 @@ class _T5(_Work):
         return int(self.stage == self.split - 1 if target.startswith("encoder.") else self.last)
 
     def _input_bytes(self) -> float:
-        """Bytes of the ids, the distances of tokens, and the last norm of the encoder."""
+        """Return bytes of the ids, the distances of tokens, and the last norm of the encoder."""
         hidden = self.core["hidden_size"] / self.sp
         norm = self.tokens * (2 * hidden * self.bytes + self._norm(hidden))
         buckets = 8 * self.seq_length**2 * (int(self.encoder > 0) + int(self.decoder > 0))

@@ -286,7 +286,7 @@ class MegatronLMPlugin:
         self.use_distributed_optimizer = True
 
     def virtual_stages(self, num_layers: int | None) -> int | None:
-        """How many parts each rank has of a model whose stages are interleaved; None for one."""
+        """Return how many parts each rank has of a model whose stages are interleaved; None for one."""
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return None
@@ -340,7 +340,7 @@ class MegatronLMPlugin:
         self.global_batch_size = micro_batch_size * dp_degree * self.num_micro_batches
 
     def settings_for(self, *kinds: type[Any]) -> list[dict[str, Any]]:
-        """The ``other_megatron_args`` that are fields of each class; one that no class has is an error."""
+        """Return the ``other_megatron_args`` that are fields of each class; one that no class has is an error."""
         given = dict(self.other_megatron_args or {})
         for name in (*_FSDP_NAMES, "use_torch_fsdp2"):
             given.pop(name, None)

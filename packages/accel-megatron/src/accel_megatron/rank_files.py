@@ -29,14 +29,14 @@ FUSED_NORMS = {
 
 
 def folder_name(sizes: Sizes, tp: int, pp: int, ep: int) -> str:
-    """The folder of a rank's file, as Megatron-LM names it."""
+    """Return the folder of a rank's file, as Megatron-LM names it."""
     name = f"mp_rank_{tp:02d}"
     name += f"_{pp:03d}" if sizes.pp > 1 else ""
     return name + (f"_{ep:03d}" if sizes.ep > 1 else "")
 
 
 def read_content(file: Path, trust: bool) -> dict[str, Any]:
-    """A file of Megatron-LM; with ``trust`` any object is unpickled, otherwise tensors and plain values only."""
+    """Return a file of Megatron-LM; with ``trust`` any object is unpickled, otherwise tensors and plain values only."""
     if trust:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
         return content
@@ -90,19 +90,19 @@ class RankFiles:
         self.experts: int = int(architecture.settings().get("num_moe_experts") or 1)
 
     def _layers(self, stage: int, chunk: int, chunks: int) -> int:
-        """The number of layers of a chunk."""
+        """Return the number of layers of a chunk."""
         matches = map(LAYER.match, self.chunk(0, stage, 0, chunk, chunks))
         return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # mapped files, which take no memory
     def chunk(self, tp: int, pp: int, ep: int, chunk: int, chunks: int) -> dict[str, torch.Tensor]:
-        """The tensors of a chunk in a rank's file."""
+        """Return the tensors of a chunk in a rank's file."""
         content = read_content(self.files[tp, pp, ep], self.trust)
         model: dict[str, Any] = content["model" if chunks == 1 else f"model{chunk}"]
         return {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
 
     def full(self, target: str, pair: Weight, meta: bool = False) -> torch.Tensor:
-        """A parameter of all tensor-parallel ranks, without padding; with ``meta`` its size only."""
+        """Return a parameter of all tensor-parallel ranks, without padding; with ``meta`` its size only."""
         pp, chunk, ep, local = self.sizes.place(target, self.experts)
         parts = []
         for tp in range(self.sizes.tp):
@@ -119,7 +119,7 @@ class RankFiles:
 
 
 def spellings(local: str) -> Iterator[str]:
-    """The names of a parameter in a layer: its own, and that of Transformer Engine."""
+    """Yield the names of a parameter in a layer: its own, and that of Transformer Engine."""
     yield local
     for norm, fused in FUSED_NORMS.items():
         if norm in local:

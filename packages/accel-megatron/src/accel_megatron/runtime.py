@@ -61,7 +61,7 @@ def destroy() -> None:
 
 
 def data_mesh(device_type: str) -> Any:
-    """The ranks as a mesh over Megatron-core's own process groups, for sharding data."""
+    """Return the ranks as a mesh over Megatron-core's own process groups, for sharding data."""
     from torch.distributed.device_mesh import DeviceMesh
 
     groups = {

@@ -101,11 +101,11 @@ class _Schedule:
         self.schedule.step(increment=1)
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates."""
+        """Return the learning rates."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is."""
+        """Return where the schedule is."""
         state: dict[str, Any] = self.schedule.state_dict()
         return state
 

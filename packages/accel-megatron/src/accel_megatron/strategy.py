@@ -173,7 +173,7 @@ class MegatronStrategy(Strategy):
             self.settings.set_training_args(min(sizes) if smallest else max(sizes), self._data.world_size)
 
     def _with_micro_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A loader of whole batches, for one whose batch size is that of a micro batch."""
+        """Return a loader of whole batches, for one whose batch size is that of a micro batch."""
         count = self.settings.num_micro_batches
         if count == 1 or loader.batch_size is None or getattr(loader, "_is_accelerate_prepared", False):
             return loader
@@ -197,7 +197,7 @@ class MegatronStrategy(Strategy):
         return any(model is engine for engine in getattr(self, "_engines", ()))
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """The Transformers model with the current weights, in host memory. Every rank must call it."""
+        """Return the Transformers model with the current weights, in host memory. Every rank must call it."""
         if not self.is_wrapped(model):
             return super().unwrap(model, keep_fp32_wrapper, keep_torch_compile)
         return model.unwrapped()  # type: ignore[operator]
@@ -235,7 +235,10 @@ class MegatronStrategy(Strategy):
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights under the names of the Transformers model, on rank 0, in host memory. Every rank must call it."""
+        """Return the weights under the names of the Transformers model, on rank 0, in host memory.
+
+        Every rank must call it.
+        """
         if not self.is_wrapped(model) or not unwrap:
             return super().state_dict(model, unwrap)
         state: dict[str, Any] = model.full_state_dict()  # type: ignore[operator]

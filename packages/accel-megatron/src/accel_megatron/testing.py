@@ -78,7 +78,7 @@ class _Stream:
         return None
 
     def query(self) -> bool:
-        """A CPU operation has ended when its call returns."""
+        """Return a CPU operation has ended when its call returns."""
         return True
 
     def wait_stream(self, *_: Any) -> None:
@@ -87,7 +87,7 @@ class _Stream:
     wait_event = wait = synchronize = record = wait_stream
 
     def record_event(self, event: Any = None) -> _Stream:
-        """An event that has happened."""
+        """Return an event that has happened."""
         return _Stream()
 
 
@@ -120,7 +120,7 @@ def _plain_compile(function: Any = None, **_: Any) -> Any:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Every name that is replaced: its module, its name, and the replacement."""
+    """Return every name that is replaced: its module, its name, and the replacement."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp_buffers
     from megatron.core.inference import communication_utils
     from megatron.core.tensor_parallel import random

@@ -67,7 +67,7 @@ class Slot:
 
 
 def slots(target: str, layers: int, experts: int) -> Iterator[Slot]:
-    """Where a parameter of Megatron-core may be; the first is where current versions save it."""
+    """Yield where a parameter of Megatron-core may be; the first is where current versions save it."""
     layer = _LAYER.match(target)
     if layer is None:
         yield Slot(target)
@@ -85,7 +85,7 @@ def slots(target: str, layers: int, experts: int) -> Iterator[Slot]:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether a folder has this format; raises ConfigurationError for another one of dist_checkpointing."""
+    """Return True if a folder has this format; raises ConfigurationError for another one of dist_checkpointing."""
     if not (folder / MARK).is_file():
         return False
     backend = json.loads((folder / MARK).read_text(encoding="utf-8")).get("sharded_backend")
@@ -113,7 +113,7 @@ class DistFiles:
         self.experts: int = int(settings.get("num_moe_experts") or 1)
 
     def full(self, target: str, pair: Weight, meta: bool = False, state: str = "") -> torch.Tensor:
-        """A parameter without padding, or a state of it; with ``meta`` its size only."""
+        """Return a parameter without padding, or a state of it; with ``meta`` its size only."""
         for prefix in [start + state + "." for start in _PREFIXES] if state else [""]:
             for slot in slots(target, self.layers, self.experts):
                 # A gate and an up projection may be two tensors.
@@ -134,7 +134,7 @@ class DistFiles:
         raise ConfigurationError(f"{self.folder} has no {what}. It has {', '.join(names[:4]) or 'none'}, ... {advice}")
 
     def has(self, state: str) -> bool:
-        """Whether there are states of a name."""
+        """Return True if there are states of a name."""
         starts = tuple(f"{start}{state}." for start in _PREFIXES)
         return any(name.startswith(starts) for name in self.saved.names)
 

@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The averages of losses over the data-parallel ranks."""
+    """Return the averages of losses over the data-parallel ranks."""
     averaged = torch.cat([loss.detach().reshape(1).float() for loss in losses])
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(averaged, group=group)
@@ -29,7 +29,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
 
 
 def gather_across_data_parallel_groups(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of all data-parallel ranks, joined along the first dimension."""
+    """Return the tensors of all data-parallel ranks, joined along the first dimension."""
     group = parallel_state.get_data_parallel_group()
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)
@@ -37,7 +37,7 @@ def gather_across_data_parallel_groups(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def create_train_step(plugin: Any, model_type: str) -> AbstractTrainStep | None:
-    """The user's train step, as the settings define it; None for that of the architecture."""
+    """Return the user's train step, as the settings define it; None for that of the architecture."""
     kind, batch, loss = plugin.custom_train_step_class, plugin.custom_get_batch_function, plugin.custom_loss_function
     if kind is None and batch is None and loss is None:
         return None
@@ -51,7 +51,7 @@ def create_train_step(plugin: Any, model_type: str) -> AbstractTrainStep | None:
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    """How many arguments a function takes by position."""
+    """Return how many arguments a function takes by position."""
     kinds = [item.kind for item in inspect.signature(function).parameters.values()]
     return sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
 
@@ -69,15 +69,15 @@ class AbstractTrainStep:
         self.name = name
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """A function of the iterator over micro batches that returns the inputs of the model."""
+        """Return a function of the iterator over micro batches that returns the inputs of the model."""
         raise NotImplementedError
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """A function that returns the loss of a micro batch, and a dictionary of losses to report."""
+        """Return a function that returns the loss of a micro batch, and a dictionary of losses to report."""
         raise NotImplementedError
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """A function of the iterator and the model that returns the output and the loss function of the output."""
+        """Return a function of the iterator and the model that returns the output and the loss function."""
         raise NotImplementedError
 
 
@@ -225,18 +225,18 @@ class T5TrainStep(_TrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """The mask of self-attention of shape (N, 1, length, length), from one that is 1 at tokens."""
+        """Return the mask of self-attention of shape (N, 1, length, length), from one that is 1 at tokens."""
         present = attention_mask.bool()
         return ~(present[:, None, None, :] & present[:, None, :, None])
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device) -> torch.Tensor:
-        """The mask of causal attention, of shape (1, length, length)."""
+        """Return the mask of causal attention, of shape (1, length, length)."""
         return torch.ones(1, seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device) -> torch.Tensor:
-        """The mask of cross attention of shape (N, 1, decoder length, encoder length)."""
+        """Return the mask of cross attention of shape (N, 1, decoder length, encoder length)."""
         blocked = ~attention_mask.bool().to(device)
         return blocked[:, None, None, :].expand(-1, 1, dec_seq_length, -1)
 

@@ -32,7 +32,7 @@ class Same:
         return tensors
 
     def from_megatron(self, tensors: Tensors) -> Tensors:
-        """Transformers' tensors from Megatron-core's full ones."""
+        """Convert Megatron-core's full tensors to Transformers'."""
         return tensors
 
 
@@ -170,26 +170,29 @@ def weight(
 
 
 def shard_group(parameter: torch.Tensor) -> Any:
-    """The ranks that hold the parts of a parameter: those of tensor parallelism, or of the experts' own."""
+    """Return the ranks that hold the parts of a parameter: those of tensor parallelism, or of the experts' own."""
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether the ranks of :func:`shard_group` hold different parts of a parameter."""
+    """Return True if the ranks of :func:`shard_group` hold different parts of a parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False)) and shard_group(parameter).size() > 1
 
 
 def split_dim(target: str) -> int | None:
-    """The dimension that tensor parallelism splits a parameter of Megatron-core along; None if all ranks have it."""
+    """Return the dimension that tensor parallelism splits a parameter of Megatron-core along.
+
+    None if all ranks have it.
+    """
     if re.search(r"(linear_qkv|linear_q|linear_kv|linear_fc1|word_embeddings|output_layer)\.(weight|bias)$", target):
         return 0
     return 1 if re.search(r"(linear_proj|linear_fc2)\.weight$", target) else None
 
 
 def part_of(full: torch.Tensor, pair: Weight, dim: int | None, ranks: int, rank: int, rows: int) -> torch.Tensor:
-    """A rank's part of a full tensor, which is padded to ``rows`` rows if the pair is one of vocabulary."""
+    """Return a rank's part of a full tensor, which is padded to ``rows`` rows if the pair is one of vocabulary."""
     if pair.rows is not None and rows > full.shape[0]:
         full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     if dim is None or ranks == 1:
@@ -199,7 +202,7 @@ def part_of(full: torch.Tensor, pair: Weight, dim: int | None, ranks: int, rank:
 
 
 def cut(parameter: torch.Tensor, full: torch.Tensor, pair: Weight) -> torch.Tensor:
-    """This rank's part of a full tensor."""
+    """Return this rank's part of a full tensor."""
     dim, ranks, rank = None, 1, 0
     if is_split(parameter):
         group, dim = shard_group(parameter), parameter.partition_dim  # type: ignore[attr-defined]
@@ -215,7 +218,7 @@ def cut(parameter: torch.Tensor, full: torch.Tensor, pair: Weight) -> torch.Tens
 
 
 def join(parts: Sequence[torch.Tensor], dim: int, pair: Weight) -> torch.Tensor:
-    """The full tensor from the parts of all ranks, without padding."""
+    """Return the full tensor from the parts of all ranks, without padding."""
     full = parts[0]
     if len(parts) > 1:
         blocks = pair.blocks if dim == 0 else 1
@@ -225,7 +228,7 @@ def join(parts: Sequence[torch.Tensor], dim: int, pair: Weight) -> torch.Tensor:
 
 
 def global_tensors(chunk: nn.Module, buffers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model chunk, with layers and experts numbered over all ranks.
+    """Yield the parameters of a model chunk, with layers and experts numbered over all ranks.
 
     An output layer that shares the embedding's weights has the embedding's name.
 
@@ -295,7 +298,7 @@ class ParameterTable:
                 self.owners.setdefault(name, owner)
 
     def names_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The Transformers names of a parameter of this rank."""
+        """Return the Transformers names of a parameter of this rank."""
         for name, parameters in self.local.items():
             if any(parameter is item for item in parameters):
                 return self.pairs[name].names if name in self.pairs else ()

@@ -19,7 +19,7 @@ PASSES_HIGHER_ORDER = hasattr(TorchDispatchMode, "supports_higher_order_operator
 
 
 def has_compiled_modules(model: nn.Module) -> bool:
-    """Whether torch.compile was applied to a model, or in place to a part of it."""
+    """Return True if torch.compile was applied to a model, or in place to a part of it."""
     return any(
         type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()

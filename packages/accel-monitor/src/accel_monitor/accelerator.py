@@ -68,7 +68,7 @@ class AcceleratorMonitor:
                     self._monitor.watch(**{name: obj}, marks_backward=False)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """A block whose time counts as "saving", "loading" or "evaluation"."""
+        """Return a block whose time counts as "saving", "loading" or "evaluation"."""
         return self._monitor.part(name)
 
     def loaded(self) -> None:
@@ -84,7 +84,7 @@ class AcceleratorMonitor:
 
 
 def _peak_flops(device: torch.device, precision: str) -> float | None:
-    """What the device can compute in a precision; None if it is not known."""
+    """Return what the device can compute in a precision; None if it is not known."""
     module = getattr(torch, device.type, None)
     name_of = getattr(module, "get_device_name", None)
     profile = None if name_of is None else profile_of(str(name_of(device)))

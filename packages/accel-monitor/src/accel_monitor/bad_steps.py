@@ -2,7 +2,7 @@
 
 Nothing is computed for it: the monitor looks at the losses that ``accelerator.backward`` gets and at the norms that
 ``accelerator.clip_grad_norm_`` returns, in its own thread, when the loop has gone on. Nothing waits for a device: steps
-whose values are not there are looked at later.
+whose values are not ready are checked later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NormLimit:
         self._seen = 0
 
     def is_exceeded(self, norm: float) -> bool:
-        """Whether a norm is not finite or too large, compared with those before it."""
+        """Return True if a norm is not finite or too large, compared with those before it."""
         exceeded = not norm < self.limit
         if math.isfinite(norm):
             self._norms.append(norm)
@@ -52,7 +52,7 @@ class BadSteps:
         recorder: whose steps.
 
     Attributes:
-        loss: of the latest step that was looked at; None before the first.
+        loss: of the latest step that was checked; None before the first.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -65,7 +65,10 @@ class BadSteps:
         self._events = 0
 
     def check(self) -> list[dict[str, Any]]:
-        """The bad steps since the last call, as fields of a line; of values that are bad in a row only the first."""
+        """Return the bad steps since the last call, as fields of a line.
+
+        Of values that are bad in a row only the first.
+        """
         fresh = self._recorder.latest(after=self._taken)
         if fresh:
             self._taken = fresh[-1]
@@ -106,7 +109,7 @@ class BadSteps:
 
 
 def plain_indices(batches: Any) -> list[int] | None:
-    """The indices of all batches of a step as numbers; None if the loader does not tell, or has others."""
+    """Return the indices of all batches of a step as numbers; None if the loader does not tell, or has others."""
     found: list[int] = []
     for batch in batches or ():
         items = batch if isinstance(batch, (list, tuple)) else [batch]
@@ -119,7 +122,9 @@ def plain_indices(batches: Any) -> list[int] | None:
 
 
 def guilty_group(groups: Sequence[dict[str, Any]]) -> int | None:
-    """The parameter group with the largest gradient, or the only one with values that are not finite; None if unknown.
+    """Return the parameter group with the largest gradient, or the only one with values that are not finite.
+
+    None if unknown.
 
     Called after the gradients were clipped, which keeps their proportions: a norm that is not a number has made all of
     them so.

@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 22
 
 
 def split_remote(text: str) -> tuple[str, int] | None:
-    """The host and port in ``HOST:PORT``; None if the text is something else, such as a directory."""
+    """Return the host and port in ``HOST:PORT``; None if the text is something else, such as a directory."""
     try:
         parts = urllib.parse.urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
@@ -25,7 +25,7 @@ def split_remote(text: str) -> tuple[str, int] | None:
 
 
 def remote_page(host: str, port: int, token_file: Path, columns: int, lines: int, number: int | None) -> list[str]:
-    """The lines of the page of a run on another machine.
+    """Return the lines of the page of a run on another machine.
 
     Args:
         host: where the run's rank 0 serves.

@@ -78,7 +78,7 @@ class Counters:
 
 
 def load(memory: memoryview[float]) -> Counters | None:
-    """The counters in a copy of the memory, with the loop's step; None if they are not whole."""
+    """Return the counters in a copy of the memory, with the loop's step; None if they are not whole."""
     numbers = [float(number) for number in memory.tolist()]
     if numbers[_VALID] not in (0.0, 1.0):
         return None

@@ -121,20 +121,20 @@ class FlopCount:
         self._steps = 0
 
     def begin_batch(self) -> None:
-        """Called by the loop with a batch for training."""
+        """Run by the loop with a batch for training."""
         if self._mode is None and self._steps >= _STEPS_BEFORE and self._may_count():
             self._mode = StepFlops(self._recorder)
             self._mode.__enter__()
 
     def end_step(self) -> None:
-        """Called by the loop after a step."""
+        """Run by the loop after a step."""
         self._steps += 1
         mode = self._leave()
         if mode is not None:
             self._counted(mode)
 
     def abandon(self) -> None:
-        """Called by the loop where it leaves its loader: the step is not whole."""
+        """Run by the loop where it leaves its loader: the step is not whole."""
         self._leave()
 
     def _leave(self) -> StepFlops | None:

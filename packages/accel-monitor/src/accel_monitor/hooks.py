@@ -26,7 +26,7 @@ _TOKENS = ("input_ids", "tokens")
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of a batch: the length of its first tensor, and the elements of its ``input_ids``."""
+    """Return the samples and tokens of a batch: its first tensor's length, and the elements of its ``input_ids``."""
     if isinstance(batch, Tensor):
         shape = batch.shape
         return (shape[0] if shape else 1), 0
@@ -99,7 +99,7 @@ class _Loading:
 
 
 def _drawing(sampler: Any) -> Iterator[Any]:
-    """The batches of indices of a measured sampler.
+    """Return the batches of indices of a measured sampler.
 
     No generator itself: what the sampler does where its iteration begins must happen there, and not with the first
     batch. A prepared loader reads what is left of the epoch in between.
@@ -111,7 +111,7 @@ def _drawing(sampler: Any) -> Iterator[Any]:
 
 
 def _measured(loader: Any) -> Iterator[Any]:
-    """The batches of a measured loader."""
+    """Yield the batches of a measured loader."""
     loading, cls = getattr(type(loader), _CLASSES)
     recorder: Recorder = loading.recorder
     loading.drawn = None

@@ -49,7 +49,7 @@ td.cause { padding-left: 1.4em; text-indent: -1.4em; }
 
 
 def page(ledger: Ledger) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return "\n".join(_lines(ledger)) + "\n"
 
 

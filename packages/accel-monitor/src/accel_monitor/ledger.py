@@ -229,12 +229,12 @@ class _Life:
             seconds[Cause.WAITING] *= 1 - share
 
     def _repeated(self, first: int, last: int) -> int:
-        """How many of the steps after ``first``, up to ``last``, had been computed before."""
+        """Return how many of the steps after ``first``, up to ``last``, had been computed before."""
         return max(0, min(last, self._frontier) - first)
 
 
 def _seconds(before: Sample, sample: Sample, again: float) -> dict[Cause, float]:
-    """The time between two samples by cause, a share of whose steps had been computed before."""
+    """Return the time between two samples by cause, a share of whose steps had been computed before."""
     seconds: dict[Cause, float] = {}
     for part, late, early in zip(Part, sample.parts, before.parts, strict=True):
         amount = max(0.0, late - early)

@@ -61,7 +61,10 @@ class LiveRecord:
 
 
 def read_live(path: str) -> dict[str, Any] | None:
-    """The fields of a sample (see :mod:`accel_monitor.records`) in a record; None if there is none that is whole."""
+    """Return the fields of a sample (see :mod:`accel_monitor.records`) in a record.
+
+    None if there is none that is whole.
+    """
     if not _is_ours(path):
         return None
     try:
@@ -91,7 +94,7 @@ def remove_live(path: str) -> None:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a path, which stands in a file that others may have written, is a record of this user."""
+    """Return True if a path, which stands in a file that others may have written, is a record of this user."""
     directory, name = os.path.split(path)
     if not name.startswith(PREFIX) or directory not in ("/dev/shm", tempfile.gettempdir()):
         return False

@@ -34,7 +34,7 @@ class _Metrics:
         self._lines.setdefault(name, head).append(f"{_PREFIX}{name}{labels_text} {_number(value)}")
 
     def lines(self) -> Iterator[str]:
-        """All lines."""
+        """Yield all lines."""
         for of_metric in self._lines.values():
             yield from of_metric
 
@@ -50,7 +50,7 @@ def _number(value: float) -> str:
 
 
 def metrics(run: Run, now: float | None = None) -> str:
-    """The metrics of all ranks, in the format of Prometheus.
+    """Return the metrics of all ranks, in the format of Prometheus.
 
     Args:
         run: a run that was just read.

@@ -51,7 +51,7 @@ class Monitor:
         device: the device whose memory is reported.
         step: optimizer steps that were done before, if the script has loaded its state already.
         interval: seconds between two reports.
-        peak_flops: operations a second that the device can compute in the precision of the run, for the MFU; None if
+        peak_flops: operations per second that the device can compute in the precision of the run, for the MFU; None if
             it is unknown (``accel_state.hardware`` knows some devices).
         launcher: process id of the launcher of this run; its start counts as the start of the run.
 
@@ -84,7 +84,7 @@ class Monitor:
         if step < 0:
             raise ConfigurationError(f"step={step!r} must be at least 0: the optimizer steps done before.")
         if peak_flops is not None and not peak_flops > 0:
-            raise ConfigurationError(f"peak_flops={peak_flops!r} must be a positive number of operations a second.")
+            raise ConfigurationError(f"peak_flops={peak_flops!r} must be a positive number of operations per second.")
         device = torch.device(device)
         self._peak_flops = peak_flops
         self._recorder = Recorder()
@@ -184,7 +184,7 @@ class Monitor:
         self._watch_compilation()
 
     def _may_count(self) -> bool:
-        """Whether a step can be looked at without disturbing it.
+        """Return True if a step can be inspected without disturbing it.
 
         Operators such as ``torch.cond`` compile what they are given in each call, which fails while something looks at
         operators. A compiled module is compiled by then.
@@ -236,7 +236,7 @@ class Monitor:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A block whose time counts as one part: "saving", "loading", "evaluation" or "other".
+        """Count the block's time as one part: "saving", "loading", "evaluation" or "other".
 
         A saved state is also reported with its duration, from which ``accel goodput`` computes how often to save.
 
@@ -263,7 +263,7 @@ class Monitor:
         self._reporter.event("load", step=step, before=before)
 
     def timed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs ``backward(loss, ...)``, measures it, and remembers the loss."""
+        """Return a function that runs ``backward(loss, ...)``, measures it, and remembers the loss."""
         recorder, models, now = self._recorder, self._models, perf_counter
         append, also, begins = recorder.append, recorder.also, int(Part.BACKWARD)
         value_of = self._value_of
@@ -272,7 +272,7 @@ class Monitor:
             if recorder.is_new_batch:
                 recorder.is_new_batch = False
             else:
-                # From now on, the forward passes within a batch are told apart by hooks.
+                # From now on, hooks distinguish the forward passes within a batch.
                 for model in models:
                     model.install()
             append(begins)
@@ -299,7 +299,7 @@ class Monitor:
         return run
 
     def timed_waiting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs ``collective(...)``, whose time counts as waiting for other ranks."""
+        """Return a function that runs ``collective(...)``, whose time counts as waiting for other ranks."""
         recorder, waiting, evaluation = self._recorder, int(Part.WAITING), int(Part.EVALUATION)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ class Monitor:
         return run
 
     def timed_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
+        """Return a function that runs ``clip(parameters, ...)``, and remembers the norm that it returns."""
         note, limit, value_of = self._recorder.note, NormLimit(), self._value_of
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -332,7 +332,7 @@ class Monitor:
         return run
 
     def logging(self, log: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs ``log(values, ...)``, and adds ``monitor/...`` to the values once in so many steps."""
+        """Return a function that runs ``log(values, ...)`` and regularly adds ``monitor/...`` to the values."""
         tracked, reporter = self._tracked, self._reporter
 
         def run(values: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +343,7 @@ class Monitor:
         return run
 
     def snapshot(self) -> Snapshot:
-        """The counters now."""
+        """Return the counters now."""
         return self._recorder.snapshot()
 
     def finish(self) -> None:
@@ -390,7 +390,7 @@ def attach(
         project_dir: the directory of the run, the same for all ranks; files are written to ``monitor/`` in it.
         step: optimizer steps of the checkpoint that was loaded.
         interval: seconds between two reports.
-        peak_flops: operations a second that the device can compute, for the MFU; None if it is unknown.
+        peak_flops: operations per second that the device can compute, for the MFU; None if it is unknown.
 
     Returns:
         The monitor. ``with monitor.part("saving")`` marks blocks, and ``monitor.finish()`` ends the run.

@@ -53,7 +53,7 @@ class Row:
         memory: bytes; None if unknown.
         loss: the latest loss.
         parts: seconds by part.
-        flops: floating-point operations a second, without those computed again; None if unknown.
+        flops: floating-point operations per second, without those computed again; None if unknown.
         mfu: their share of what the device can compute; None if unknown.
     """
 
@@ -71,7 +71,7 @@ class Row:
 
 
 def rows_of(run: Run, now: float | None = None) -> list[Row]:
-    """The rows of all ranks, by replica and rank.
+    """Return the rows of all ranks, by replica and rank.
 
     Args:
         run: a run that was just read.
@@ -143,7 +143,7 @@ def _written(run: Run, attempt: Attempt) -> float:
 
 
 def render(run: Run, width: int, height: int, now: float | None = None) -> Iterator[str]:
-    """The lines of the page.
+    """Yield the lines of the page.
 
     Args:
         run: a run that was just read.
@@ -208,7 +208,7 @@ def _operations(each_second: float) -> str:
 
 
 def _legend(bars: str, width: int) -> Iterator[str]:
-    """What the letters of the bars mean."""
+    """Yield what the letters of the bars mean."""
     line = ""
     for part, letter in LETTERS.items():
         if letter not in bars:

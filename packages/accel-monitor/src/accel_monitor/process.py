@@ -26,7 +26,7 @@ def start_time(pid: int) -> float | None:
 
 
 def scheduled(thread: int) -> tuple[float, float] | None:
-    """Seconds that a thread of this process ran, and that it was ready to run but had no core; None if unknown.
+    """Return seconds that a thread of this process ran, and that it was ready to run but had no core; None if unknown.
 
     Args:
         thread: its native id.

@@ -88,7 +88,7 @@ class Drawn:
         self._taken = 0
 
     def take(self) -> Any:
-        """The indices of the next batch that was handed out; None if the sampler does not tell."""
+        """Return the indices of the next batch that was handed out; None if the sampler does not tell."""
         self._taken += 1
         return self.batches.pop(self._taken - 1, None)
 
@@ -196,7 +196,7 @@ class Recorder:
         self.extend((what, (value,)))
 
     def marker(self, part: int) -> Callable[..., None]:
-        """A function that begins a part, as a hook with any arguments."""
+        """Return a function that begins a part, as a hook with any arguments."""
         append, also, now = self.append, self.also, perf_counter
 
         def begin(*_: Any) -> None:
@@ -301,7 +301,7 @@ class Recorder:
         noted.end_step()
 
     def latest(self, at_most: int = RECENT_STEPS, after: StepRecord | None = None) -> list[StepRecord]:
-        """The latest steps, oldest first; may be called from another thread.
+        """Return the latest steps, oldest first; may be called from another thread.
 
         Args:
             at_most: how many.
@@ -327,7 +327,7 @@ class Recorder:
                 self._recent.popleft()
 
     def snapshot(self) -> Snapshot:
-        """The counters now; may be called from another thread."""
+        """Return the counters now; may be called from another thread."""
         with self._lock:
             self._add_up()
             counters = replace(self._counters, seconds=list(self._counters.seconds))

@@ -37,12 +37,12 @@ def file_name(replica: int | None, rank: int) -> str:
 
 
 def encode(line: dict[str, Any]) -> bytes:
-    """A line of a ``.jsonl`` file."""
+    """Return a line of a ``.jsonl`` file."""
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
 def encode_now(line: dict[str, Any]) -> bytes:
-    """The content of a ``.now`` file, always of the same length, so that writing it replaces all of it."""
+    """Return the content of a ``.now`` file, always of the same length, so that writing it replaces all of it."""
     return encode(line).rstrip(b"\n").ljust(_NOW_BYTES - 1) + b"\n"
 
 
@@ -184,7 +184,7 @@ class Run:
 
 
 def bad_step_sentence(event: dict[str, Any], rank: int) -> str:
-    """What a person should know of a bad step."""
+    """Return what a person should know of a bad step."""
     name = "loss" if event["what"] == "loss" else "gradient norm"
     text = f"step {event['step']}, rank {rank}: the {name} is {event['value']}"
     if event["median"] is not None:
@@ -199,7 +199,7 @@ def bad_step_sentence(event: dict[str, Any], rank: int) -> str:
 
 
 def find_folder(directory: Path) -> Path:
-    """The directory of the files of a run.
+    """Return the directory of the files of a run.
 
     Raises:
         ConfigurationError: there are none.
@@ -242,7 +242,7 @@ def read_runs(directory: str | Path) -> list[Run]:
 
 
 def chosen_run(directory: Path, number: int | None) -> Run:
-    """The run of a directory that a reader asks for, with a note if there are others.
+    """Return the run of a directory that a reader asks for, with a note if there are others.
 
     Raises:
         ConfigurationError: there is none, or not this one.
@@ -260,7 +260,7 @@ def chosen_run(directory: Path, number: int | None) -> Run:
 
 
 def read_attempts(file: Path, notes: list[str] | None = None) -> list[Attempt]:
-    """The processes that wrote a file, in the order of their starts; ``notes`` gets what is wrong with it."""
+    """Return the processes that wrote a file, in the order of their starts; ``notes`` gets what is wrong with it."""
     attempts: dict[str, Attempt] = {}
     damaged = 0
     with file.open("rb") as lines:
@@ -319,7 +319,7 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
 
 
 def to_sample(line: dict[str, Any]) -> Sample | None:
-    """The counters of a line; None if it has none."""
+    """Return the counters of a line; None if it has none."""
     parts = line.get("parts")
     if not isinstance(parts, list) or len(parts) != len(NAMES):
         return None
@@ -337,7 +337,7 @@ def to_sample(line: dict[str, Any]) -> Sample | None:
 
 
 def read_now(file: Path) -> dict[str, Any] | None:
-    """The content of a ``.now`` file; None if it is missing or is being written."""
+    """Return the content of a ``.now`` file; None if it is missing or is being written."""
     try:
         return _parse(file.read_bytes())
     except OSError:

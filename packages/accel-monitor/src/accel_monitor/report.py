@@ -15,7 +15,7 @@ _BAR = 30
 
 
 def report(ledger: Ledger) -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     yield headline(ledger)
     yield ""
     ranks = len(ledger.entries)
@@ -33,7 +33,7 @@ def report(ledger: Ledger) -> Iterator[str]:
 
 
 def headline(ledger: Ledger) -> str:
-    """The goodput in one line."""
+    """Return the goodput in one line."""
     hosts = {attempt.start["host"] for attempts in ledger.run.attempts.values() for attempt in attempts}
     starts = max(map(len, ledger.run.attempts.values()))
     started = "started once" if starts == 1 else f"started {starts} times"
@@ -60,19 +60,19 @@ def conclusions(ledger: Ledger) -> Iterator[str]:
 
 
 def findings(run: Run) -> Iterator[str]:
-    """What the monitor found in the latest processes: slow ranks that have not recovered, and bad steps."""
+    """Yield what the monitor found in the latest processes: slow ranks that have not recovered, and bad steps."""
     for (_, rank), attempts in sorted(run.attempts.items()):
         latest = attempts[-1]
         for item in latest.stragglers[-1:]:
             if item.last == float("inf"):
                 late = item.seconds * 1e3
-                yield f"slow: rank {item.rank} ({item.part}), {late:.1f} ms a step from step {item.first} on"
+                yield f"slow: rank {item.rank} ({item.part}), {late:.1f} ms per step from step {item.first} on"
         for event in latest.bad_steps[-3:]:
             yield f"bad: {bad_step_sentence(event, rank)}"
 
 
 def advise(advice: SaveAdvice) -> str:
-    """How often to save, and why."""
+    """Return how often to save, and why."""
     measured = (
         f"a save takes {duration(advice.save_seconds)} and the run was interrupted every "
         f"{duration(advice.failure_seconds)}; Young's formula"
@@ -86,7 +86,7 @@ def advise(advice: SaveAdvice) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration with one or two units: ``3 h 05 min``, ``4 min 12 s``, ``8.1 s``, ``31 ms``."""
+    """Return a duration with one or two units: ``3 h 05 min``, ``4 min 12 s``, ``8.1 s``, ``31 ms``."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.3g} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
     if seconds < 60:
@@ -100,12 +100,12 @@ def duration(seconds: float) -> str:
 
 
 def clock(moment: float) -> str:
-    """A moment in local time."""
+    """Return a moment in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def is_unicode() -> bool:
-    """Whether the output can show block characters."""
+    """Return True if the output can show block characters."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     try:
         "█".encode(encoding)

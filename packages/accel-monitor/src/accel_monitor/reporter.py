@@ -35,7 +35,7 @@ from .values import is_known, number
 logger: Final = logging.getLogger(__name__)
 
 # Lines are appended at first after this many intervals, later when the run has grown by this share: a run of a month
-# has some thousand lines a rank.
+# has some thousand lines per rank.
 _INTERVALS = 5
 _GROWTH = 0.002
 # Several reports in the steps in which a slow rank is to be found, also where a step takes a few milliseconds.
@@ -215,7 +215,10 @@ class Reporter:
                 self._live.remove()
 
     def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
-        """The latest steps, for rank 0 to compare, if there are other ranks. Sets the pause to the next report."""
+        """Return the latest steps, for rank 0 to compare, if there are other ranks.
+
+        Sets the pause to the next report.
+        """
         records = self.recorder.latest(REPORTED_STEPS)
         if not records:
             return {}
@@ -337,7 +340,7 @@ class Reporter:
         }
 
     def _latest_loss(self) -> float | str | None:
-        """The latest loss that is known; values that JSON has no number for as text."""
+        """Return the latest loss that is known; values that JSON has no number for as text."""
         loss = self.recorder.loss
         value = number(loss) if is_known(loss) else self._bad_steps.loss
         return value if value is None or math.isfinite(value) else str(value)

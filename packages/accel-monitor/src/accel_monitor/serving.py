@@ -40,7 +40,7 @@ _MOST_COLUMNS, _MOST_LINES = 1000, 10_000
 
 
 def token_of(folder: Path) -> str:
-    """The token of a run, which is made where there is none.
+    """Return the token of a run, which is made where there is none.
 
     Args:
         folder: the directory of the run's files.
@@ -65,7 +65,7 @@ def token_of(folder: Path) -> str:
 
 
 def read_token(file: Path) -> str:
-    """The token in a file.
+    """Return the token in a file.
 
     Raises:
         ConfigurationError: the file cannot be read, is a link, or too short to be a secret.
@@ -113,7 +113,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def run_now(self, number: int | None) -> Run:
-        """The run, read at most once a second however many clients ask.
+        """Return the run, read at most once a second however many clients ask.
 
         Raises:
             ConfigurationError: there is no such run yet.
@@ -139,7 +139,7 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away or sends nonsense is not the launcher's log's business; other errors are."""
+        """Ignore clients that disconnect or send invalid data; log other errors."""
         if not isinstance(sys.exc_info()[1], (OSError, ValueError)):
             super().handle_error(request, client_address)
 
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: a scraper sends four a minute."""
+        """Log nothing: a scraper sends four requests per minute."""
 
 
 _QUERY = ("run", "columns", "lines")

@@ -104,7 +104,7 @@ class Straggler:
     last: int
 
     def sentence(self) -> str:
-        """What a person should know."""
+        """Return what a person should know."""
         reasons = {
             "data": "waiting for its data",
             "compute": "its computation",
@@ -112,7 +112,7 @@ class Straggler:
         }
         return (
             f"rank {self.rank} ({self.host}, {self.device}) makes the other ranks wait: it needs "
-            f"{self.own * 1e3:.1f} ms a step, {self.seconds * 1e3:.1f} ms more than they do (steps {self.first} to "
+            f"{self.own * 1e3:.1f} ms per step, {self.seconds * 1e3:.1f} ms more than they do (steps {self.first} to "
             f"{self.last}). The reason is {reasons[self.part]}."
         )
 
@@ -131,7 +131,7 @@ class OwnParts(Enum):
 
 
 def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts, queued: Sequence[float]) -> dict[str, Any]:
-    """The report of the latest steps, which follow each other.
+    """Return the report of the latest steps, which follow each other.
 
     Args:
         records: the steps, at least one.
@@ -160,7 +160,7 @@ def encode_recent(records: Sequence[StepRecord], own_parts: OwnParts, queued: Se
 
 
 def decode_recent(line: Mapping[str, Any]) -> Recent | None:
-    """The report in a line of a ``.now`` file; None if there is none, or it is not readable."""
+    """Return the report in a line of a ``.now`` file; None if there is none, or it is not readable."""
     try:
         recent, own = line["recent"], [value * _TICK for value in line["recent"]["own"]]
         rows = list(zip(own[0::4], own[1::4], own[2::4], strict=True))
@@ -173,7 +173,7 @@ def decode_recent(line: Mapping[str, Any]) -> Recent | None:
 
 
 def find_straggler(ranks: Mapping[int, Recent]) -> Straggler | None:
-    """The rank for which the others wait, if there is one.
+    """Return the rank for which the others wait, if there is one.
 
     Args:
         ranks: the latest steps by rank; those of one group of ranks that synchronise in every step.
@@ -217,7 +217,10 @@ class _Steps:
 
 
 def _common_steps(ranks: Mapping[int, Recent]) -> tuple[int, dict[int, _Steps]] | None:
-    """The number of the last step that all ranks have reported, and the steps up to it; None if there are too few."""
+    """Return the number of the last step that all ranks have reported, and the steps up to it.
+
+    None if there are too few.
+    """
     last = min(recent.step for recent in ranks.values())
     first = max(max(recent.step - len(recent.own) + 1 for recent in ranks.values()), last - STEPS + 1)
     count = last - first + 1
@@ -234,7 +237,7 @@ def _common_steps(ranks: Mapping[int, Recent]) -> tuple[int, dict[int, _Steps]] 
 
 
 def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
-    """The rank that needs more time with a processor: rank, part, seconds more than the others, and seconds in all."""
+    """Return the rank that computes longest: rank, part, seconds more than the others, and seconds in all."""
     totals = {rank: [sum(row) for row in of_rank.own] for rank, of_rank in steps.items()}
     slowest = max(totals, key=lambda rank: statistics.median(totals[rank]))
     others = [rank for rank in steps if rank != slowest]
@@ -247,7 +250,10 @@ def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] 
 
 
 def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
-    """The rank that has no processor more often than the others, for what it computes; as :func:`_works_longer`."""
+    """Return the rank that has no processor more often than the others, for what it computes.
+
+    As :func:`_works_longer`.
+    """
     usual = statistics.median_low(of_rank.ratio for of_rank in steps.values())
     slowest = max(steps, key=lambda rank: steps[rank].lacking - usual * steps[rank].parts[1])
     mine, others = steps[slowest], [of_rank for rank, of_rank in steps.items() if rank != slowest]
@@ -264,12 +270,12 @@ def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, floa
 
 
 def _caution(ratio: float) -> float:
-    """Where ranks lack a processor, the processor time varies as well: caches and cores are shared with others."""
+    """Return the tolerance where ranks lack a processor: shared caches and cores make processor time vary."""
     return 1.0 + min(1.0, ratio)
 
 
 def _clear_excess(differences: Sequence[float], threshold: float, of_a_mean: int = 1) -> float | None:
-    """The mean of differences, without the smallest and the largest, if it is above a threshold and no chance.
+    """Return the mean of differences, without the smallest and the largest, if it is above a threshold and no chance.
 
     Args:
         differences: of steps that follow each other.
@@ -284,12 +290,12 @@ def _clear_excess(differences: Sequence[float], threshold: float, of_a_mean: int
 
 
 def _trimmed(values: Sequence[float]) -> float:
-    """The mean without the smallest and the largest values."""
+    """Return the mean without the smallest and the largest values."""
     return statistics.fmean(sorted(values)[_LEFT_OUT : len(values) - _LEFT_OUT])
 
 
 def _largest_part(steps: Mapping[int, _Steps], slowest: int, others: Sequence[int]) -> str:
-    """The part of a step by which a rank exceeds the others most."""
+    """Return the part of a step by which a rank exceeds the others most."""
     mine = steps[slowest]
     more = [mine.parts[part] - statistics.median(steps[rank].parts[part] for rank in others) for part in range(3)]
     # Without a processor, reading data takes longer, too.
@@ -326,7 +332,7 @@ class Watch:
         self._in_a_row = 0
 
     def check(self) -> Straggler | None:
-        """A rank that others wait for and that was not named before.
+        """Return a rank that others wait for and that was not named before.
 
         :attr:`named` is None again when it has recovered.
         """

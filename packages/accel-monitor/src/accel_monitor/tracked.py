@@ -29,7 +29,7 @@ class TrackedValues:
         self._before = recorder.snapshot()
 
     def due(self, memory: int | None, slow_rank: int | None) -> dict[str, float]:
-        """The values since the last set, of this rank; empty if there were fewer than ``LOGGED_STEPS`` steps.
+        """Return the values since the last set, of this rank; empty if there were fewer than ``LOGGED_STEPS`` steps.
 
         Args:
             memory: bytes in use; None if unknown.

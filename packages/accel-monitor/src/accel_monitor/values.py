@@ -84,7 +84,7 @@ class DeviceValues:
 
 
 def value_of(tensor: Any) -> Any:
-    """A loss or a norm to remember: a number on the CPU, on devices without streams a copy, since the loop may change
+    """Return a loss or a norm to remember: a number on the CPU, a copy on devices, since the loop may change
     its tensor before the copy is read.
 
     None for subclasses of tensors: reading the value of a DTensor may communicate.
@@ -100,12 +100,12 @@ def value_of(tensor: Any) -> Any:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a noted value can be read without waiting for a device that has events."""
+    """Return True if a noted value can be read without waiting for a device that has events."""
     return not isinstance(value, Pending) or value.is_ready
 
 
 def number(value: Any) -> float | None:
-    """A noted value, which is known, as a number; None for what is none."""
+    """Return a noted value, which is known, as a number; None for what is none."""
     if isinstance(value, Pending):
         value = value.copy.item()
     elif isinstance(value, Tensor):

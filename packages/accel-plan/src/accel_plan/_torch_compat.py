@@ -28,12 +28,12 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 
 
 def has_meta_collectives() -> bool:
-    """Whether torch's collectives accept tensors without values: in 2.13, not in 2.10. Nothing public tells."""
+    """Return True if torch's collectives accept tensors without values: in 2.13, not in 2.10. Nothing public tells."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"))
 
 
 def fake_store() -> dist.Store:
-    """The store of the "fake" backend, whose collectives return at once; the backend has no public store."""
+    """Return the store of the "fake" backend, whose collectives return at once; the backend has no public store."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: dist.Store = FakeStore()
@@ -50,34 +50,37 @@ def forget_device_meshes() -> None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor. ``DTensor.to_local()`` would be recorded by autograd."""
+    """Return this rank's shard of a tensor. ``DTensor.to_local()`` would be recorded by autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def desugars_itself(kind: type) -> bool:
-    """Whether a class of tensors runs other operations for each of its own: DTensor, results of async collectives."""
+    """Return True if a class of tensors runs other operations for each of its own (DTensor, async collectives)."""
     handler = getattr(kind, "__torch_dispatch__", None)
     return handler not in (None, torch.Tensor.__torch_dispatch__) and not issubclass(kind, FakeTensor)
 
 
 def schema_of(operator: Any) -> Any:
-    """The arguments and results of an operator, with which of them share memory; torch.library has no public reader."""
+    """Return the arguments and results of an operator, with which of them share memory.
+
+    Torch.library has no public reader.
+    """
     return operator._schema
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; ``data_ptr()`` is 0 for tensors without memory."""
+    """Return the identity of a tensor's storage; ``data_ptr()`` is 0 for tensors without memory."""
     return tensor.untyped_storage()._cdata
 
 
 def live_bytes(reference: StorageWeakRef) -> int:
-    """Bytes of a weakly referenced storage; 0 once it is freed. There is no public way to dereference it."""
+    """Return bytes of a weakly referenced storage; 0 once it is freed. There is no public way to dereference it."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
 
 
 def process_group_of(arguments: Iterable[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective's operator: a TorchScript object or a registered name."""
+    """Return the process group among a collective operator's arguments: a TorchScript object or a registered name."""
     names = []
     for value in arguments:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -91,20 +94,20 @@ def process_group_of(arguments: Iterable[Any]) -> dist.ProcessGroup:
 
 
 def fsdp2_units(module: Any) -> list[list[Any]]:
-    """The parameters that ``fully_shard`` gathers together for a module; its public API does not expose them."""
+    """Return the parameters that ``fully_shard`` gathers together for a module; its public API does not expose them."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group.fsdp_params for group in groups if group is not None]
 
 
 def fsdp2_unsharded_bytes(parameter: Any) -> int:
-    """Bytes of a gathered parameter; a DTensor's shape also covers the tensor-parallel ranks."""
+    """Return bytes of a gathered parameter; a DTensor's shape also covers the tensor-parallel ranks."""
     size: torch.Size = parameter._orig_size
     return size.numel() * int(parameter.sharded_param.element_size())
 
 
 def fsdp2_unsharded_tensors(parameter: Any) -> list[torch.Tensor]:
-    """A parameter and its gradients while they are gathered; ``module.parameters()`` shows shards only."""
+    """Return a parameter and its gradients while they are gathered; ``module.parameters()`` shows shards only."""
     full = getattr(parameter, "_unsharded_param", None)
     gradient = None if full is None else full.grad
     accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
@@ -112,13 +115,19 @@ def fsdp2_unsharded_tensors(parameter: Any) -> list[torch.Tensor]:
 
 
 def fsdp2_accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """The gradient of a gathered parameter that is not reduced yet; ``parameter.grad`` shows reduced ones only."""
+    """Return the gradient of a gathered parameter that is not reduced yet.
+
+    ``parameter.grad`` shows reduced ones only.
+    """
     accumulated: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     return accumulated
 
 
 def fsdp1_unit_bytes(module: Any) -> int:
-    """Bytes of the flat parameter that FSDP 1 gathers for a module; 0 if it is not sharded. No public equivalent."""
+    """Return bytes of the flat parameter that FSDP 1 gathers for a module; 0 if it is not sharded.
+
+    No public equivalent.
+    """
     handle = module._handle
     if handle is None or not handle.uses_sharded_strategy:
         return 0
@@ -131,7 +140,7 @@ class _AgreedVote:
 
 
 def local_pipeline_stage() -> Any:
-    """A subclass of ``PipelineStage`` that exchanges no shapes with other ranks when it is given them.
+    """Return a subclass of ``PipelineStage`` that exchanges no shapes with other ranks when it is given them.
 
     Importing ``torch.distributed.pipelining`` changes the environment, so it is imported only when a plan is made.
     """

@@ -83,7 +83,7 @@ class Candidate:
         return values
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one process"
         batch = f"batch {self.batch_size}"
         if self.steps > 1:
@@ -131,7 +131,7 @@ def shape_of(request: PlanRequest) -> Shape:
 def candidates(
     request: PlanRequest, shape: Shape, hardware: HardwareProfile, processes: int, samples: int, length: int
 ) -> Iterator[Candidate]:
-    """All configurations in which every size divides what it has to.
+    """Yield all configurations in which every size divides what it has to.
 
     Args:
         request: whose settings give the precision if it is set; otherwise it is the faster one.
@@ -178,7 +178,7 @@ def _shard_sizes(data: int, in_node: int, pipeline: bool) -> list[int]:
 
 
 def _precision(request: PlanRequest, hardware: HardwareProfile) -> str:
-    """The one that was given, or else the faster one of the device."""
+    """Return the one that was given, or else the faster one of the device."""
     settings = request.settings
     if settings.is_set("mixed_precision"):
         return str(settings["mixed_precision"])

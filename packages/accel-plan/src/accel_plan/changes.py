@@ -32,7 +32,7 @@ class Changes:
 
 
 def changes_that_fit(plan: RankPlan, request: PlanRequest) -> Changes:
-    """The cheapest three changes that make a plan fit in ``request.memory_limit``, or what helps together."""
+    """Return the cheapest three changes that make a plan fit in ``request.memory_limit``, or what helps together."""
     limit = request.memory_limit or 0
     enough: list[Change] = []
     for description, change in _candidates(plan, request):
@@ -102,7 +102,7 @@ def _split(batch_size: int, steps: int) -> Callable[[PlanRequest], PlanRequest]:
 
 
 def with_values(settings: Resolution, values: Mapping[str, Any]) -> Resolution:
-    """Settings as if these values had been given on the command line."""
+    """Return the settings as if these values had been given on the command line."""
     changed = {
         name: replace(settings.settings[name], value=value, source=Source.COMMAND_LINE, where=f"--{name} {value}")
         for name, value in values.items()

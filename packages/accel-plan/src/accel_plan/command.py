@@ -103,7 +103,7 @@ def run(argv: list[str]) -> int:
 
 
 def _plan(request: PlanRequest, outputs: Mapping[str, Any]) -> str:
-    """The report of one configuration."""
+    """Return the report of one configuration."""
     from .changes import changes_that_fit
     from .page import as_html
     from .plan import make_plan
@@ -121,7 +121,7 @@ def _plan(request: PlanRequest, outputs: Mapping[str, Any]) -> str:
 
 
 def _search(request: PlanRequest, outputs: Mapping[str, Any]) -> str:
-    """The report of a search."""
+    """Return the report of a search."""
     from .search import search
     from .search_report import as_text, write_best
 
@@ -137,7 +137,7 @@ def _search(request: PlanRequest, outputs: Mapping[str, Any]) -> str:
 
 
 def _check_options(request: PlanRequest, outputs: Mapping[str, Any], decided: Sequence[str]) -> None:
-    """Which options belong to a search."""
+    """Refuse options that do not belong together: those of a search, and those of a single plan."""
     if not outputs["auto"]:
         for name in ("global_batch_tokens", "output"):
             if outputs[name] is not None:
@@ -159,7 +159,7 @@ def _check_options(request: PlanRequest, outputs: Mapping[str, Any], decided: Se
 
 
 def _config_file(argument: str | None, option: str | None, auto: bool) -> Path | None:
-    """The file, given as the argument or with ``--config_file``; a search needs none."""
+    """Return the file, given as the argument or with ``--config_file``; a search needs none."""
     if argument is not None and option is not None and Path(argument) != Path(option):
         raise ConfigurationError(f"CONFIG {argument} contradicts --config_file {option}. Give one of them.")
     given = argument if argument is not None else option

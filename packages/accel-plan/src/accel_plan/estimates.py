@@ -39,7 +39,7 @@ class _Traced:
     update: tuple[Operation, ...]  # clipping and the optimizer, of all parameters
     host: float  # preparing all operations of a pass
     weights: int  # bytes
-    activations: float  # bytes a token, of all blocks
+    activations: float  # bytes per token, of all blocks
     element: int  # bytes of a value in the compute dtype
 
 
@@ -104,7 +104,7 @@ class Estimates:
         return item.steps * (micro + waits) + reduction + update
 
     def _bubble(self, item: Candidate) -> float:
-        """How many times its work a rank of a pipeline takes."""
+        """Return how many times its work a rank of a pipeline takes."""
         alone = self._hardware.alone_speedup
         stages = 2 if item.schedule == "interleaved1f1b" else 1
         waiting = 1 + (item.axes["pp"] - 1) / item.micro_batches / stages
@@ -120,7 +120,7 @@ class Estimates:
         return self._updates[parts]
 
     def _data_messages(self, item: Candidate, traced: _Traced) -> tuple[float, float]:
-        """Seconds in which the parameters of a block are gathered, and its gradients reduced."""
+        """Return seconds in which the parameters of a block are gathered, and its gradients reduced."""
         size = traced.weights / self._shape.blocks / item.axes["tp"]
         gather = reduce = 0.0
         if item.shards > 1:
@@ -132,7 +132,7 @@ class Estimates:
         return gather, reduce
 
     def _model_messages(self, item: Candidate, traced: _Traced) -> float:
-        """Seconds of the messages of a block that its computation waits for."""
+        """Return seconds of the messages of a block that its computation waits for."""
         axes, shape, number = item.axes, self._shape, item.micro_batches
         tokens = item.batch_size / number * self._length * traced.element
         again = 0 if item.checkpointing == NONE else 1
@@ -183,5 +183,5 @@ class Estimates:
 
 
 def _times(item: Operation, number: float) -> Operation:
-    """An operation on so many times the bytes."""
+    """Return an operation on so many times the bytes."""
     return replace(item, bytes=int(item.bytes * number), fused_bytes=int(item.fused_bytes * number))

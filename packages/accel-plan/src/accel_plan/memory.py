@@ -150,11 +150,11 @@ class MemoryTracker(TorchDispatchMode):
         self._container = "" if largest is None else self.names[id(largest)]
 
     def name_of(self, parameter: str) -> str:
-        """A parameter's name, without the names of wrappers, and with * in place of a block's index."""
+        """Return a parameter's name, without the names of wrappers, and with * in place of a block's index."""
         return star(_unwrapped(parameter))
 
     def enter(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self.position = _Position(phase)
 
     def start(self) -> None:
@@ -168,16 +168,16 @@ class MemoryTracker(TorchDispatchMode):
             self._operations = OperationRecorder(self._axes, self._held.__contains__, self._on_cpu)
 
     def begin_pass(self, times: int) -> None:
-        """A forward and backward pass begins that happens ``times`` times in a step, or the update."""
+        """Begin a forward and backward pass that happens ``times`` times in a step, or the update."""
         if self._operations is not None:
             self._operations.begin_pass(times)
 
     def operations(self) -> Passes:
-        """What the device does in the step that was recorded."""
+        """Return what the device does in the step that was recorded."""
         return () if self._operations is None else self._operations.result()
 
     def stop(self) -> StepMemory:
-        """What was recorded since :meth:`start`."""
+        """Return what was recorded since :meth:`start`."""
         self._recording = False
         start = Counter[Group]()
         for held, size in self._start:
@@ -253,7 +253,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _label_collective(self, kind: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
-        """Collectives over data-parallel ranks gather parameters and reduce gradients; others exchange activations.
+        """Label a collective: over data-parallel ranks parameters and gradients, else activations.
 
         So does an all-to-all over data-parallel ranks, which brings tokens to experts and back.
         """
@@ -271,7 +271,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[MemoryTracker]:
-        """A block in which storages and modules are followed."""
+        """Follow storages and modules in the block."""
         original = torch.UntypedStorage.resize_
         pre = nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         post = nn.modules.module.register_module_forward_hook(self._after_forward, always_call=True)
@@ -322,7 +322,10 @@ class MemoryTracker(TorchDispatchMode):
             self.position.backward = name.rpartition(".")[0]
 
     def _block_of(self, name: str, current: int | None) -> int | None:
-        """The index of the block that a module is or is in. What is outside of blocks belongs to the one before it."""
+        """Return the index of the block that a module is or is in.
+
+        What is outside of blocks belongs to the one before it.
+        """
         if not self._container or not name.startswith(f"{self._container}."):
             return current
         return int(name[len(self._container) + 1 :].split(".")[0])
@@ -333,5 +336,5 @@ def _unwrapped(name: str) -> str:
 
 
 def star(module: str) -> str:
-    """A module's name with * in place of its first index."""
+    """Return a module's name with * in place of its first index."""
     return _INDEX.sub(".*", module, count=1)

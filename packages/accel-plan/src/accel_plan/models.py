@@ -35,7 +35,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The Transformers configuration of a model."""
+    """Return the Transformers configuration of a model."""
     transformers = require("transformers", purpose=f"the model {name}", install="transformers")
     if name in SHAPES:
         content = dict(SHAPES[name])

@@ -56,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Operation:
-    """What the device does, or waits for, in the order in which it is told."""
+    """What the device does, or waits for, in the order of its instructions."""
 
     block: int | None  # the block of the model, as in memory.Event
     phase: str
@@ -68,7 +68,7 @@ class Operation:
     bytes: int  # read and written
     fused_bytes: int  # the same for one kernel that torch.compile makes of all operations between two products
     fused: bool  # part of the kernel of the operation before it
-    waits: tuple[tuple[str, int], ...] = ()  # lanes, and how many of their messages that are not yet waited for
+    waits: tuple[tuple[str, int], ...] = ()  # lanes, and how many of their messages without a wait so far
     lane: str = ""  # of messages, if it runs there rather than with the computation
     message: Message | None = None  # instead of computation
     calls: int = 1
@@ -108,17 +108,17 @@ class OperationRecorder:
         self._run: _Run | None = None
 
     def begin_pass(self, times: int) -> None:
-        """What follows happens ``times`` times."""
+        """Count what follows ``times`` times."""
         self._end_run()
         self._passes.append((times, []))
 
     def result(self) -> Passes:
-        """What was recorded."""
+        """Return what was recorded."""
         self._end_run()
         return tuple((times, tuple(items)) for times, items in self._passes if items)
 
     def forget(self, storage: int) -> None:
-        """A storage was freed: another one may get its number."""
+        """Forget a freed storage: another one may get its number."""
         self._pending.pop(storage, None)
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, place: Place) -> None:
@@ -184,7 +184,7 @@ class OperationRecorder:
         payload = sum(tensor.nbytes for tensor in tensors_in(result if index < 0 else args[index]))
         if kind == SEND:
             kind = "gradients" if phase in _BACKWARD else "activations"
-        # Tokens for experts on the ranks of an axis of data are waited for, as those of tensor parallelism are.
+        # A layer waits for the tokens of experts on ranks of a data axis, as for those of tensor parallelism.
         data = "dp" in axis and kind != "all-to-all"
         lane = f"{'gather' if kind == 'all-gather' else 'reduce'} {axis}" if data else f"exchange {axis}"
         before = {self._pending[key] for key in map(storage_id, given) if key in self._pending}
@@ -252,7 +252,7 @@ def _is_reduction(lane: str) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the result shares the memory of an argument that is not written."""
+    """Return True if the result shares the memory of an argument that is not written."""
     schema = schema_of(func)
     aliases = [item.alias_info for item in schema.returns]
     return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
@@ -263,7 +263,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _moved(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
-    """Bytes that are read and written."""
+    """Return bytes that are read and written."""
     if not made:  # operations on lists of tensors, in place
         arguments = zip(schema_of(func).arguments, args, strict=False)
         made = tensors_in(
@@ -288,7 +288,7 @@ def _flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], result: 
 
 
 def _attention_flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any], on_cpu: bool) -> int:
-    """Two products forward; five backward, of which one repeats the forward pass."""
+    """Return two products forward; five backward, of which one repeats the forward pass."""
     names = [argument.name for argument in schema_of(func).arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = named["query"], named["key"], named["value"]
@@ -300,7 +300,7 @@ def _attention_flops(func: Any, short: str, args: Any, kwargs: Mapping[str, Any]
 
 
 def _causal_share_on_cpu(queries: int, keys: int) -> float:
-    """The share of all scores that torch's kernel for CPUs computes: those of blocks of keys that are not all masked.
+    """Return the share of scores that torch's kernel for CPUs computes: blocks of keys that are not all masked.
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, torch 2.6 to 2.13.
     """
@@ -313,7 +313,9 @@ def _causal_share_on_cpu(queries: int, keys: int) -> float:
 
 
 def more_operations(smaller: Passes, larger: Passes, blocks: int, steps: int) -> Passes | None:
-    """The operations of a model with ``steps`` blocks more; the arguments are those of :func:`.peak.more_blocks`.
+    """Return the operations of a model with ``steps`` blocks more.
+
+    The arguments are those of :func:`.peak.more_blocks`.
 
     Returns:
         None if the larger model without the repeated block is not the smaller one.
@@ -348,7 +350,7 @@ def _is_repeated(item: Operation, blocks: int) -> bool:
 
 
 def _more_updates(smaller: Sequence[Operation], larger: Sequence[Operation], steps: int) -> list[Operation]:
-    """What clipping and the optimizer do more for ``steps`` blocks, as one operation in each of the two phases."""
+    """Return what clipping and the optimizer add for ``steps`` blocks, as one operation in each phase."""
     added = []
     for phase in dict.fromkeys(item.phase for item in larger if item.phase not in _COMPILED):
         both = [[item for item in items if item.phase == phase] for items in (smaller, larger)]

@@ -21,7 +21,7 @@ _POINTS = 1500
 
 
 def as_html(plan: RankPlan, hardware: HardwareProfile | None) -> str:
-    """The page of a plan.
+    """Return the page of a plan.
 
     Args:
         plan: what to show.
@@ -43,7 +43,7 @@ def as_html(plan: RankPlan, hardware: HardwareProfile | None) -> str:
 
 
 def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
-    """Bytes by category after each allocation, with the peak in the title."""
+    """Return bytes by category after each allocation, with the peak in the title."""
     changes = {name: [0] * len(step.events) for name in CATEGORIES}
     start = dict.fromkeys(CATEGORIES, 0)
     for group, count in step.start.items():
@@ -67,14 +67,14 @@ def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
 
 
 def _highest(total: list[int]) -> list[int]:
-    """The index of the largest value in each of at most ``_POINTS`` parts."""
+    """Return the index of the largest value in each of at most ``_POINTS`` parts."""
     width = max(math.ceil(len(total) / _POINTS), 1)
     parts = (range(first, min(first + width, len(total))) for first in range(0, len(total), width))
     return [max(part, key=total.__getitem__) for part in parts]
 
 
 def _time_chart(spans: Iterable[Span]) -> str:
-    """A line for the computation and one for each lane of messages, interrupted while it is idle."""
+    """Return a line for the computation and one for each lane of messages, interrupted while it is idle."""
     lanes: dict[str, list[Span]] = {}
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)

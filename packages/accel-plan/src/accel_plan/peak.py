@@ -40,12 +40,12 @@ class PeakMemory:
 
 
 def size_of(snapshot: Snapshot) -> int:
-    """The bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(group.bytes * count for group, count in snapshot.items())
 
 
 def instants(step: StepMemory) -> Iterable[tuple[Moment, int]]:
-    """Each moment of a step, and the bytes that are alive."""
+    """Yield each moment of a step, and the bytes that are alive."""
     total = size_of(step.start)
     for event in step.events:
         total += event.group.bytes * event.count
@@ -53,7 +53,7 @@ def instants(step: StepMemory) -> Iterable[tuple[Moment, int]]:
 
 
 def peak_of(step: StepMemory) -> PeakMemory:
-    """The peak of a step."""
+    """Return the peak of a step."""
     between = size_of(step.start)
     best, when, moment, phases = between, -1, Moment("between steps", "", ""), dict[str, int]()
     for index, (now, total) in enumerate(instants(step)):
@@ -72,7 +72,7 @@ def peak_of(step: StepMemory) -> PeakMemory:
 
 
 def more_blocks(smaller: StepMemory, larger: StepMemory, blocks: int, steps: int) -> StepMemory | None:
-    """A step of a model with ``steps`` blocks more, in each stage of a pipeline.
+    """Return a step of a model with ``steps`` blocks more, in each stage of a pipeline.
 
     Args:
         smaller: of the model with ``blocks - 1`` blocks in a stage.
@@ -111,7 +111,7 @@ def _repeated(smaller: StepMemory, larger: StepMemory, blocks: int, steps: int) 
 
 
 def _part_of(event: Event, blocks: int) -> tuple[str, bool]:
-    """The phase if it is one of the whole model, and whether the event belongs to the block that is repeated."""
+    """Return the phase if it is one of the whole model, and whether the event belongs to the block that is repeated."""
     if event.moment.phase in _WHOLE_MODEL:
         return event.moment.phase, False
     return "", event.block is not None and event.block % blocks == blocks - 2

@@ -20,7 +20,7 @@ class PipelineOptions(PipelineParallelConfig):
     """Settings of a pipeline that come from the command line: messages name its options."""
 
     def label(self, name: str, value: Any = None) -> str:
-        """The option and its value."""
+        """Return the option and its value."""
         return f"--pp_{name} {getattr(self, name) if value is None else value}"
 
 
@@ -58,7 +58,7 @@ class TracedPipeline:
     traces: tuple[RankTrace, ...]  # of each rank
 
     def peaks(self) -> list[int]:
-        """The largest memory of a step on each rank, in bytes.
+        """Return the largest memory of a step on each rank, in bytes.
 
         Ranks that were not followed are between two that were, and have blocks only: each has one micro batch in
         flight less than the one before.
@@ -76,7 +76,7 @@ class TracedPipeline:
         return peaks
 
     def plan(self, settings: PipelineParallelConfig, samples: int, totals: list[int]) -> PipelinePlan:
-        """The plan of the pipeline, given the bytes that each rank holds."""
+        """Return the plan of the pipeline, given the bytes that each rank holds."""
         plans = []
         for rank, stages, traced, total in zip(self.ranks, self.stages, self.traces, totals, strict=True):
             blocks = tuple((self.blocks[stage][0], self.blocks[stage][-1]) for stage in stages)
@@ -93,7 +93,7 @@ class TracedPipeline:
 
 
 def pipeline_settings(settings: Resolution, **options: Any) -> PipelineParallelConfig | None:
-    """The settings of the pipeline; None without one."""
+    """Return the settings of the pipeline; None without one."""
     given = {name: value for name, value in options.items() if value is not None}
     if settings["use_parallelism_config"] and settings["parallelism_config_pp_size"] > 1:
         return PipelineOptions(**given)

@@ -97,7 +97,7 @@ class RankPlan:
         return self.total + (0 if self.reserve is None else self.reserve.total)
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, for JSON."""
+        """Return all values, for JSON."""
         content = asdict(replace(self, operations=(), step=None))
         del content["operations"], content["step"]
         content["memory"]["total"] = self.memory.total
@@ -210,7 +210,7 @@ def _time_of(
 
 
 def is_compiled(settings: Resolution) -> bool:
-    """Whether torch.compile compiles the model."""
+    """Return True if torch.compile compiles the model."""
     return str(settings["dynamo_backend"] or "no").lower() != "no"
 
 
@@ -228,7 +228,7 @@ def _untimed(settings: Resolution, pipeline: PipelineParallelConfig | None) -> s
 
 
 def _plan_megatron(request: PlanRequest) -> RankPlan:
-    """The plan of accel-megatron's own planner."""
+    """Return the plan of accel-megatron's own planner."""
     settings, processes = request.settings, _process_count(request.settings, request.rank)
     config = model_config(request.model, request.trust_remote_code)
     length = _sequence_length(request.seq_length, config)
@@ -252,7 +252,7 @@ def _plan_megatron(request: PlanRequest) -> RankPlan:
 
 
 def _trace_task(request: PlanRequest) -> TraceTask:
-    """What to trace, after a check of the numbers."""
+    """Return what to trace, after a check of the numbers."""
     settings = request.settings
     processes = _process_count(settings, request.rank)
     config = model_config(request.model, request.trust_remote_code)
@@ -312,14 +312,14 @@ def _offloaded_parts(settings: Resolution) -> tuple[str, ...]:
 
 
 def _offloads_activations(settings: Resolution) -> bool:
-    """Whether inputs of checkpointed blocks are kept in host memory."""
+    """Return True if inputs of checkpointed blocks are kept in host memory."""
     if _uses_fsdp(settings):
         return bool(settings["fsdp_activation_checkpointing"] and settings["fsdp_activation_checkpointing_offload"])
     return bool(settings["activation_checkpointing"] and settings["activation_checkpointing_offload"])
 
 
 def _traced_variables(settings: Resolution) -> dict[str, str]:
-    """The launcher's variables; a step in 8 bits is traced in bf16, which has the same messages.
+    """Return the launcher's variables; a step in 8 bits is traced in bf16, which has the same messages.
 
     Products that overlap with their communication are traced without: their operators hide what they send.
     """
@@ -378,12 +378,12 @@ def _sequence_length(requested: int | None, config: Any) -> int:
 
 
 def _uses_fsdp(settings: Resolution) -> bool:
-    """Whether FSDP shards the model: one process trains without it, with a warning."""
+    """Return True if FSDP shards the model: one process trains without it, with a warning."""
     return bool(settings["use_fsdp"]) and settings["num_processes"] != 1
 
 
 def strategy_of(settings: Resolution) -> str:
-    """How the model is sharded, as a key of ``accel_bigmodel.estimate.training.DIVISIONS``."""
+    """Return how the model is sharded, as a key of ``accel_bigmodel.estimate.training.DIVISIONS``."""
     if settings["use_deepspeed"]:
         return f"zero{stage_of(settings)}"
     if settings["use_parallelism_config"]:
@@ -401,7 +401,7 @@ def strategy_of(settings: Resolution) -> str:
 
 
 def axes_of(settings: Resolution, processes: int) -> Axes:
-    """The mesh of a configuration, without axes of size 1."""
+    """Return the mesh of a configuration, without axes of size 1."""
     from accel.parallel.axes import AXES
 
     if settings["use_parallelism_config"]:
@@ -415,7 +415,7 @@ def axes_of(settings: Resolution, processes: int) -> Axes:
 
 
 def _memory_of(result: RankTrace, strategy: str, axes: Axes, optimizer: str, precision: str) -> TrainingMemory:
-    """The memory of a rank: traced figures, and the estimate's formulas for optimizer state and gathered units."""
+    """Return a rank's memory: traced figures, and formulas for optimizer state and gathered units."""
     shards = axes.get("dp_shard", 1) * axes.get("cp", 1) * axes.get("sp", 1)
     estimate = memory_of_rank(
         strategy,

@@ -17,7 +17,7 @@ PLANNERS: Registry[Callable[..., dict[str, Any]]] = Registry("planner", {}, entr
 
 
 def plan_by(name: str, *arguments: Any, **numbers: Any) -> dict[str, Any]:
-    """What the planner of a strategy says about a rank, as fields of RankPlan."""
+    """Return what the planner of a strategy says about a rank, as fields of RankPlan."""
     if name not in PLANNERS:
         raise MissingDependencyError(
             f"a plan of {name} needs its package. Install it with: pip install 'accel[{name}]'"

@@ -62,7 +62,7 @@ class Traffic:
 
 
 def sent_bytes(kind: str, payload: int, ranks: int) -> int:
-    """Bytes that one rank sends in a ring collective, the minimum for large messages.
+    """Return bytes that one rank sends in a ring collective, the minimum for large messages.
 
     With S the full bytes and n ranks: an all-gather (S: the result), a reduce-scatter (S: the input) and an all-to-all
     (S: the input) send S (n-1)/n; an all-reduce 2 S (n-1)/n; a broadcast and a point-to-point message S.
@@ -76,7 +76,7 @@ def sent_bytes(kind: str, payload: int, ranks: int) -> int:
 
 
 def add_traffic(parts: Iterable[tuple[int, Iterable[Traffic]]]) -> tuple[Traffic, ...]:
-    """The sum of several recordings, each multiplied by a factor."""
+    """Return the sum of several recordings, each multiplied by a factor."""
     sums: dict[tuple[str, str, int], list[int]] = {}
     for factor, recording in parts:
         for item in recording:
@@ -146,18 +146,18 @@ class Recorder(TorchDispatchMode):
         self._labels[storage_id(local_tensor(tensor))] = kind
 
     def live_storages(self) -> dict[int, int]:
-        """Bytes by id of the storages that were created in the block and are still alive."""
+        """Return bytes by id of the storages that were created in the block and are still alive."""
         self._created = {key: reference for key, reference in self._created.items() if not reference.expired()}
         return {key: live_bytes(reference) for key, reference in self._created.items()}
 
     def live_bytes(self, model: nn.Module) -> int:
-        """Bytes created in the block that are still alive, without the tensors that the model's modules hold."""
+        """Return bytes created in the block that are still alive, without the tensors that the model's modules hold."""
         held = module_storages(model)
         return sum(size for key, size in self.live_storages().items() if key not in held)
 
 
 def axis_of(ranks: Sequence[int], axes: Axes) -> str:
-    """The axes along which the ranks of a group differ, joined by "+"."""
+    """Return the axes along which the ranks of a group differ, joined by "+"."""
     sample = {ranks[0], ranks[-1], *ranks[:: max(len(ranks) // 64, 1)]}
     coordinates = [coordinates_of(rank, axes) for rank in sample]
     names = [name for name, size in axes.items() if size > 1 and len({item[name] for item in coordinates}) > 1]
@@ -165,7 +165,7 @@ def axis_of(ranks: Sequence[int], axes: Axes) -> str:
 
 
 def coordinates_of(rank: int, axes: Axes) -> dict[str, int]:
-    """The coordinate of a rank on each axis."""
+    """Return the coordinate of a rank on each axis."""
     coordinates: dict[str, int] = {}
     for name, size in reversed(list(axes.items())):
         rank, coordinates[name] = divmod(rank, size)
@@ -173,7 +173,7 @@ def coordinates_of(rank: int, axes: Axes) -> dict[str, int]:
 
 
 def module_storages(model: nn.Module) -> dict[int, int]:
-    """Bytes by storage id of every tensor that a module holds: parameters, buffers, and other attributes."""
+    """Return bytes by storage id of every tensor that a module holds: parameters, buffers, and other attributes."""
     sizes: dict[int, int] = {}
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
@@ -185,13 +185,13 @@ def module_storages(model: nn.Module) -> dict[int, int]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that tensors take on this rank; a storage that several of them share counts once."""
+    """Return bytes that tensors take on this rank; a storage that several of them share counts once."""
     local = [local_tensor(tensor) for tensor in tensors]
     return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in local}.values())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, as this rank holds them."""
+    """Return the tensors in nested lists, tuples and mappings, as this rank holds them."""
     if isinstance(value, torch.Tensor):
         return [local_tensor(value)]
     if isinstance(value, (list, tuple)):

@@ -16,7 +16,7 @@ _SHOWN_SAMPLES = 8
 
 
 def as_text(plan: RankPlan, changes: Changes | None = None) -> str:
-    """The report of ``accel plan``.
+    """Return the report of ``accel plan``.
 
     Args:
         plan: what to report.
@@ -151,7 +151,7 @@ def _report_of_time(plan: RankPlan) -> list[str]:
     for name, seconds in time.parts.items():
         lines.append(f"  {name:<44}{seconds:>12.6f}{seconds / time.seconds:>8.1%}")
     lines.append(f"  {'total':<44}{time.seconds:>12.6f}")
-    lines.append(f"  {time.tokens:,.0f} tokens a second and device, {time.utilization:.1%} model FLOPs utilization")
+    lines.append(f"  {time.tokens:,.0f} tokens per second and device, {time.utilization:.1%} model FLOPs utilization")
     lines.append(f"  {time.bottleneck}")
     if not time.compared:
         lines.append(

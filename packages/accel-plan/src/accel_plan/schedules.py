@@ -19,7 +19,7 @@ class _Task:
 def schedule_seconds(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, stages: int, message: float
 ) -> float:
-    """Seconds until all ranks have run all passes of a batch.
+    """Return seconds until all ranks have run all passes of a batch.
 
     Args:
         schedule: one of :data:`TIMED_SCHEDULES`.
@@ -53,7 +53,10 @@ def schedule_seconds(
 
 
 def _needed(task: _Task, last: int) -> list[_Task]:
-    """What must have ended: the pass of the stage before, or after; a backward pass also needs its forward pass."""
+    """Return what must have ended: the pass of the stage before, or after.
+
+    A backward pass also needs its forward pass.
+    """
     if not task.backward:
         return [_Task(False, task.stage - 1, task.micro_batch)] if task.stage else []
     needed = [_Task(False, task.stage, task.micro_batch)]
@@ -61,7 +64,7 @@ def _needed(task: _Task, last: int) -> list[_Task]:
 
 
 def _order(schedule: str, rank: int, size: int, micro_batches: int, stages: int) -> list[_Task]:
-    """The passes of a rank: some forward passes, then one forward and one backward pass in turns, then the rest.
+    """Return the passes of a rank: some forward passes, then one forward and one backward pass in turns, then the rest.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv:2104.04473,
     section 2.2.
@@ -82,7 +85,7 @@ def _order(schedule: str, rank: int, size: int, micro_batches: int, stages: int)
 
 
 def _task(backward: bool, index: int, rank: int, size: int, stages: int) -> _Task:
-    """The pass with this index on a rank: as many micro batches as ranks in one stage, then those in the next one."""
+    """Return the pass with this index on a rank: as many micro batches as ranks in one stage, then the next stage."""
     if stages == 1:
         return _Task(backward, rank, index)
     group, position = divmod(index, size * stages)

@@ -77,7 +77,7 @@ class Found:
     others: tuple[Rejected, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, for JSON."""
+        """Return all values, for JSON."""
         best = [{"settings": choice.candidate.values(), **choice.plan.as_dict()} for choice in self.best]
         others = [vars(item) for item in self.others]
         numbers = {name: getattr(self, name) for name in ("samples", "searched", "too_large", "planned")}
@@ -122,7 +122,7 @@ def search(request: PlanRequest, global_batch_tokens: int) -> Found:
 
 
 def planning_request(request: PlanRequest, candidate: Candidate) -> PlanRequest:
-    """What :func:`~.plan.make_plan` takes for a configuration."""
+    """Return what :func:`~.plan.make_plan` takes for a configuration."""
     settings = with_values(request.settings, candidate.values())
     if candidate.axes["pp"] == 1:
         return replace(request, settings=settings, batch_size=candidate.batch_size)
@@ -131,7 +131,7 @@ def planning_request(request: PlanRequest, candidate: Candidate) -> PlanRequest:
 
 
 def reason(better: Choice, worse: Choice) -> str:
-    """How much faster the better of two is, and what takes longer in the other."""
+    """Return how much faster the better of two is, and what takes longer in the other."""
     assert better.plan.time is not None and worse.plan.time is not None
     first, second = better.plan.time.parts, worse.plan.time.parts
     longer = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
@@ -203,7 +203,7 @@ def _plan_first(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """A block whose garbage collections leave out all objects that exist already: libraries, and the plans before."""
+    """Leave existing objects (libraries, earlier plans) out of the block's garbage collections."""
     gc.freeze()
     try:
         yield
@@ -245,7 +245,7 @@ def _others(
     estimates: Estimates,
     limit: int,
 ) -> list[Rejected]:
-    """The fastest of each kind that is not among the best."""
+    """Return the fastest of each kind that is not among the best."""
     kinds = {
         "DDP": lambda item: all(item.axes[axis] == 1 for axis in AXES[1:]),
         "FSDP alone, without checkpointing": lambda item: _only_sharded(item) and item.checkpointing == NONE,

@@ -19,13 +19,13 @@ _NOT_SEARCHED = (
 
 
 def as_text(found: Found) -> str:
-    """The report."""
+    """Return the report."""
     request = found.request
     assert request.hardware is not None and request.memory_limit is not None and request.seq_length is not None
     processes = int(request.settings["num_processes"])
     lines = [
         f"{request.model} on {processes:,} x {request.hardware.key}, {convert_bytes(request.memory_limit)} each",
-        f"{found.samples:,} samples of {request.seq_length:,} tokens a step",
+        f"{found.samples:,} samples of {request.seq_length:,} tokens per step",
         f"{found.searched:,} configurations: {found.too_large:,} are far too large, {found.planned} were planned",
         "",
         f"     {'step':>10} {'tokens/s':>10} {'MFU':>6} {'peak':>11} {'needed':>11}",

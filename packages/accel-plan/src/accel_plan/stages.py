@@ -55,7 +55,7 @@ class StageMonitor:
     tracker: MemoryTracker | None = None
 
     def enter(self, phase: str) -> None:
-        """A forward or a backward pass of a micro batch begins."""
+        """Begin a forward or a backward pass of a micro batch."""
         if self.tracker is not None:
             self.tracker.enter(phase)
 
@@ -81,14 +81,14 @@ class StageMonitor:
             self.activations[self.in_flight] = max(self.activations.get(self.in_flight, 0), live)
 
     def result(self) -> StageMemory:
-        """The peaks so far."""
+        """Return the peaks so far."""
         numbers = range(1, max(self.activations, default=0) + 1)
         return StageMemory(tuple(self.activations.get(number, 0) for number in numbers), self.gathered)
 
 
 @contextmanager
 def recording_pass(monitor: StageMonitor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """A block with one forward and backward pass of a pipeline."""
+    """Record one forward and backward pass of a pipeline."""
     monitor.recorder, monitor.model, monitor.in_flight = recorder, model, 0
     recorder.default_kind = "tied gradients"
     try:
@@ -112,14 +112,14 @@ class SimulatedPipeline(TrainingPipeline):
         super().__init__(*args, **settings)
 
     def split_model(self, *args: Any) -> PipelineSplit:
-        """The split of the same model is the same on every rank."""
+        """Return the split of the same model is the same on every rank."""
         shared = self.monitor.shared
         if shared.split is None:
             shared.split = super().split_model(*args)
         return shared.split
 
     def outputs_of_example(self, model: nn.Module, forward: Any, example: tuple[Any, Any]) -> Sequence[Any]:
-        """The outputs of all calls in the dtype that the stages compute in, since no other rank can tell them here."""
+        """Return all calls' outputs in the stages' dtype, since no other rank can report them here."""
         if self.compute_dtype is None:
             return self.split.outputs
         shared = self.monitor.shared
@@ -135,7 +135,7 @@ class SimulatedPipeline(TrainingPipeline):
 
 
 def monitored_stage_class() -> Any:
-    """A PipelineStage that measures memory around its backward passes and labels its messages."""
+    """Return a PipelineStage that measures memory around its backward passes and labels its messages."""
     base: Any = local_pipeline_stage()
 
     class MonitoredStage(base):
@@ -179,7 +179,7 @@ def _outputs_in(
 
 
 def gathered_storages(parts: Iterable[nn.Module]) -> dict[int, int]:
-    """Bytes by storage id of the parameters that fully_shard has gathered, and of their unreduced gradients."""
+    """Return bytes by storage id of the parameters that fully_shard has gathered, and of their unreduced gradients."""
     sizes: dict[int, int] = {}
     for part in parts:
         for module in part.modules():

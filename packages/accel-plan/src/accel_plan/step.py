@@ -62,20 +62,20 @@ class ShardOptimizer:
             parameter.grad = None
 
     def states(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
-        """The state of each parameter."""
+        """Yield the state of each parameter."""
         for parameter, shard in self.shards.items():
             yield parameter, self.optimizer.state.get(shard, {})
 
 
 def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> Optimizer:
-    """An optimizer of a plan, with an implementation of :data:`IMPLEMENTATIONS`."""
+    """Return an optimizer of a plan, with an implementation of :data:`IMPLEMENTATIONS`."""
     settings: dict[str, Any] = {"momentum": 0.9} if name == "sgd_momentum" else {}
     chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     return _CLASSES[name](parameters, lr=1e-3, **chosen, **settings)
 
 
 def implementation_for(asked: str | None, parameters: Iterable[torch.Tensor]) -> str:
-    """The implementation that an optimizer of these parameters uses.
+    """Return the implementation that an optimizer of these parameters uses.
 
     Args:
         asked: None for torch's default on accelerators, as accel changes it where only some parameters are DTensors.

@@ -58,7 +58,7 @@ class StepTime:
 class _Lane:
     ends: list[float] = field(default_factory=list)
     waited: int = 0
-    gate: float = 0.0  # when the last message was waited for
+    gate: float = 0.0  # when the last wait for a message ended
     free: float = 0.0
 
 
@@ -80,7 +80,7 @@ class Speeds:
     overlaps_products: bool = False
 
     def share(self, name: str) -> float:
-        """The share of a number of the profile that is reached."""
+        """Return the share of a number of the profile that is reached."""
         return 1.0 if self.hardware.measured else SHARES[name]
 
     def seconds(self, item: Operation) -> float:
@@ -98,7 +98,7 @@ class Speeds:
         return max(computed, moved / bandwidth)
 
     def rate(self, dtype: str) -> float:
-        """FLOPs a second."""
+        """FLOPs per second."""
         flops = self.hardware.flops
         if dtype not in flops:
             raise ConfigurationError(
@@ -287,7 +287,7 @@ class Simulation:
 
 
 def _beside(product: float, message: float, ranks: int) -> float:
-    """Seconds that a message adds to a product, if both are divided into as many pieces as there are ranks.
+    """Return seconds that a message adds to a product, if both are divided into as many pieces as there are ranks.
 
     A piece of one waits for a piece of the other, so that the longer one and a piece of the shorter one remain.
     """
@@ -317,7 +317,7 @@ def model_flops(passes: Passes) -> int:
 
 
 def step_time(passes: Passes, speeds: Speeds, tokens: int, ranks: int, dtype: str, bubble: float = 0.0) -> StepTime:
-    """The time of a step.
+    """Return the time of a step.
 
     Args:
         passes: its operations on this rank.
@@ -348,7 +348,7 @@ def step_time(passes: Passes, speeds: Speeds, tokens: int, ranks: int, dtype: st
 def bubble_seconds(
     ranks: Sequence[Passes], position: int, schedule: str, micro_batches: int, stages: int, speeds: Speeds
 ) -> float:
-    """Seconds of a step in which a rank of a pipeline waits for others.
+    """Return seconds of a step in which a rank of a pipeline waits for others.
 
     Args:
         ranks: the operations of each rank.
@@ -381,7 +381,7 @@ def bubble_seconds(
 
 
 def bottleneck(parts: Mapping[str, float], seconds: float) -> str:
-    """One sentence on what takes most of a step."""
+    """Return one sentence on what takes most of a step."""
     name, value = max(parts.items(), key=lambda item: item[1])
     share = f"{value / seconds:.0%} of the step"
     if name == PRODUCT:

@@ -148,7 +148,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def _variable_overrides(variables: Mapping[str, str]) -> dict[str, str]:
-    """Overrides for settings that need values and do not change the number of bytes."""
+    """Return overrides for settings that need values and do not change the number of bytes."""
     overrides = {}
     if "ACCELERATE_DYNAMO_BACKEND" in variables:
         overrides["ACCELERATE_DYNAMO_BACKEND"] = "no"
@@ -240,7 +240,7 @@ class _Passes:
         self.gradients = storage_bytes(gradients)
 
     def _run_one(self, synchronises: bool, recorder: Recorder) -> None:
-        """One forward and backward pass, in which the bytes that are alive between them are measured."""
+        """Run one forward and backward pass, and measure the bytes that are alive between them."""
         accelerator, model, task = self.accelerator, self.model, self.task
         self._enter(FORWARD)
         # The adapter gives this rank its part of the sequences if they are split over attention heads.
@@ -271,7 +271,7 @@ class _Passes:
 def _recording_microbatch(
     task: TraceTask, settings: PipelineParallelConfig, model: nn.Module, samples: int
 ) -> PipelineParallelConfig:
-    """The settings with a micro-batch as the example, so that the stages know their shapes without other ranks."""
+    """Return the settings with a micro-batch as the example, so that stages know their shapes without other ranks."""
     size = samples // settings.check_batch(samples, task.axes["pp"])
     inputs = _model_inputs(model, task, samples)
     example: dict[str, Any] = {name: item[:size] for name, item in inputs.items() if name != "labels"}
@@ -309,7 +309,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _largest_unit(model: nn.Module) -> int:
-    """Bytes of the largest set of parameters that is gathered at once; 0 if none are."""
+    """Return bytes of the largest set of parameters that is gathered at once; 0 if none are."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     sizes = [0]
@@ -345,7 +345,7 @@ def trace_blocks(task: TraceTask, all_blocks: bool = False) -> tuple[RankTrace, 
 
 
 def with_blocks(config: Any, number: int) -> Any:
-    """A copy of a configuration with another number of blocks."""
+    """Return a copy of a configuration with another number of blocks."""
     changed = copy.deepcopy(config)
     changed.num_hidden_layers = number
     if getattr(changed, "layer_types", None):
@@ -354,7 +354,7 @@ def with_blocks(config: Any, number: int) -> Any:
 
 
 def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int = TRACED_BLOCKS) -> RankTrace | None:
-    """The larger trace plus ``steps`` times its difference to the smaller one; None if blocks are not alike."""
+    """Return the larger trace plus ``steps`` times its difference to the smaller one; None if blocks are not alike."""
     step = None
     if smaller.step is not None and larger.step is not None:
         step = more_blocks(smaller.step, larger.step, blocks, steps)
@@ -379,5 +379,5 @@ def extrapolate(smaller: RankTrace, larger: RankTrace, steps: int, blocks: int =
 
 
 def data_ranks(axes: Axes) -> int:
-    """The number of ranks that get different samples."""
+    """Return the number of ranks that get different samples."""
     return math.prod(size for name, size in axes.items() if name in DATA_AXES)

@@ -155,7 +155,7 @@ def _shared_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[tor
 def simulated_rank(
     rank: int, world_size: int, local_world_size: int, variables: Mapping[str, str]
 ) -> Iterator[PartialState]:
-    """A block in which this process is a rank of a larger world, whose collectives return at once."""
+    """Make this process a rank of a larger world, whose collectives return at once."""
     if dist.is_initialized():
         raise ConfigurationError("accel plan cannot run in a process that already has a process group.")
     rank_variables = {
@@ -216,7 +216,7 @@ def _mask_replacements() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def attention_of_gpus() -> Iterator[None]:
-    """A block in which attention takes the kernels that it has on GPUs, where tensors without memory take the CPU's.
+    """Let attention take the kernels of GPUs, where tensors without memory take the CPU's.
 
     Without a mask, a GPU has no fused kernel for float32 with fewer heads of keys than of queries, so that it keeps all
     scores; and it has one for values of another width than keys (DeepSeek-V3's), which a CPU has not.
@@ -264,7 +264,7 @@ class _GroupedProducts(TorchDispatchMode):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """A block in which tensors have shapes and dtypes but neither memory nor values, except those of device meshes."""
+    """Create tensors without memory and values in the block, except those of device meshes."""
     original = DeviceMesh.__init__
 
     def init(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:

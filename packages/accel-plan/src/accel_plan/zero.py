@@ -20,7 +20,7 @@ HALF_PRECISION: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def stage_of(settings: Resolution) -> int:
-    """The ZeRO stage, of the DeepSpeed configuration file if there is one."""
+    """Return the ZeRO stage, of the DeepSpeed configuration file if there is one."""
     path = settings["deepspeed_config_file"]
     if path is None:
         return 2 if settings["zero_stage"] is None else int(settings["zero_stage"])
@@ -32,7 +32,7 @@ def stage_of(settings: Resolution) -> int:
 
 
 def without_deepspeed(task: TraceTask, precision: str) -> TraceTask:
-    """The task with an unsharded replica on each rank, in the dtype that DeepSpeed keeps the model in."""
+    """Return the task with an unsharded replica on each rank, in the dtype that DeepSpeed keeps the model in."""
     variables = {name: value for name, value in task.variables.items() if "DEEPSPEED" not in name}
     variables["ACCELERATE_MIXED_PRECISION"] = "no"
     return replace(task, variables=variables, dtype=HALF_PRECISION.get(precision))
@@ -41,7 +41,7 @@ def without_deepspeed(task: TraceTask, precision: str) -> TraceTask:
 def zero_memory_and_traffic(
     task: TraceTask, replica: RankTrace, strategy: str, optimizer: str, steps: int
 ) -> tuple[TrainingMemory, tuple[Traffic, ...]]:
-    """The memory and the communication of a rank.
+    """Return the memory and the communication of a rank.
 
     Stage 0 all-reduces the gradients once per step. Stages 1 and 2 reduce-scatter them (stage 2 in every micro batch)
     and all-gather the new parameters. Stage 3 all-gathers the parameters in each forward and each backward pass, and

@@ -111,7 +111,7 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of the modules that lose most when quantized: those with tied weights, and the output layer.
+    """Return the names of the modules that lose most when quantized: those with tied weights, and the output layer.
 
     The output layer is the last child, if it is a linear layer or the head of a transformers model.
     """
@@ -127,7 +127,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def layers_to_quantize(model: nn.Module, skip: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
-    """The linear layers of a model by name, except those in ``skip``."""
+    """Return the linear layers of a model by name, except those in ``skip``."""
     skipped = list(skip)
     layers = {
         name: module
@@ -143,7 +143,7 @@ def layers_to_quantize(model: nn.Module, skip: Iterable[str], prefix: str = "") 
 
 
 def contains_name(name: str, part: str) -> bool:
-    """Whether ``part`` consists of complete components of a name: "model.h.0.lm_head" contains "lm_head" and "h.0"."""
+    """Return True if ``part`` is complete components of a name: "model.h.0.lm_head" contains "lm_head" and "h.0"."""
     return f".{part}." in f".{name}."
 
 
@@ -200,10 +200,10 @@ def replace_layer(model: nn.Module, name: str, linear: nn.Linear, quantizer: Qua
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether the model has 4-bit layers of bitsandbytes."""
+    """Return True if the model has 4-bit layers of bitsandbytes."""
     return any(isinstance(module, bitsandbytes_nn().Linear4bit) for module in model.modules())
 
 
 def is_float(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has a floating point dtype to compute in."""
+    """Return True if the tensor has a floating point dtype to compute in."""
     return tensor.is_floating_point() and tensor.element_size() >= 2

@@ -139,11 +139,11 @@ class _Weights:
         return self.files or self.parameters
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, mapped if its file allows."""
+        """Return a tensor, mapped if its file allows."""
         return self.files[name].tensors([name])[name] if self.files else self.parameters[name].detach()
 
     def common_file(self, names: list[str]) -> SafetensorsFile | None:
-        """The safetensors file that holds all of some tensors."""
+        """Return the safetensors file that holds all of some tensors."""
         files = {id(self.files[name]): self.files[name] for name in names} if self.files else {}
         file = next(iter(files.values()), None)
         return file if len(files) == 1 and isinstance(file, SafetensorsFile) else None
@@ -152,7 +152,7 @@ class _Weights:
 def _match_weights(
     model: nn.Module, layers: Mapping[str, nn.Linear], weights: _Weights, quantizer: Quantizer, location: str
 ) -> dict[str, str]:
-    """The name in the checkpoint of each layer's weight, after a check of all names, shapes and dtypes."""
+    """Return the name in the checkpoint of each layer's weight, after a check of all names, shapes and dtypes."""
     tensors, unsaved_buffers = model_tensors(model)
     quantized: set[str] = set()
     companions: set[str] = set()

@@ -23,7 +23,7 @@ class FileStore:
         self.names: dict[str, str] = dict(names)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors, by their names in the layer."""
+        """Return all tensors, by their names in the layer."""
         tensors = self.file.tensors(self.names.values())
         return {name: tensors[source] for name, source in self.names.items()}
 
@@ -35,7 +35,7 @@ class MemoryStore:
         self._tensors = dict(tensors)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors, by their names in the layer."""
+        """Return all tensors, by their names in the layer."""
         return dict(self._tensors)
 
 

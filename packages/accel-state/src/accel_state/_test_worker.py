@@ -163,7 +163,7 @@ def _destroy_process_group() -> None:
 
 
 def _format(error: BaseException) -> str:
-    """The traceback, without the frames of this module."""
+    """Return the traceback, without the frames of this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -171,13 +171,13 @@ def _format(error: BaseException) -> str:
 
 
 def is_complete_dump(text: str) -> bool:
-    """Whether a stack dump has ended, with the outermost frame of the main thread."""
+    """Return True if a stack dump has ended, with the outermost frame of the main thread."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.endswith(" in <module>") or last.strip() == "...")
 
 
 def readable_dump(text: str) -> str:
-    """A stack dump without the threads and frames of this module."""
+    """Return a stack dump without the threads and frames of this module."""
     threads = [thread.strip("\n") for thread in re.split(r"\n(?=(?:Current t|T)hread 0x)", text)]
     shown = [_user_frames(thread) for thread in threads if "_exit_with_parent" not in thread]
     return "\n\n".join(filter(None, shown))

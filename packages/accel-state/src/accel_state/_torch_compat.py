@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group; to be replaced by ``dist.group.WORLD.get_group_store()`` (in 2.13)."""
+    """Return the store of the default process group.
+
+    To be replaced by ``dist.group.WORLD.get_group_store()`` (in 2.13).
+    """
     return dist.distributed_c10d._get_default_store()
 
 
@@ -31,12 +34,15 @@ def connect_again(timeout: timedelta) -> dist.Store | None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """The process groups of this rank that were not destroyed; torch has no public list of them."""
+    """Return the process groups of this rank that were not destroyed; torch has no public list of them."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def collectives_issued() -> int:
-    """How many collectives the process groups of this rank have issued; groups without a count have issued none."""
+    """Return how many collectives the process groups of this rank have issued.
+
+    Groups without a count have issued none.
+    """
     total = 0
     group: Any  # torch's types leave the count out
     for group in process_groups():
@@ -50,15 +56,21 @@ def _xla() -> Any:
 
 
 def xla_tensor_id(tensor: torch.Tensor) -> int:
-    """A number that two XLA tensors have in common if one is the other; torch_xla has no public one."""
+    """Return a number that two XLA tensors have in common if one is the other; torch_xla has no public one."""
     return int(_xla()._xla_get_tensor_id(tensor))
 
 
 def xla_has_started() -> bool:
-    """Whether the runtime of torch_xla was started in this process; only the functions that start it are public."""
+    """Return True if the runtime of torch_xla was started in this process.
+
+    Only the functions that start it are public.
+    """
     return bool(_xla()._xla_runtime_is_initialized())
 
 
 def xla_mode_is_fixed() -> bool:
-    """Whether an XLA device was used, after which several devices cannot be combined; torch_xla crashes if they are."""
+    """Return True if an XLA device was used, after which several devices cannot be combined.
+
+    Torch_xla crashes if they are.
+    """
     return bool(_xla()._xla_get_spmd_config_is_locked())

@@ -38,11 +38,11 @@ class GradientAccumulationPlugin:
         check_steps("GradientAccumulationPlugin.num_steps", self.num_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name."""
+        """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The settings that differ from their defaults."""
+        """Return the settings that differ from their defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
 

@@ -19,7 +19,7 @@ def check_number(
     whole: bool = False,
     infinite: bool = False,
 ) -> float:
-    """A number within bounds.
+    """Return a number within bounds.
 
     Args:
         name: the argument, for the message.

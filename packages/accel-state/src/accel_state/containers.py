@@ -10,17 +10,17 @@ from typing import Any
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether the object is a named tuple (from collections or typing)."""
+    """Return True if the object is a named tuple (from collections or typing)."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def is_dataclass_instance(data: Any) -> bool:
-    """Whether the object is an instance of a data class (and not the class)."""
+    """Return True if the object is an instance of a data class (and not the class)."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
 def is_container(data: Any) -> bool:
-    """Whether the object is nested data rather than a leaf."""
+    """Return True if the object is nested data rather than a leaf."""
     return isinstance(data, (tuple, list, Mapping)) or is_dataclass_instance(data)
 
 
@@ -43,7 +43,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``data`` with the same keys and new values.
+    """Return a mapping of the type of ``data`` with the same keys and new values.
 
     Raises:
         TypeError: the type has no ``__setitem__``, and its constructor does not take a dictionary of its items; or a
@@ -68,7 +68,7 @@ def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _copy_mapping(data: Mapping[Any, Any]) -> Any:
-    """A shallow copy with items of its own."""
+    """Return a shallow copy with items of its own."""
     new = copy.copy(data)
     if not isinstance(data, dict) and not hasattr(type(data), "__copy__"):
         # The default copy shares the dictionary in which such a class keeps its items.
@@ -97,7 +97,7 @@ def _cannot_rebuild(data: Any, plain: str) -> TypeError:
 
 
 def rebuild_dataclass(data: Any, values: dict[str, Any]) -> Any:
-    """A data class instance of the type of ``data`` with new values, also of frozen and ``init=False`` fields."""
+    """Return an instance of ``data``'s data class with new values, also of frozen and ``init=False`` fields."""
     new = copy.copy(data)
     for name, value in values.items():
         object.__setattr__(new, name, value)

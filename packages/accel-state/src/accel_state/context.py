@@ -40,7 +40,7 @@ _current = Context()
 
 
 def current() -> Context:
-    """The current context. All threads share it: data loaders and autograd run in threads of their own."""
+    """Return the current context. All threads share it: data loaders and autograd run in threads of their own."""
     return _current
 
 

@@ -1,4 +1,4 @@
-"""This machine's devices, kernel and driver. Does not initialize a device unless a docstring says so."""
+"""This machine's devices, kernel and driver. Does not initialize a device, except where a docstring states it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .imports import is_package_available, is_torch_version
 
 
 def is_cuda_available() -> bool:
-    """Whether there is an NVIDIA GPU, or an AMD GPU, which torch exposes under the same name."""
+    """Return True if there is an NVIDIA GPU, or an AMD GPU, which torch exposes under the same name."""
     return devices.get("cuda").is_available()
 
 
 def is_rocm_available() -> bool:
-    """Whether there is an AMD GPU and torch is built for it."""
+    """Return True if there is an AMD GPU and torch is built for it."""
     return torch.version.hip is not None and is_cuda_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is an Apple GPU, and torch has this version or a newer one."""
+    """Return True if there is an Apple GPU, and torch has this version or a newer one."""
     return is_torch_version(">=", min_version) and devices.get("mps").is_available()
 
 
@@ -57,7 +57,7 @@ is_sdaa_available: Callable[..., bool] = _device_check("sdaa", "a Tecorigin acce
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether there is a Gaudi accelerator; ``init_hccl`` also registers its backend with torch.distributed."""
+    """Return True if there is a Gaudi accelerator; ``init_hccl`` also registers its backend with torch.distributed."""
     available = devices.get("hpu").is_available()
     if available and init_hccl:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
@@ -65,12 +65,12 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether there is a first-generation Gaudi, which has no float16. Initializes the device."""
+    """Return True if there is a first-generation Gaudi, which has no float16. Initializes the device."""
     return is_hpu_available() and devices.get("hpu").module.get_device_name().strip().upper() == "GAUDI"
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and has a device (PJRT_DEVICE, or a TPU library), of the type in the arguments."""
+    """Return True if torch_xla is installed and has a device (PJRT_DEVICE, or a TPU library) of the given type."""
     if check_is_tpu and check_is_gpu:
         raise ConfigurationError("check_is_tpu and check_is_gpu are both True: a run has one kind of XLA device")
     if not devices.get("xla").is_available():
@@ -81,50 +81,59 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine's device computes in bfloat16; False on a TPU with ``ignore_tpu``. May initialize CUDA."""
+    """Return True if this machine's device computes in bfloat16; False on a TPU with ``ignore_tpu``.
+
+    May initialize CUDA.
+    """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     return devices.detect().supports_autocast(torch.bfloat16)
 
 
 def is_fp16_available() -> bool:
-    """Whether this machine's device computes in float16."""
+    """Return True if this machine's device computes in float16."""
     return not is_habana_gaudi1() and devices.detect().supports_autocast(torch.float16)
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether Transformer Engine (2.0) and the GPU (compute capability 10.0) support MXFP8. May initialize CUDA."""
+    """Return True if Transformer Engine (2.0) and the GPU (compute capability 10.0) support MXFP8.
+
+    May initialize CUDA.
+    """
     installed = is_package_available("transformer_engine", min_version="2.0.0")
     return installed and is_cuda_available() and torch.cuda.get_device_capability() >= (10, 0)
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether torch is built with torch.distributed."""
+    """Return True if torch is built with torch.distributed."""
     return torch.distributed.is_available()
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Whether an object is a tensor on an Intel GPU."""
+    """Return True if an object is a tensor on an Intel GPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 def is_xccl_available() -> bool:
-    """Whether torch is built with XCCL, the collectives of Intel GPUs."""
+    """Return True if torch is built with XCCL, the collectives of Intel GPUs."""
     return devices.get("xpu").collective_backend == "xccl"
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has ``torch.distributed.pipelining``, which PiPPy has moved into."""
+    """Return True if torch has ``torch.distributed.pipelining``, which PiPPy has moved into."""
     return is_torch_distributed_available()
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load(weights_only=True)`` has an allow-list of classes; True for every supported torch."""
+    """Return True if ``torch.load(weights_only=True)`` has an allow-list of classes; True for every supported torch."""
     return True
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether there is an AWS Neuron device; with ``check_device=True``, whether this process sees at least one."""
+    """Return True if there is an AWS Neuron device.
+
+    With ``check_device=True``, whether this process sees at least one.
+    """
     neuron = getattr(torch, "neuron", None)
     if not is_package_available("torch_neuronx") or neuron is None or not neuron.is_available():
         return False
@@ -132,7 +141,7 @@ def is_neuron_available(check_device: bool = False) -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Whether the current CUDA device multiplies in 8-bit floating point (compute capability 8.9 or higher)."""
+    """Return True if the current CUDA device multiplies in 8-bit floating point (compute capability 8.9 or higher)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -162,13 +171,13 @@ def check_os_kernel() -> None:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """This machine's torch device type, and the type of a distributed run on it: ``("cuda", "MULTI_GPU")``."""
+    """Return this machine's torch device type, and the type of a distributed run on it: ``("cuda", "MULTI_GPU")``."""
     device = devices.detect()
     return device.name, str(device.distributed_type)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Names and number of this machine's NVIDIA GPUs, from nvidia-smi, without initializing them.
+    """Return the names and number of this machine's NVIDIA GPUs, from nvidia-smi, without initializing them.
 
     Raises:
         MissingDependencyError: nvidia-smi is not installed.
@@ -179,7 +188,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """The version of the NVIDIA driver, from nvidia-smi ("550.54.15").
+    """Return the version of the NVIDIA driver, from nvidia-smi ("550.54.15").
 
     Raises:
         MissingDependencyError: nvidia-smi is not installed.
@@ -192,7 +201,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether NCCL may use peer-to-peer and InfiniBand transfers between this machine's GPUs.
+    """Return True if NCCL may use peer-to-peer and InfiniBand transfers between this machine's GPUs.
 
     False for several GeForce RTX 40 GPUs with a driver older than 550.40.07: set NCCL_P2P_DISABLE=1 and
     NCCL_IB_DISABLE=1. True without nvidia-smi.
@@ -212,12 +221,12 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def p2p_ib_supported(gpu_names: list[str], driver_version: str) -> bool:
-    """The rule of :func:`check_cuda_p2p_ib_support` for several GPUs of these names under this driver."""
+    """Return the rule of :func:`check_cuda_p2p_ib_support` for several GPUs of these names under this driver."""
     return not any("GeForce RTX 40" in name for name in gpu_names) or Version(driver_version) >= _RTX_40_FIXED_DRIVER
 
 
 def _nvidia_smi(field: str) -> list[str]:
-    """One field of every GPU."""
+    """Return one field of every GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise MissingDependencyError("nvidia-smi is not on the PATH; it comes with the NVIDIA driver")

@@ -11,7 +11,7 @@ _CUSTOM_BYTES = {CustomDtype.INT2: 0.25, CustomDtype.INT4: 0.5, CustomDtype.FP8:
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Bytes per element; a bool counts as one bit, as in size estimates of packed models.
+    """Return bytes per element; a bool counts as one bit, as in size estimates of packed models.
 
     Raises:
         ArgumentTypeError: neither a torch dtype nor a CustomDtype.

@@ -25,7 +25,7 @@ class NamedChoice(str, Enum):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Every value, in the order of declaration."""
+        """Return every value, in the order of declaration."""
         return [str(member.value) for member in cls]
 
 

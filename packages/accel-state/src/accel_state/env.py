@@ -49,18 +49,21 @@ def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
 
 
 def read_str(key: str, default: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
-    """The variable's text, or ``default`` if it is unset or empty (as in the shell command ``KEY= command``)."""
+    """Return the variable's text, or ``default`` if it is unset or empty (as in the shell command ``KEY= command``)."""
     value = (os.environ if environ is None else environ).get(key, "")
     return value if value.strip() else default
 
 
 def all_variables() -> dict[str, str]:
-    """Every environment variable of this process, as a copy."""
+    """Return every environment variable of this process, as a copy."""
     return dict(os.environ)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a boolean; ``default`` if it is unset or empty. Raises ConfigurationError for other text."""
+    """Return the variable as a boolean; ``default`` if it is unset or empty.
+
+    Raises ConfigurationError for other text.
+    """
     value = read_str(key)
     if value is None:
         return default
@@ -71,12 +74,12 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable as text; ``str(default)`` if it is unset."""
+    """Return the variable as text; ``str(default)`` if it is unset."""
     return str(os.environ.get(key, str(default)))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first non-negative integer among several variables; ``default`` if there is none."""
+    """Return the first non-negative integer among several variables; ``default`` if there is none."""
     for key in env_keys:
         value = read_int(key)
         if value is not None and value >= 0:
@@ -85,7 +88,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
-    """The variable as an integer; None if it is unset or empty. Raises ConfigurationError for other text."""
+    """Return the variable as an integer; None if it is unset or empty. Raises ConfigurationError for other text."""
     value = read_str(key, environ=environ)
     if value is None:
         return None
@@ -98,7 +101,7 @@ def read_int(key: str, environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the given top-level modules that this process has already imported."""
+    """Return those of the given top-level modules that this process has already imported."""
     return [name for name in library_names if name in sys.modules]
 
 

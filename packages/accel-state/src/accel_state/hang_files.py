@@ -16,7 +16,7 @@ PRINTER_VARIABLE = "ACCEL_LAUNCH_PRINTS_HANGS"
 
 
 def path() -> Path | None:
-    """The file of this rank; None if its launcher reads none."""
+    """Return the file of this rank; None if its launcher reads none."""
     directory, printer = launcher_directory(), read_str(PRINTER_VARIABLE)
     # A launcher that the script starts inherits the variable.
     return directory / FILE_NAME if directory is not None and printer == read_str("TORCHELASTIC_ERROR_FILE") else None

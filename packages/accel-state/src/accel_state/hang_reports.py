@@ -81,7 +81,7 @@ def activity_of(frame: FrameType, seconds: float = 0.0) -> Activity:
 
 
 def _name(frames: Sequence[FrameType]) -> str:
-    """What a script calls, from the frames inside its own; empty without frames."""
+    """Return what a script calls, from the frames inside its own; empty without frames."""
     frame = next((one for one in frames if one.f_code.co_name not in _WRAPPERS and not _is_helper(one)), None)
     if frame is None:
         return frames[-1].f_code.co_name if frames else ""
@@ -106,7 +106,7 @@ def _waits(stack: Sequence[FrameType]) -> bool:
 
 
 def _is_of_script(frame: FrameType) -> bool:
-    """True if a frame is neither of accel, torch, an installed package nor Python."""
+    """Return True if a frame is neither of accel, torch, an installed package nor Python."""
     file = frame.f_code.co_filename
     return not (is_internal(frame) or file.startswith("<frozen") or os.path.realpath(file).startswith(_LIBRARIES))
 
@@ -238,7 +238,7 @@ class HangWatch:
         self._answer()
 
     def _has_moved(self, frame: FrameType) -> bool:
-        """True unless the thread is in the same call as before.
+        """Return True unless the thread is in the same call as before.
 
         A frame is marked by a flag that only a tracer reads. Later calls have new frames, without it; to keep the frame
         would keep its tensors.
@@ -253,7 +253,7 @@ class HangWatch:
         return moved
 
     def _is_stuck(self, activity: Activity) -> bool:
-        """True if the thread waits, at a place that was not reported, and also does between two looks."""
+        """Return True if the thread waits, at a place that was not reported, and also does between two looks."""
         if not activity.waits or (activity.call, activity.place) in self._known:
             return False
         end = time.monotonic() + min(_CONFIRM_SECONDS, self._seconds / 2)

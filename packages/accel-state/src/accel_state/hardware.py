@@ -29,11 +29,11 @@ class HardwareProfile:
         key: the name of the profile.
         names: how the device's driver calls it; a longer name that begins with one of them is the same device.
         memory_bytes: its memory.
-        memory_bandwidth: bytes a second between its memory and its processors.
-        flops: operations a second of dense matrix products, by type of number: fp8, bf16, fp16, tf32, fp32.
-        link_bandwidth: bytes a second and direction to other devices of the node; None if it was not measured.
+        memory_bandwidth: bytes per second between its memory and its processors.
+        flops: operations per second of dense matrix products, by type of number: fp8, bf16, fp16, tf32, fp32.
+        link_bandwidth: bytes per second and direction to other devices of the node; None if it was not measured.
         link_latency: seconds of a step of a collective between two devices of a node.
-        network_bandwidth: bytes a second and direction and device to other nodes; None if systems differ.
+        network_bandwidth: bytes per second and direction and device to other nodes; None if systems differ.
         network_latency: seconds of a step of a collective between two nodes.
         message_seconds: seconds of a collective besides its steps and its bytes.
         operation_seconds: seconds in which the host prepares one operation.
@@ -75,7 +75,7 @@ class HardwareProfile:
 
 @functools.cache
 def profiles() -> dict[str, HardwareProfile]:
-    """All profiles, by key."""
+    """Return all profiles, by key."""
     content = json.loads(resources.files(__package__ or "accel_state").joinpath("hardware.json").read_text("utf-8"))
     return {key: _profile(key, entry) for key, entry in content.items()}
 
@@ -85,7 +85,7 @@ def _profile(key: str, entry: Mapping[str, Any]) -> HardwareProfile:
 
 
 def find_profile(name: str) -> HardwareProfile:
-    """A profile by its key, or in a file.
+    """Return a profile by its key, or in a file.
 
     Raises:
         ConfigurationError: there is neither.
@@ -94,7 +94,7 @@ def find_profile(name: str) -> HardwareProfile:
 
 
 def profile(key: str) -> HardwareProfile:
-    """A profile by its key.
+    """Return a profile by its key.
 
     Raises:
         ConfigurationError: there is none.
@@ -109,7 +109,7 @@ def profile(key: str) -> HardwareProfile:
 
 
 def read_profile(path: str | os.PathLike[str]) -> HardwareProfile:
-    """A profile in a JSON file: one object with the fields of a profile, except ``key``.
+    """Return a profile in a JSON file: one object with the fields of a profile, except ``key``.
 
     Raises:
         ConfigurationError: the file cannot be read, or a field is missing, unknown or not a positive number.
@@ -142,7 +142,7 @@ def _is_positive(value: object) -> bool:
 
 
 def profile_of(device_name: str) -> HardwareProfile | None:
-    """The profile of a device, by the name that its driver gives; None if it is not known.
+    """Return the profile of a device, by the name that its driver gives; None if it is not known.
 
     The longest matching name counts: "NVIDIA H100 96GB HBM2e" is no H100 of 80 GB.
     """

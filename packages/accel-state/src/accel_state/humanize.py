@@ -11,7 +11,7 @@ from .errors import ConfigurationError
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: ``"1 process"``, ``"1,024 processes"``, ``"0 files"``."""
+    """Return a count with its noun: ``"1 process"``, ``"1,024 processes"``, ``"0 files"``."""
     if count != 1:
         noun += "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}"

@@ -1,4 +1,4 @@
-"""Whether an optional package is installed. Torch-free; packages are not imported, unless a docstring says so.
+"""Whether an optional package is installed. Torch-free; packages are not imported, except where a docstring states it.
 
 A directory without ``__init__.py`` does not count: trackers write their runs to directories such as ``wandb`` or
 ``mlflow``, which Python would import as namespace packages.
@@ -23,7 +23,7 @@ _Check = Callable[[], bool]
 
 
 def is_package_available(module: str, distribution: str | None = None, min_version: str | None = None) -> bool:
-    """Whether a module can be imported, and its distribution is new enough.
+    """Return True if a module can be imported, and its distribution is new enough.
 
     Args:
         module: import name; the parents of a dotted name are imported.
@@ -104,32 +104,32 @@ is_4bit_bnb_available: _Check = _installed("bitsandbytes", "bitsandbytes with 4-
 
 
 def is_tensorboard_available() -> bool:
-    """Whether TensorBoard or tensorboardX is installed."""
+    """Return True if TensorBoard or tensorboardX is installed."""
     return is_package_available("tensorboard") or is_package_available("tensorboardX")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Whether numpy is installed, in this version or a newer one."""
+    """Return True if numpy is installed, in this version or a newer one."""
     return is_package_available("numpy", min_version=min_version)
 
 
 def numpy_if_installed() -> Any:
-    """The module numpy, or None: torch does without it."""
+    """Return the module numpy, or None: torch does without it."""
     return importlib.import_module("numpy") if is_package_available("numpy") else None
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed, in this version or a newer one."""
+    """Return True if bitsandbytes is installed, in this version or a newer one."""
     return is_package_available("bitsandbytes", min_version=min_version)
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether bitsandbytes is installed and supports devices other than CUDA. Imports it."""
+    """Return True if bitsandbytes is installed and supports devices other than CUDA. Imports it."""
     return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 
 def is_fp8_available() -> bool:
-    """Whether a package for FP8 training is installed: torchao, Transformer Engine or MS-AMP."""
+    """Return True if a package for FP8 training is installed: torchao, Transformer Engine or MS-AMP."""
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
 
 

@@ -21,7 +21,7 @@ class NoExecutableBatchSizeError(AccelError, RuntimeError):
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether an exception reports that a device, a library of it (cuDNN, cuBLAS) or the host ran out of memory.
+    """Return True if an exception reports that a device, a library of it (cuDNN, cuBLAS) or the host ran out of memory.
 
     That is every RuntimeError with "out of memory" in its message, and the messages known of each device.
     """
@@ -80,7 +80,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Decorator: call a function with smaller and smaller batch sizes until it fits into memory.
+    """Call the decorated function with smaller and smaller batch sizes until it fits into memory.
     The function takes the batch size as its first parameter, which callers omit. It must create everything that uses
     device memory itself, so that the memory can be released between attempts. A later call starts with the batch size
     that worked last. In a distributed run all ranks must call it; they take the same batch size, the largest that
@@ -169,7 +169,7 @@ def find_executable_batch_size(
 
 
 def _failures_of_ranks(failure: str, name: str, batch_size: int) -> list[str]:
-    """How an attempt ended on each rank, so that all take the same batch size next."""
+    """Return how an attempt ended on each rank, so that all take the same batch size next."""
     from .attempts import outcomes_of_ranks
 
     try:

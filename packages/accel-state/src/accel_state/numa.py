@@ -35,7 +35,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process's rank in the run.
+    """Return this process's rank in the run.
 
     Raises:
         ConfigurationError: the launcher's variables contradict each other.
@@ -110,7 +110,7 @@ def choose_cores(
 
 
 def _share(items: Sequence[T], index: int, count: int) -> list[T]:
-    """The index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one shared item."""
+    """Return the index-th of ``count`` contiguous, nearly equal parts; with fewer items than parts, one shared item."""
     if len(items) < count:
         return [items[index % len(items)]]
     return list(items[index * len(items) // count : (index + 1) * len(items) // count])
@@ -118,7 +118,7 @@ def _share(items: Sequence[T], index: int, count: int) -> list[T]:
 
 @functools.cache
 def _cores_at_start() -> tuple[int, ...]:
-    """The cores this process was allowed before it was first bound, so that a second call does not divide a share."""
+    """Return the cores allowed before this process was first bound, so that a second call divides all of them."""
     process = psutil.Process()
     if not hasattr(process, "cpu_affinity"):
         raise ConfigurationError(
@@ -155,7 +155,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def _read(file: Path) -> str:
-    """A file of sysfs; empty if it does not exist."""
+    """Return a file of sysfs; empty if it does not exist."""
     try:
         return file.read_text().strip()
     except OSError:

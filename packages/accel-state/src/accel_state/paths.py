@@ -63,7 +63,7 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 
 
 def leads_outside(directory: str | os.PathLike[str], name: str) -> bool:
-    """Whether a name in a directory leads outside of it: by ``..``, as an absolute path, or by a link."""
+    """Return True if a name in a directory leads outside of it: by ``..``, as an absolute path, or by a link."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     if posix.is_absolute() or windows.drive or windows.root or not posix.parts or "\0" in name:
         return True
@@ -82,7 +82,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def as_path(name: str, value: Any) -> Path:
-    """The path in an argument.
+    """Return the path in an argument.
 
     Args:
         name: the argument, for messages.
@@ -111,7 +111,7 @@ def as_path(name: str, value: Any) -> Path:
 
 
 def as_location(name: str, value: Any) -> Location:
-    """The path or URL in an argument.
+    """Return the path or URL in an argument.
 
     Args:
         name: the argument, for messages.

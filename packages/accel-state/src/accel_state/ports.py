@@ -52,7 +52,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def _taken_port() -> socket.socket:
-    """A socket bound to a free port that does not listen."""
+    """Return a socket bound to a free port that does not listen."""
     candidates = range(_LOWEST_PORT, _first_ephemeral_port())
     # SystemRandom: independent of the seed that the user set.
     generator = random.SystemRandom()
@@ -77,7 +77,7 @@ def _bound(port: int) -> socket.socket | None:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether something on this machine listens on a TCP port.
+    """Return True if something on this machine listens on a TCP port.
 
     Args:
         port: 29500, torch's default for the main process, when None.
@@ -88,7 +88,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is written as an address that only this machine reaches: 127.0.0.1, ::1, localhost.
+    """Return True if a host is written as an address that only this machine reaches: 127.0.0.1, ::1, localhost.
 
     The name of a machine is not, though some systems resolve it to such an address on the machine itself.
     """
@@ -99,7 +99,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether a server could listen on the port now, at one address of this machine, or (empty) at all of them."""
+    """Return True if a server could listen on the port now, at one of this machine's addresses, or (empty) at all."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -116,7 +116,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address belongs to this machine."""
+    """Return True if a host name or address belongs to this machine."""
     try:
         return is_free(0, host)
     except OSError:
@@ -124,7 +124,9 @@ def is_local(host: str) -> bool:
 
 
 def listening_host(host: str) -> str:
-    """The address at which a server listens that is reached under ``host``; empty for all addresses of this machine.
+    """Return the address at which a server listens that is reached under ``host``.
+
+    Empty for all addresses of this machine.
 
     It is that of ``host``, and so of one interface, except where that would keep other machines out: the address is
     translated on the way (containers), or this machine resolves its own name to a loopback address.
@@ -151,7 +153,7 @@ def wait_for_server(host: str, port: int, seconds: float) -> bool:
 
 
 def parse_listening_address(text: str) -> tuple[str, int]:
-    """The address and port in ``PORT`` or ``ADDRESS:PORT``; an IPv6 address is in brackets.
+    """Return the address and port in ``PORT`` or ``ADDRESS:PORT``; an IPv6 address is in brackets.
 
     Returns:
         The address, which is that of the loopback interface for a port alone, and the port.
@@ -169,7 +171,7 @@ def parse_listening_address(text: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine.
+    """Return a socket that listens at one address of this machine.
 
     Args:
         host: the address, or a name that resolves to it; empty for all addresses.
@@ -187,7 +189,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def loopback_variables() -> dict[str, str]:
-    """The variables with which gloo and NCCL connect over the loopback interface, and so listen there only."""
+    """Return the variables with which gloo and NCCL connect over the loopback interface, and so listen there only."""
     if sys.platform == "win32":
         return {}
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -195,7 +197,7 @@ def loopback_variables() -> dict[str, str]:
 
 
 def socket_variables(interface: str) -> dict[str, str]:
-    """The variables with which gloo and NCCL connect over one network interface of this machine."""
+    """Return the variables with which gloo and NCCL connect over one network interface of this machine."""
     # NCCL takes the name as a prefix: "eth1" would also be eth10, and "=eth1" is not. There is one loopback interface.
     is_loopback_name = interface in ("lo", "lo0")
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if is_loopback_name else f"={interface}"}

@@ -32,7 +32,7 @@ class Note:
 
 
 def launcher_directory() -> Path | None:
-    """The directory in which the launcher looks for this rank's note; None without such a launcher."""
+    """Return the directory in which the launcher looks for this rank's note; None without such a launcher."""
     error_file = read_str("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parent if error_file else None
 

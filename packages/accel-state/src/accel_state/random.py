@@ -96,7 +96,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def rng_kind(value: RNGType | str) -> RNGType | str:
-    """A kind of generator: an :class:`RNGType`, or the name of a device that another package adds.
+    """Return a kind of generator: an :class:`RNGType`, or the name of a device that another package adds.
 
     Raises:
         ConfigurationError: there is none of this name.

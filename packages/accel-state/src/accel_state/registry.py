@@ -41,7 +41,7 @@ class Registry(Generic[T]):
             )
 
     def names(self) -> list[str]:
-        """Every registered name, in the order of registration, built-in ones first."""
+        """Return every registered name, in the order of registration, built-in ones first."""
         self._search_entry_points()
         return list(self._targets)
 
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def target(self, name: str) -> str:
-        """The ``"module:attribute"`` of a name, without importing it."""
+        """Return the ``"module:attribute"`` of a name, without importing it."""
         if name not in self._targets and name not in self.names():
             hint = ""
             if self.entry_point_group:
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
 
 
 def installed_entry_points(group: str) -> Iterable[EntryPoint]:
-    """The entry points of a group that installed distributions declare.
+    """Return the entry points of a group that installed distributions declare.
 
     The metadata of all distributions is read once for all groups, since that takes 10 ms or more, and again when
     ``sys.path`` has changed.

@@ -30,12 +30,12 @@ class TokenError(ConnectionError):
 
 
 def make_token() -> str:
-    """A token that cannot be guessed."""
+    """Return a token that cannot be guessed."""
     return secrets.token_hex(32)
 
 
 def read_token() -> bytes:
-    """The token of this run.
+    """Return the token of this run.
 
     Raises:
         ConfigurationError: the variable is unset, or too short to be a secret.
@@ -53,7 +53,7 @@ def read_token() -> bytes:
 
 
 def sign(token: bytes, *parts: bytes | str | int) -> bytes:
-    """A signature of texts, numbers or bytes, which only a process with the token can make."""
+    """Return a signature of texts, numbers or bytes, which only a process with the token can make."""
     digest = hmac.new(token, digestmod=hashlib.sha256)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -62,7 +62,7 @@ def sign(token: bytes, *parts: bytes | str | int) -> bytes:
 
 
 def is_signed(signature: bytes, token: bytes, *parts: bytes | str | int) -> bool:
-    """Whether a signature is that of :func:`sign`; compared in constant time."""
+    """Return True if a signature is that of :func:`sign`; compared in constant time."""
     return hmac.compare_digest(signature, sign(token, *parts))
 
 

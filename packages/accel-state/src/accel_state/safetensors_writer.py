@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 
 def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
-    """The tensors to write for an object in the safetensors format."""
+    """Return the tensors to write for an object in the safetensors format."""
     for value in obj.values() if isinstance(obj, Mapping) else [obj]:
         if not isinstance(value, torch.Tensor) or not isinstance(obj, Mapping):
             raise ConfigurationError(
@@ -48,7 +48,7 @@ def safetensors_content(obj: Any) -> dict[str, torch.Tensor]:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict that safetensors can hold: contiguous tensors, one name for each, and no shared memory."""
+    """Return a state dict that safetensors can hold: contiguous tensors, one name for each, and no shared memory."""
     names: dict[tuple[Any, ...], str] = {}
     owners: dict[tuple[torch.device, int, int], str] = {}
     cleaned: dict[str, torch.Tensor] = {}
@@ -65,7 +65,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What is in front of the tensors in a file, and where after it each begins, in the order of writing.
+    """Return what is in front of the tensors in a file, and where after it each begins, in the order of writing.
 
     Tensors whose size is a multiple of 64 bytes come first and begin at multiples of 64 bytes, as nearly all weights
     do; of the others those with wide elements come first, so each is aligned to its own element size.

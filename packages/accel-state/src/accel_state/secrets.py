@@ -75,7 +75,7 @@ _RANDOM = 0.42
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the name of a variable, an option or a key says that its value is a secret."""
+    """Return True if the name of a variable, an option or a key says that its value is a secret."""
     return _strength(name) > 0
 
 
@@ -94,7 +94,7 @@ def _strength(name: str) -> int:
 
 
 def hide(name: str, value: Any, _within: tuple[int, ...] = ()) -> Any:
-    """A setting's value for display: hidden if its name or its form says that it is a secret.
+    """Return a setting's value for display: hidden if its name or its form says that it is a secret.
 
     Args:
         name: of the variable, option or key; what is in mappings, data classes and namespaces has names of its own.
@@ -129,12 +129,12 @@ def _is_record(value: Any) -> bool:
 
 
 def hide_values(settings: Mapping[Any, Any], _within: tuple[int, ...] = ()) -> dict[Any, Any]:
-    """A copy of a mapping of names to values with secrets hidden, at any depth."""
+    """Return a copy of a mapping of names to values with secrets hidden, at any depth."""
     return {name: hide(str(name), value, _within) for name, value in settings.items()}
 
 
 def hide_arguments(arguments: Sequence[Any], _within: tuple[int, ...] = ()) -> list[Any]:
-    """A copy of a command line (or any list) with secrets hidden: ``--token=X``, ``--token X``, ``TOKEN=X``."""
+    """Return a copy of a command line (or any list) with secrets hidden: ``--token=X``, ``--token X``, ``TOKEN=X``."""
     shown: list[Any] = []
     for before, item in zip(["", *arguments], arguments, strict=False):
         is_flag = isinstance(before, str) and before.startswith("-") and "=" not in before
@@ -144,7 +144,7 @@ def hide_arguments(arguments: Sequence[Any], _within: tuple[int, ...] = ()) -> l
 
 
 def hide_in_text(text: str) -> str:
-    """A text, such as a command or a message, with the secrets in it hidden."""
+    """Return a text, such as a command or a message, with the secrets in it hidden."""
     original = text
     text = _FORMS.sub(HIDDEN, text)
     text = _IN_URL.sub(rf"\1:{HIDDEN}@", text)

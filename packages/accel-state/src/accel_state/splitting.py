@@ -20,7 +20,7 @@ def share_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def share_of(inputs: Any, rank: int, world_size: int, apply_padding: bool = False) -> Any:
-    """A rank's share of the inputs; see :meth:`ProcessControl.split_between_processes`."""
+    """Return a rank's share of the inputs; see :meth:`ProcessControl.split_between_processes`."""
     length = _common_length(inputs)
     if apply_padding and length == 0 and world_size > 1:
         raise ValueError(

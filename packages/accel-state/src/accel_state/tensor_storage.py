@@ -11,7 +11,7 @@ from . import devices
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """A key that is equal for tensors that share memory: device, storage address, and size in bytes."""
+    """Return a key that is equal for tensors that share memory: device, storage address, and size in bytes."""
     storage = tensor.untyped_storage()
     try:
         return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -23,7 +23,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as bytes and without a copy.
+    """Return the memory of a contiguous tensor on the CPU, as bytes and without a copy.
 
     ``tensor.numpy().data`` would need numpy, which torch does without.
     """

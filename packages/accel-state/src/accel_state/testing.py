@@ -140,7 +140,7 @@ class _Rank:
                 os.kill(self.process.pid, signal.SIGKILL)
 
     def report(self) -> str:
-        """What happened to this rank, or where it is."""
+        """Return what happened to this rank, or where it is."""
         if self.finished:
             return "finished"
         if self.failed and self.outcome is not None:

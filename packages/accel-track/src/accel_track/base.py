@@ -55,7 +55,7 @@ class GeneralTracker:
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the library of this tracker is installed."""
+        """Return True if the library of this tracker is installed."""
         return True
 
     @property

@@ -20,7 +20,7 @@ _CHANNELS = (1, 3, 4)
 
 
 def as_images(value: Any) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """One or several images as byte arrays of shape (height, width, channels).
+    """Return one or several images as byte arrays of shape (height, width, channels).
 
     Args:
         value: a PIL image; an array or tensor with 2, 3 or 4 dimensions, of bytes or of numbers from 0 to 1; or a list

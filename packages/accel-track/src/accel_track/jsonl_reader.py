@@ -61,7 +61,7 @@ class Run:
         return {name: sorted(points.items()) for name, points in series.items()}
 
     def last(self, patterns: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
-        """The latest (step, value) of what was logged, by name; with shell patterns, only of matching names."""
+        """Return the latest (step, value) of what was logged, by name; with shell patterns, only of matching names."""
         last: dict[str, tuple[Any, Any]] = {}
         for row in self.rows:
             last.update((name, (row.get(STEP), value)) for name, value in row.items() if name not in (STEP, TIME))
@@ -81,7 +81,7 @@ class Run:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of some shell patterns; without patterns, every name does."""
+    """Return True if a name matches one of some shell patterns; without patterns, every name does."""
     return not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -151,7 +151,7 @@ def _rows_up_to(rows: list[dict[str, Any]], last_step: float | None) -> list[dic
 def find_runs(
     folder: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], names: str | Sequence[str] = ()
 ) -> list[Run]:
-    """All runs in directories and their subdirectories, oldest first.
+    """Return all runs in directories and their subdirectories, oldest first.
 
     Args:
         folder: the directory of a run, or one that contains runs; or several of these.
@@ -185,7 +185,7 @@ def find_runs(
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
-    """Runs of which those with equal names have the directory that contains the project's before it."""
+    """Return the runs; equal names are prefixed with the directory that contains the project's."""
     names = [run.name for run in runs]
     for run, name in zip(runs, names, strict=True):
         if names.count(name) > 1:

@@ -72,12 +72,12 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[str]:
-    """The names of all trackers whose libraries are installed."""
+    """Return the names of all trackers whose libraries are installed."""
     return [name for name in _names() if _is_available(name)]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """The tracker classes and objects that ``log_with`` selects, without duplicates.
+    """Return the tracker classes and objects that ``log_with`` selects, without duplicates.
 
     A tracker object replaces the class of the same name.
 
@@ -109,7 +109,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 
 
 def _startable(logging_dir: Any) -> list[str]:
-    """The installed trackers, without a directory those that need none; the others are named in a warning."""
+    """Return the installed trackers, without a directory those that need none; the others are named in a warning."""
     available = get_available_trackers()
     if logging_dir is not None:
         return available
@@ -137,7 +137,10 @@ def _class_of(name: str) -> Any:
 
 
 def _load(name: str) -> Any:
-    """The class of a tracker; raises MissingDependencyError with the pip command if its library is not installed."""
+    """Return the class of a tracker.
+
+    Raises MissingDependencyError with the pip command if its library is not installed.
+    """
     tracker = _class_of(name)
     if not getattr(tracker, "is_available", lambda: True)():
         raise MissingDependencyError(

@@ -12,12 +12,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rank() -> int:
-    """The rank according to the PartialState, torch's process group, or the launcher's environment."""
+    """Return the rank according to the PartialState, torch's process group, or the launcher's environment."""
     return current_rank()[0]
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, and no other replica of a fault-tolerant run logs."""
+    """Return True if this is rank 0, and no other replica of a fault-tolerant run logs."""
     return PartialState().is_main_process if is_initialized() else rank() == 0
 
 

@@ -64,7 +64,7 @@ class SdkTracker(GeneralTracker):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the library is installed."""
+        """Return True if the library is installed."""
         return is_package_available(cls.module)
 
     @property
@@ -89,12 +89,12 @@ class SdkTracker(GeneralTracker):
         return require(module or self.module, purpose=f"the tracker {self.name!r}", install=f"accel-track[{self.name}]")
 
     def _step_or_next(self, step: int | None) -> int:
-        """The step to log at: ``step``, or the one after the last."""
+        """Return the step to log at: ``step``, or the one after the last."""
         self._step = self._step + 1 if step is None else step
         return self._step
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, int | float]:
-        """The numeric values, nested ones as ``train/loss``; warns once about each name with another type."""
+        """Return the numeric values, nested ones as ``train/loss``; warns once about each name with another type."""
         numbers: dict[str, int | float] = {}
         for name, value in flatten(values, "/").items():
             number = as_number(value)
@@ -154,7 +154,10 @@ class SdkRunTracker(SdkTracker):
 
 
 def responds(url: str, timeout: float) -> bool:
-    """Whether a server responds with any HTTP status; for schemes other than http(s), whether its port is open."""
+    """Return True if a server responds with any HTTP status.
+
+    For schemes other than http(s), whether its port is open.
+    """
     parts = urllib.parse.urlsplit(url)
     try:
         if parts.scheme not in ("http", "https"):

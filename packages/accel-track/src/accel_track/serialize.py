@@ -141,7 +141,7 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]]
 
 
 def describe(value: Any) -> str:
-    """The shortened ``repr`` of an object, or its class if ``repr`` fails."""
+    """Return the shortened ``repr`` of an object, or its class if ``repr`` fails."""
     try:
         text = repr(value)
     except Exception:
@@ -173,7 +173,7 @@ def _leaves(values: Mapping[str, Any], prefix: str, separator: str) -> Iterator[
 
 
 def as_number(value: Any) -> int | float | None:
-    """A number, boolean, or tensor or array of one element as a Python number; None for anything else.
+    """Return a number, boolean, or tensor or array of one element as a Python number; None for anything else.
 
     An integer beyond the range of floats becomes infinite, because back ends convert to floats.
     """

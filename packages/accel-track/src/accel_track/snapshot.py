@@ -141,7 +141,7 @@ class Snapshot:
         return group.add(tensor.detach())
 
     def values(self) -> dict[str, Any]:
-        """A new dictionary of the values, with every tensor in host memory. Thread-safe."""
+        """Return a new dictionary of the values, with every tensor in host memory. Thread-safe."""
         if not self._fetched:
             with self._lock:
                 if not self._fetched:
@@ -153,7 +153,7 @@ class Snapshot:
 
 
 def _local_tensor(tensor: Any) -> torch.Tensor:
-    """The local tensor of a replicated DTensor."""
+    """Return the local tensor of a replicated DTensor."""
     if all(placement.is_replicate() for placement in tensor.placements):
         local: torch.Tensor = tensor.to_local()
         return local

@@ -257,12 +257,12 @@ class TrackerRun:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its owner is gone."""
+        """True if its owner is gone."""
         return self._owner is not None and self._owner() is None
 
     @property
     def has_trackers(self) -> bool:
-        """Whether trackers were started in this process."""
+        """True if trackers were started in this process."""
         return bool(self._queues)
 
     @property
@@ -291,7 +291,7 @@ class TrackerRun:
             _finish_at_exit(self)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, once it has received everything that was logged.
+        """Return a tracker by its name, once it has received everything that was logged.
 
         Args:
             name: the tracker's name.
@@ -323,7 +323,7 @@ class TrackerRun:
     # Resuming runs
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later job needs to continue the runs: plain data to save with a checkpoint."""
+        """Return what a later job needs to continue the runs: plain data to save with a checkpoint."""
         runs = {**self._resumed, **self._to_resume}
         for queue in self._queues:
             run_id = getattr(queue.tracker, "run_id", None)
@@ -476,7 +476,7 @@ def _finish(tracker: Any, failed: bool) -> None:
 
 
 def _without_secrets(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A copy of a configuration whose secrets are hidden: trackers store it where others read it."""
+    """Return a copy of a configuration whose secrets are hidden: trackers store it where others read it."""
     if config is None:
         return None
     shown = hide_values(config)

@@ -60,7 +60,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group; ``dist`` has no public accessor."""
+    """Return the store of the default process group; ``dist`` has no public accessor."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
@@ -97,7 +97,10 @@ def managers_that_listen_at(address: str, store: str, reach: Callable[[str], str
 
 @functools.cache
 def cpp_log_level() -> ctypes.c_int | None:
-    """The level of torch's C++ log (2: errors only), which no Python function sets; None in a build without it."""
+    """Return the level of torch's C++ log (2: errors only), which no Python function sets.
+
+    None in a build without it.
+    """
     name = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
     try:
         return ctypes.c_int.in_dll(
@@ -166,7 +169,10 @@ def tensor_version(tensor: torch.Tensor) -> int:
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Whether ``scaler.unscale_(optimizer)`` was called since the last update; torch only raises on a second call."""
+    """Return True if ``scaler.unscale_(optimizer)`` was called since the last update.
+
+    Torch only raises on a second call.
+    """
     from torch.amp.grad_scaler import OptState
 
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
@@ -175,7 +181,7 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 def has_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether the scaler found gradients that are not finite since its last update.
 
-    torch tells fused optimizers so through the step's arguments, and nobody else.
+    torch tells fused optimizers so through the step's arguments, and no others.
     """
     return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
@@ -184,7 +190,7 @@ def has_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def orthogonalised(matrix: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """What ``torch.optim.Muon`` makes of a matrix, in bfloat16; it has no public function for it.
+    """Return what ``torch.optim.Muon`` makes of a matrix, in bfloat16; it has no public function for it.
 
     Args:
         matrix: momentum, which may be changed.
@@ -198,7 +204,7 @@ def orthogonalised(matrix: torch.Tensor, settings: Mapping[str, Any]) -> torch.T
 
 
 def muon_rate(rate: float, settings: Mapping[str, Any], shape: torch.Size) -> float:
-    """The learning rate of a matrix of that shape in ``torch.optim.Muon``."""
+    """Return the learning rate of a matrix of that shape in ``torch.optim.Muon``."""
     module = importlib.import_module("torch.optim._muon")
     adjusted: float = module._adjust_lr(rate, settings["adjust_lr_fn"], shape)
     return adjusted
@@ -215,7 +221,7 @@ def checkpoint_wrappers() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def checkpointed_module(module: nn.Module) -> nn.Module | None:
-    """The module inside a checkpoint wrapper, or None; no public attribute."""
+    """Return the module inside a checkpoint wrapper, or None; no public attribute."""
     return getattr(module, "_checkpoint_wrapped_module", None)
 
 
@@ -248,7 +254,10 @@ def _counting(kind: Any) -> Any:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs in this thread, as when checkpointing computes activations again; not public."""
+    """Return True if a backward pass runs in this thread, as when checkpointing computes activations again.
+
+    Not public.
+    """
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -263,7 +272,7 @@ def hybrid_shard_zero2() -> ShardingStrategy:
 
 
 def run_wrap_policy(policy: Any, model: nn.Module, ignored: Iterable[nn.Module]) -> list[nn.Module] | None:
-    """The modules that a policy object of torch (``CustomPolicy``, ...) chooses; None for a policy function."""
+    """Return the modules that a policy object of torch (``CustomPolicy``, ...) chooses; None for a policy function."""
     return list(policy._run_policy(model, set(ignored), {})) if hasattr(policy, "_run_policy") else None
 
 
@@ -278,7 +287,7 @@ class FlatParameter:
 
 
 def flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
-    """The flat parameters of a model wrapped by FSDP 1; torch has no public access to them."""
+    """Yield the flat parameters of a model wrapped by FSDP 1; torch has no public access to them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
@@ -294,7 +303,10 @@ def flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
 
 
 def flat_gradients(flat: Any) -> list[torch.Tensor]:
-    """What a flat parameter has accumulated; while parameters are gathered, FSDP 1 sets reduced gradients aside."""
+    """Return what a flat parameter has accumulated.
+
+    While parameters are gathered, FSDP 1 sets reduced gradients aside.
+    """
     gradients = (flat.grad, getattr(flat, "_saved_grad_shard", None))
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -344,7 +356,7 @@ def attach_reductions(model: nn.Module, users: Mapping[Any, int]) -> None:
     """Attach the hooks with which FSDP 1 reduces gradients to the nodes of a backward pass that begins.
 
     torch attaches them in the first forward pass with gradients after a backward pass. With mixed precision each
-    forward pass has nodes of its own, so it loses gradients in silence where no backward pass follows the first one.
+    forward pass has nodes of its own, so it silently loses gradients where no backward pass follows the first one.
 
     Args:
         model: wrapped by FSDP 1.
@@ -373,7 +385,7 @@ def attach_reductions(model: nn.Module, users: Mapping[Any, int]) -> None:
 
 
 def fsdp2_groups(model: nn.Module) -> Iterator[Any]:
-    """The groups of parameters of a model that ``fully_shard`` gathers together."""
+    """Yield the groups of parameters of a model that ``fully_shard`` gathers together."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -385,7 +397,7 @@ def fsdp2_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def fsdp2_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """The sharded parameters of a model, each with the object in which ``fully_shard`` keeps its state.
+    """Yield the sharded parameters of a model, each with the object in which ``fully_shard`` keeps its state.
 
     There is no public access to gradients that are accumulated but not reduced yet.
     """
@@ -395,7 +407,7 @@ def fsdp2_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
 
 
 def forms_of_parameter(holder: Any) -> list[nn.Parameter]:
-    """The parameter of :func:`fsdp2_parameters` as it is sharded, gathered, and sharded after a forward pass; a module
+    """Return a parameter of :func:`fsdp2_parameters` sharded, gathered, and sharded after a forward pass; a module
     has one of them at a time.
     """
     later = (gathered_parameter(holder), getattr(holder, "_sharded_post_forward_param", None))
@@ -410,7 +422,7 @@ def choose_gradient_dtypes(group: Any) -> None:
 
 
 def gathered_parameter(holder: Any) -> nn.Parameter | None:
-    """The gathered parameter of :func:`fsdp2_parameters`, None before the first forward pass."""
+    """Return the gathered parameter of :func:`fsdp2_parameters`, None before the first forward pass."""
     return getattr(holder, "_unsharded_param", None)
 
 
@@ -438,7 +450,7 @@ def drop_unreduced_gradients(holder: Any) -> None:
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
-    """The axes of a mesh as one axis, with a process group of its own; torch has announced a public method."""
+    """Return the axes of a mesh as one axis, with a process group of its own; torch has announced a public method."""
     return mesh._flatten(name)
 
 
@@ -453,7 +465,7 @@ def shard_replicated(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 
 
 def keeps_local(function: Callable[..., Any]) -> dict[str, Any]:
-    """The argument with which ``distribute_tensor`` and ``parallelize_module`` send nothing."""
+    """Return the argument with which ``distribute_tensor`` and ``parallelize_module`` send nothing."""
     return {"src_data_rank": None} if "src_data_rank" in inspect.signature(function).parameters else {}
 
 
@@ -468,7 +480,7 @@ def ring_attention_templates() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def has_ring_kernels(device_type: str) -> bool:
-    """Whether a type of device has the fused kernel of attention that torch's ring calls. Devices of plug-ins, and the
+    """Return True if a device has the fused attention kernel that torch's ring calls. Devices of plug-ins, and the
     CPU, have none. There is no public question of this kind.
     """
     key = torch._C._dispatch_key_for_device(device_type)
@@ -477,7 +489,7 @@ def has_ring_kernels(device_type: str) -> bool:
 
 
 def set_rotate_method(rotation: str) -> None:
-    """How keys and values travel in torch's ``context_parallel``, which has no argument for it. Torch 2.7."""
+    """Set how torch's ``context_parallel`` transfers keys and values; it has no argument for it. Torch 2.7."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method as set_method
 
     set_method(rotation)
@@ -495,7 +507,7 @@ def mark_as_stepped(optimizer: Optimizer) -> None:
 
 
 def extension_build_directory(name: str) -> Path:
-    """The directory that torch compiles a C++ extension in.
+    """Return the directory that torch compiles a C++ extension in.
 
     The documented location depends on the versions of Python and CUDA, which only torch spells out.
     """

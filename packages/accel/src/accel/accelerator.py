@@ -423,7 +423,9 @@ class Accelerator:
     @overload
     def skip_first_batches(self, dataloader: DataLoader[T], num_batches: int = 0) -> DataLoader[T]: ...
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader whose first epoch starts ``num_batches`` later. Skipped samples of map-style data are not read.
+        """Return a loader whose first epoch starts ``num_batches`` later.
+
+        Skipped samples of map-style data are not read.
 
         Args:
             dataloader: a prepared loader, or another one of torch.
@@ -444,7 +446,7 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader for DeepSpeed's sequence parallelism (Ulysses); the given one if sequences are not sharded.
+        """Return the loader for DeepSpeed's sequence parallelism (Ulysses); the given one if sequences are not sharded.
 
         Args:
             dl: a prepared loader.
@@ -462,7 +464,7 @@ class Accelerator:
     @overload
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model: ...
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model that was prepared, without its wrappers.
+        """Return the model that was prepared, without its wrappers.
 
         Args:
             model: a prepared model.
@@ -489,14 +491,14 @@ class Accelerator:
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model was dispatched over several devices by a device map."""
+        """Return True if a model was dispatched over several devices by a device map."""
         check_type(model, nn.Module, "verify_device_map", "Pass a model.")
         return any(len(getattr(module, "hf_device_map", {})) > 1 for module in model.modules())
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module, loader: Any = None) -> AbstractContextManager[None]:
-        """A block of one micro batch. Gradients are synchronised and applied if it ends an accumulation window.
+        """Return a block of one micro batch. Gradients are synchronised and applied if it ends an accumulation window.
 
         Args:
             *models: the models whose gradients accumulate; all prepared ones by default.
@@ -605,7 +607,7 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A block in which sequences are sharded over the context-parallel axis; without one they stay complete.
+        """Return a block in which sequences are sharded over the context-parallel axis; without one they stay complete.
 
         Args:
             buffers: the tensors to split along their sequence dimension.
@@ -615,17 +617,17 @@ class Accelerator:
         return self.strategy.sequences.block(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward passes do not synchronise the model's gradients."""
+        """Return a block whose backward passes do not synchronise the model's gradients."""
         check_type(model, nn.Module, "no_sync", "Pass the model that prepare() returned.")
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward pass synchronises gradients although its forward ran under :meth:`no_sync`."""
+        """Return a block whose backward pass synchronises gradients although its forward ran under :meth:`no_sync`."""
         check_type(model, nn.Module, "trigger_sync_in_backward", "Pass the model that prepare() returned.")
         return self.strategy.sync_in_backward(model)
 
     def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A block in which sharded parameters are whole, for terms of the loss that use them outside of ``forward``.
+        """Gather sharded parameters for the block, for terms of the loss that use them outside of ``forward``.
 
         Inside, ``module.weight`` and ``module.named_parameters()`` are whole tensors in the dtype that the parameters
         are stored in, and the gradients of what is computed with them reach the shards, averaged over the ranks as
@@ -765,7 +767,7 @@ class Accelerator:
             self.strategy.clip_grad_value(chosen, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A block that computes in mixed precision; the forward of prepared models needs none.
+        """Return a block that computes in mixed precision; the forward of prepared models needs none.
 
         Args:
             autocast_handler: settings for this block; by default those of the Accelerator.
@@ -789,7 +791,7 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block whose loop may end earlier on some ranks than on others.
+        """Return a block whose loop may end earlier on some ranks than on others.
 
         Args:
             joinables: the prepared models (and other joinable objects) that train in the block.
@@ -849,22 +851,22 @@ class Accelerator:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.process_state.use_distributed
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self.process_state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is local rank 0, the first process of its node."""
+        """True if this is local rank 0, the first process of its node."""
         return self.process_state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """True if this is the highest rank."""
         return self.process_state.is_last_process
 
     @overload
@@ -872,7 +874,7 @@ class Accelerator:
     @overload
     def on_main_process(self, function: None = None) -> RunsOnSome: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorator: run the function on rank 0 only; elsewhere it returns None."""
+        """Run the decorated function on rank 0 only; elsewhere it returns None."""
         return self.process_state.on_main_process(function)
 
     @overload
@@ -880,11 +882,11 @@ class Accelerator:
     @overload
     def on_local_main_process(self, function: None = None) -> RunsOnSome: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorator: run the function on the first process of each node only; elsewhere it returns None."""
+        """Run the decorated function on the first process of each node only; elsewhere it returns None."""
         return self.process_state.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """Decorator: run the function on the highest rank only; elsewhere it returns None."""
+        """Run the decorated function on the highest rank only; elsewhere it returns None."""
         return self.process_state.on_last_process(function)
 
     @overload
@@ -892,7 +894,7 @@ class Accelerator:
     @overload
     def on_process(self, function: None = None, process_index: int | None = None) -> RunsOnSome: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on one rank only; elsewhere it returns None.
+        """Run the decorated function on one rank only; elsewhere it returns None.
 
         Args:
             function: the function to decorate; None to pass the rank first: ``@on_process(process_index=1)``.
@@ -923,7 +925,7 @@ class Accelerator:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: run the function on one local rank of each node only; elsewhere it returns None."""
+        """Run the decorated function on one local rank of each node only; elsewhere it returns None."""
         return self.process_state.on_local_process(function, local_process_index)
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -1095,7 +1097,7 @@ class Accelerator:
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any rank set the flag since the last check, and reset it. Every rank must call it."""
+        """Return True if any rank set the flag since the last check, and reset it. Every rank must call it."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         raised = bool(self.process_state.collectives.all_reduce(flag, "max").item())
         self.flag_tensor = None
@@ -1331,7 +1333,7 @@ class Accelerator:
         return weights_io.load(f, map_location, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, under the names of the model that was prepared.
+        """Return the weights of a prepared model, under the names of the model that was prepared.
 
         Args:
             model: a prepared model.
@@ -1455,7 +1457,7 @@ class Accelerator:
         self._tracking.log_artifact(local_path, artifact_path, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name; on ranks where it does not run, an object whose methods do nothing.
+        """Return a tracker by its name; on ranks where it does not run, an object whose methods do nothing.
 
         Args:
             name: the tracker's name.
@@ -1481,7 +1483,7 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> list[Any]:
         """Drop every reference to prepared objects, and return unused memory to the device.
 
-        A save in the background is waited for.
+        Waits for a save in the background.
 
         Args:
             *objects: variables of the caller to drop as well.
@@ -1506,7 +1508,7 @@ class Accelerator:
         self._checkpointer.release()
 
     def clear(self, *objects: Any) -> list[Any]:
-        """The same as :meth:`free_memory`."""
+        """Return the same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
@@ -1562,7 +1564,7 @@ class Accelerator:
 
     @property
     def save_in_flight(self) -> bool:
-        """Whether a save that was started with ``blocking=False`` is still being written on this rank."""
+        """True if a save that was started with ``blocking=False`` is still being written on this rank."""
         return self._checkpointer.save_in_flight
 
     @property
@@ -1601,12 +1603,12 @@ class Accelerator:
 
     @property
     def stands_by(self) -> bool:
-        """Whether another replica of a fault-tolerant run logs and saves."""
+        """True if another replica of a fault-tolerant run logs and saves."""
         return self.process_state.stands_by
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes train, each with the full model on its own device."""
+        """True if several processes train, each with the full model on its own device."""
         return self.process_state.use_distributed
 
     @property
@@ -1616,17 +1618,17 @@ class Accelerator:
 
     @property
     def native_amp(self) -> bool:
-        """Whether torch's own autocast computes in mixed precision."""
+        """True if torch's own autocast computes in mixed precision."""
         return self.precision.is_native
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped: gradients overflowed, or a replica failed."""
+        """True if the last step of any prepared optimizer was skipped: gradients overflowed, or a replica failed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current batch ends an accumulation window."""
+        """True if the current batch ends an accumulation window."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -1656,17 +1658,17 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
+        """True if a loader's batch size is that of all processes together."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks; None decides by the type of the data set."""
+        """True if rank 0 reads for all ranks; None decides by the type of the data set."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get the same number of full batches."""
+        """True if all ranks get the same number of full batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -1675,17 +1677,17 @@ class Accelerator:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of shuffled data is determined by a seed and the epoch."""
+        """True if the order of shuffled data is determined by a seed and the epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while it computes."""
+        """True if batches are copied to the device while it computes."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders are torchdata's stateful ones."""
+        """True if loaders are torchdata's stateful ones."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
@@ -1705,7 +1707,7 @@ class Accelerator:
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes a model that is saved in full."""
+        """True if this process writes a model that is saved in full."""
         return self.process_state.is_main_process
 
     @property
@@ -1749,12 +1751,12 @@ class Accelerator:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether there is a device mesh, so that several kinds of parallelism can be combined."""
+        """True if there is a device mesh, so that several kinds of parallelism can be combined."""
         return self.torch_device_mesh is not None
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP 2."""
+        """True if models are sharded by FSDP 2."""
         return self.state.is_fsdp2
 
     @property
@@ -1780,22 +1782,22 @@ class Accelerator:
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether models compute in 8-bit floating point."""
+        """True if models compute in 8-bit floating point."""
         return self.mixed_precision == "fp8"
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether ``kwargs_handlers`` has a recipe of 8-bit floating point."""
+        """True if ``kwargs_handlers`` has a recipe of 8-bit floating point."""
         return self.fp8_recipe_handler is not None
 
     @property
     def delayed_fp8_autocast(self) -> bool:
-        """Whether 8-bit autocast starts after ``prepare``; always False, because the layers themselves compute so."""
+        """True if 8-bit autocast starts after ``prepare``; always False, because the layers themselves compute so."""
         return False
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether a LOMO optimizer was prepared, whose backward pass is :meth:`lomo_backward`."""
+        """True if a LOMO optimizer was prepared, whose backward pass is :meth:`lomo_backward`."""
         return bool(lomo.fused_optimizers(self.prepared.optimizers))
 
     @property
@@ -1888,7 +1890,7 @@ def _resumption(checkpoint: Location | None, loaders: Sequence[Any]) -> str:
 
 
 def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:
-    """The parameters given to a function that clips their gradients."""
+    """Return the parameters given to a function that clips their gradients."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     hint = "Pass tensors, such as model.parameters()."

@@ -194,7 +194,7 @@ def loop(parts: tuple[Any, ...], folder: str = "", begin: int = 0) -> list[float
 
 
 def release(accelerator: Any) -> None:
-    """Reset the state, so that the next Accelerator starts anew."""
+    """Reset the state, so that the next Accelerator starts over."""
     accelerator.free_memory()
     accelerator.state._reset_state()
     gc.collect()

@@ -39,7 +39,7 @@ class ModelTensor:
 
 
 def model_tensors(model: nn.Module, with_unsaved: bool = False) -> tuple[list[ModelTensor], list[str]]:
-    """The tensors that a checkpoint of the model holds, and the names of meta-device buffers that it does not hold.
+    """Return the tensors of the model's checkpoint, and the names of meta-device buffers that it does not hold.
 
     Args:
         model: the model.
@@ -160,5 +160,5 @@ def check_match(model: nn.Module, checkpoint: str, match: CheckpointMatch, stric
 
 
 def join_names(names: list[str], limit: int = _MAX_NAMES) -> str:
-    """A list of names for a message, cut at ``limit``."""
+    """Return a list of names for a message, cut at ``limit``."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

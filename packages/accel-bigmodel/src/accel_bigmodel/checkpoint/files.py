@@ -26,7 +26,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
-    """The files of a checkpoint, each with the names that its index lists, or None without an index."""
+    """Return the files of a checkpoint, each with the names that its index lists, or None without an index."""
     path = _downloaded(RemotePath(os.fspath(checkpoint))) if is_url(checkpoint) else Path(checkpoint)
     if path.is_dir():
         path = _in_directory(path)
@@ -90,7 +90,7 @@ def _from_hub(repository: str) -> Path:
 
 
 def files_of_index(path: Path) -> dict[Path, list[str]]:
-    """The shards of an index (``{"weight_map": {name: file}}``, or just the inner part), each with its tensor names."""
+    """Return the shards of an index (``{"weight_map": {name: file}}``, or the inner part) with their tensor names."""
     files: dict[Path, list[str]] = {}
     for name, file in _weight_map(path).items():
         files.setdefault(path.parent / _relative_path(file, path), []).append(name)

@@ -73,7 +73,7 @@ class SafetensorsFile:
         return _reopen, (self.path, self.version)
 
     def names(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self.entries)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class InvalidFileError(ConfigurationError, SafetensorError):
 
 
 def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
-    """The entries of the header, without ``__metadata__``, and the offset in bytes where the data begins.
+    """Return the entries of the header, without ``__metadata__``, and the offset in bytes where the data begins.
 
     The library decides whether the file is valid, so that both accept the same ones: ranges that overlap or leave
     gaps, names that occur twice and values of other types are refused.
@@ -59,7 +59,9 @@ def _check_by_library(path: Path) -> bool:
 
 
 def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
-    """The entries of a header of ``length`` bytes; raises ValueError unless the tensors fill the rest of the file.
+    """Return the entries of a header of ``length`` bytes.
+
+    Raises ValueError unless the tensors fill the rest of the file.
 
     As the library does, but without mapping the file, for which a process may have too little address space.
     """
@@ -92,7 +94,7 @@ def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
 
 
 def _named(entry: Any) -> Any:
-    """An entry with the names of its values; the library also takes ``["F32", [1], [0, 4]]``."""
+    """Return an entry with the names of its values; the library also takes ``["F32", [1], [0, 4]]``."""
     if isinstance(entry, list) and len(entry) == 3:
         return dict(zip(("dtype", "shape", "data_offsets"), entry, strict=True))
     return entry

@@ -39,7 +39,7 @@ class TorchFile:
         self._tensors: dict[str, torch.Tensor] = dict(_weights_in(content, self.path))
 
     def names(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ _NESTINGS = (
 
 
 def _weights_in(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors of a file by name: all of its content, or what is under the one key that holds a model's weights."""
+    """Return a file's tensors by name: all of them, or those under the one key that holds a model's weights."""
     if _is_weights(content):
         return cast("Mapping[str, torch.Tensor]", content)
     found: dict[tuple[Any, ...], Mapping[str, torch.Tensor]]
@@ -86,7 +86,7 @@ def _weights_in(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _nested_weights(content: Any) -> dict[Any, Mapping[str, torch.Tensor]]:
-    """The values of a mapping that are dictionaries of tensors, and not empty."""
+    """Return the values of a mapping that are dictionaries of tensors, and not empty."""
     if not isinstance(content, Mapping):
         return {}
     return {key: value for key, value in content.items() if _is_weights(value) and value}

@@ -102,7 +102,10 @@ class ConvertedFile:
         return {name: converted[name] for name in wanted}
 
     def expert_stack(self, name: str) -> ExpertStack | None:
-        """The result as a stack of stored tensors, which is read without converting; None if it is anything else."""
+        """Return the result as a stack of stored tensors, which is read without converting.
+
+        None if it is anything else.
+        """
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         operations = list(self.converter.operations)
@@ -157,7 +160,7 @@ class ExpertStack:
         return [part[expert] for part in self.parts]
 
     def read(self) -> torch.Tensor:
-        """All experts."""
+        """Return all experts."""
         stacked = torch.empty(self.shape, dtype=self.dtype)
         for expert in range(self.experts):
             start = 0
@@ -169,13 +172,13 @@ class ExpertStack:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model is one of Transformers; without importing it."""
+    """Return True if a model is one of Transformers; without importing it."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conversion | None:
-    """How Transformers converts a checkpoint for a model.
+    """Return how Transformers converts a checkpoint for a model.
 
     Args:
         model: any model.
@@ -220,5 +223,5 @@ def conversion_of(model: nn.Module, files: Mapping[str, CheckpointFile]) -> Conv
 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts numbers in names by value."""
+    """Return a key that sorts numbers in names by value."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"\.", name)]

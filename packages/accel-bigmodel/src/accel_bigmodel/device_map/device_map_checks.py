@@ -50,7 +50,7 @@ def clean_device_map(device_map: dict[str, Location], module_name: str = "") -> 
 
 
 def _enclosing_modules(name: str, top: str) -> list[str]:
-    """The names from ``top`` down to ``name``, both included."""
+    """Return the names from ``top`` down to ``name``, both included."""
     names = [top]
     end = name.find(".", len(top) + 1 if top else 0)
     while end != -1:
@@ -105,7 +105,7 @@ def check_devices(device_map: Mapping[str, Location]) -> None:
 
 
 def describe_device_map(model: nn.Module, device_map: Mapping[str, Location] | None = None) -> str:
-    """A device map as text: one line for each entry with its device and size, then the totals by device.
+    """Return a device map as text: one line for each entry with its device and size, then the totals by device.
 
     Args:
         device_map: the map. None: that of a dispatched model, ``model.hf_device_map``.

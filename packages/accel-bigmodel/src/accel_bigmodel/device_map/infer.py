@@ -90,7 +90,7 @@ class PlacementTree:
             self.tied_sizes[id(tensor)] = size
 
     def largest_visit(self, unit: PlacementUnit) -> int:
-        """Bytes of the largest layer of a unit: its layers are on the main device one after the other."""
+        """Return bytes of the largest layer of a unit: its layers are on the main device one after the other."""
         if not isinstance(unit.member, nn.Module):
             return unit.size
         prefix = f"{unit.name}." if unit.name else ""
@@ -110,7 +110,7 @@ def _stays_whole(module: nn.Module, no_split: Collection[str]) -> bool:
 
 
 def _tensors(unit: PlacementUnit) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a unit, under each of their names."""
+    """Yield all tensors of a unit, under each of their names."""
     if isinstance(unit.member, torch.Tensor):
         yield unit.name, unit.member
     elif children_of(unit.member):
@@ -138,7 +138,7 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
     skip_too_large: bool = False,
 ) -> dict[str, Location]:
-    """A device map that fills the accelerators in their order, then the CPU, then the disk.
+    """Return a device map that fills the accelerators in their order, then the CPU, then the disk.
     Weights are placed in the order of the model. When the next one does not fit on a device, the next device is filled.
     If anything is offloaded, the main device (the first accelerator, else the CPU) keeps room for the largest offloaded
     layer that it can hold, because offloaded layers run there. Modules with tied weights go to one device. The result
@@ -221,11 +221,11 @@ class _Allocation:
         return self.devices[self.position]
 
     def room(self, device: int | str) -> float:
-        """Bytes left on a device."""
+        """Return bytes left on a device."""
         return self._capacity(device) - self.used[device]
 
     def _capacity(self, device: int | str) -> float:
-        """Bytes that a device may hold."""
+        """Return bytes that a device may hold."""
         if device == "disk":
             return float("inf")
         return self.limits[device] - (self.reserved if device == self.main else 0)
@@ -256,12 +256,15 @@ class _Allocation:
                 pending.append(unit)
 
     def _is_too_large(self, group: list[PlacementUnit]) -> bool:
-        """Whether no accelerator from the current one on could hold units if it were empty; False on the host."""
+        """Return True if no accelerator from the current one on could hold units if it were empty.
+
+        False on the host.
+        """
         accelerators = [device for device in self.devices[self.position :] if device not in HOST_AND_DISK]
         return bool(accelerators) and all(self._cost(group, one) > self._capacity(one) for one in accelerators)
 
     def _tied_group(self, unit: PlacementUnit) -> list[PlacementUnit] | None:
-        """The unit and all that are tied to it, directly or not; None if a part of it is placed already."""
+        """Return the unit and all that are tied to it, directly or not; None if a part of it is placed already."""
         if unit.name in self.partly_placed:
             return None
         group = [unit]
@@ -277,7 +280,7 @@ class _Allocation:
         return [unit, *sorted(group[1:], key=lambda owner: owner.name)]
 
     def _cost(self, group: list[PlacementUnit], device: int | str) -> int:
-        """Bytes of several units on a device, tied weights counted once."""
+        """Return bytes of several units on a device, tied weights counted once."""
         if len(group) == 1 and not group[0].tied:
             return group[0].size
         counted = {weight for weight, holder in self.tied_devices.items() if holder == device}
@@ -318,7 +321,7 @@ class _Allocation:
         return False
 
     def room_needed(self, offload_buffers: bool) -> int:
-        """Bytes the main device needs for offloaded layers: the largest that fits there, and all their buffers."""
+        """Return the bytes that the main device needs for offloaded layers: the largest one, and all their buffers."""
         if self.main == "disk":
             return 0
         largest, buffers = self._offloaded_bytes(offload_buffers)
@@ -339,7 +342,7 @@ class _Allocation:
             )
 
     def _offloaded_bytes(self, offload_buffers: bool) -> tuple[int, int]:
-        """Bytes of the largest offloaded layer that fits on the main device, and of all buffers that stay there."""
+        """Return the bytes of the largest offloaded layer that the main device fits, and of buffers that stay there."""
         limit = self.limits[self.main]
         buffers = 0 if offload_buffers else sum(unit.buffers for unit in self.offloaded)
         largest = 0
@@ -400,7 +403,7 @@ def _named_children(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]
 
 
 def _without(modules: list[tuple[str, nn.Module]], removed: str) -> list[tuple[str, nn.Module]]:
-    """The list without a module that is in it, or inside one of its members."""
+    """Return the list without a module that is in it, or inside one of its members."""
     rest: list[tuple[str, nn.Module]] = []
     for name, module in modules:
         if name != "" and name != removed and not removed.startswith(f"{name}."):

@@ -18,7 +18,7 @@ HOST_AND_DISK = ("cpu", "disk")
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
-    """Bytes available for weights on each device: accelerators by index, then "cpu", then "disk".
+    """Return bytes available for weights on each device: accelerators by index, then "cpu", then "disk".
 
     Args:
         max_memory: limits in bytes or as text ("10GB" is 10**10 bytes, "10GiB" is 10 * 2**30); the values of a
@@ -50,7 +50,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[int | str, int]:
 
 
 def memory_bytes(limit: float | str, name: str, advice: str) -> int:
-    """A limit in bytes; raises ConfigurationError, with the name of the argument, if it is none."""
+    """Return a limit in bytes; raises ConfigurationError, with the name of the argument, if it is none."""
     try:
         size = convert_file_size_to_int(limit)
     except (ValueError, TypeError, OverflowError) as error:
@@ -107,7 +107,7 @@ def get_balanced_memory(
 
 
 def _fits(layer_sizes: Sequence[int], limits: Sequence[int]) -> bool:
-    """Whether layers fit on devices that are filled one after the other."""
+    """Return True if layers fit on devices that are filled one after the other."""
     remaining = list(reversed(limits))
     room = remaining.pop()
     for size in layer_sizes:
@@ -120,7 +120,7 @@ def _fits(layer_sizes: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 def _smallest(fits: Callable[[int], bool], largest: int) -> int:
-    """The smallest number of bytes that fits, by bisection; ``largest`` does."""
+    """Return the smallest number of bytes that fits, by bisection; ``largest`` does."""
     low, high = 0, largest
     while low < high:
         middle = (low + high) // 2

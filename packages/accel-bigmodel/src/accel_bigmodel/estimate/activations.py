@@ -19,7 +19,7 @@ _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure_activations(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Bytes that a forward saves for the backward, without the weights.
+    """Return bytes that a forward saves for the backward, without the weights.
 
     Each storage that autograd saves counts once, however many views of it are saved. Works on real and fake tensors.
 
@@ -49,7 +49,7 @@ def activations_of_config(
     mixed_precision: str = "no",
     trust_remote_code: bool = False,
 ) -> int:
-    """Bytes of activations of a transformers model for one batch, measured with fake tensors.
+    """Return bytes of activations of a transformers model for one batch, measured with fake tensors.
 
     The model runs in training mode, with the dropout of its configuration and torch's CPU attention, which keeps no
     matrix of attention weights unless there is dropout on it. If the attention of a GPU keeps none in that case
@@ -78,7 +78,7 @@ def activations_of_config(
 
 
 def example_inputs(model: Any, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    """A batch for a transformers model that takes tokens, or images of one size."""
+    """Return a batch for a transformers model that takes tokens, or images of one size."""
     main, config = str(getattr(model, "main_input_name", "")), model.config
     if main == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         return {main: torch.zeros(batch_size, getattr(config, "num_channels", 3), config.image_size, config.image_size)}

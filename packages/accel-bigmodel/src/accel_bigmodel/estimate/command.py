@@ -21,7 +21,7 @@ def as_json(
     stages: dict[str, dict[str, int]] | None,
     training: Sequence[TrainingMemory] | None,
 ) -> str:
-    """All results in bytes."""
+    """Return all results in bytes."""
     loading = {}
     for dtype in dtypes:
         largest_layer, total = size.largest_layer_in(dtype), size.total_in(dtype)
@@ -41,7 +41,7 @@ def as_json(
 
 
 def loading_table(size: ModelSize, dtypes: Sequence[str]) -> str:
-    """The memory to load the model in each dtype."""
+    """Return the memory to load the model in each dtype."""
     rows = []
     for dtype in dtypes:
         sizes = (size.largest_layer_in(dtype), size.total_in(dtype), size.adam_in(dtype))
@@ -51,21 +51,21 @@ def loading_table(size: ModelSize, dtypes: Sequence[str]) -> str:
 
 
 def stages_table(stages: dict[str, dict[str, int]]) -> str:
-    """The memory in use at each stage of a training step on one process."""
+    """Return the memory in use at each stage of a training step on one process."""
     header = ["dtype", *(name.capitalize() for name in next(iter(stages.values())))]
     rows = [[dtype, *map(convert_bytes, values.values())] for dtype, values in stages.items()]
     return f"Stages of a training step with Adam, without activations:\n{_table(header, rows)}"
 
 
 def training_table(training: Sequence[TrainingMemory], title: str) -> str:
-    """The memory of training on each process, for every strategy."""
+    """Return the memory of training on each process, for every strategy."""
     columns = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
     rows = [[item.strategy, *(convert_bytes(getattr(item, column)) for column in columns)] for item in training]
     return f"{title}\n{_table(['strategy', *(column.capitalize() for column in columns)], rows)}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in [header, *rows]:
@@ -75,7 +75,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the options of the command."""
     options = argparse.ArgumentParser(
         program,
         description="Estimate the memory that a model needs to be loaded and to be trained. Downloads only its "
@@ -185,7 +185,8 @@ def _offload(options: argparse.Namespace) -> int:
     sequences = f"{estimate.sequences} sequence{'s' if estimate.sequences > 1 else ''} in a batch"
     limit_text = f"at most {convert_bytes(max_memory)} of weights in memory"
     print(f"Generation of `{options.model_name}` on this CPU, {sequences}, {limit_text}:\n{_table(header, rows)}")
-    print(f"{estimate.tokens_per_second:.3g} tokens a second; the first step takes {estimate.first_step_seconds:.2f} s")
+    first = f"{estimate.first_step_seconds:.2f} s"
+    print(f"{estimate.tokens_per_second:.3g} tokens per second; the first step takes {first}")
     if estimate.without_model:
         print(f"Measured with the matrices alone, so generation is somewhat slower: {estimate.without_model}")
     return 0

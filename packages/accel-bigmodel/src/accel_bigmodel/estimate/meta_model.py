@@ -58,7 +58,7 @@ def build_transformers(config_path: Path, trust_remote_code: bool, where: Abstra
 
 
 def build_timm(name: str, config: Mapping[str, Any] | None) -> nn.Module:
-    """A timm model on the meta device."""
+    """Return a timm model on the meta device."""
     timm = require("timm", purpose=f"the model {name}", install="timm")
     architecture = str((config or {}).get("architecture") or name.removeprefix("timm/"))
     try:

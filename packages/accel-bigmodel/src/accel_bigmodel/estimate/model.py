@@ -43,15 +43,15 @@ class ModelSize:
     whole: int = 0
 
     def total_in(self, dtype: str) -> int:
-        """Bytes of the model in a dtype of ``DTYPE_BYTES``."""
+        """Return bytes of the model in a dtype of ``DTYPE_BYTES``."""
         return int(self.total * DTYPE_BYTES[dtype] / 4)
 
     def largest_layer_in(self, dtype: str) -> int:
-        """Bytes of the largest layer in a dtype of ``DTYPE_BYTES``."""
+        """Return bytes of the largest layer in a dtype of ``DTYPE_BYTES``."""
         return int(self.largest_layer * DTYPE_BYTES[dtype] / 4)
 
     def adam_in(self, dtype: str) -> int:
-        """Bytes to train the model with Adam in a dtype, without activations."""
+        """Return bytes to train the model with Adam in a dtype, without activations."""
         return ADAM_COPIES * self.total_in(dtype)
 
 
@@ -68,7 +68,7 @@ TensorHeaders = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def layer_of(tensor: str) -> str:
-    """The layer of a tensor: a numbered block ("h.3"), or else the module that holds it."""
+    """Return the layer of a tensor: a numbered block ("h.3"), or else the module that holds it."""
     block = _BLOCK.match(tensor)
     return block[1] if block else tensor.rpartition(".")[0] or tensor
 
@@ -108,7 +108,7 @@ def read_headers(paths: Iterable[Path]) -> TensorHeaders:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The safetensors files of a file, an index or a directory; empty if there are none."""
+    """Return the safetensors files of a file, an index or a directory; empty if there are none."""
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         return files_of(indexes[0]) if len(indexes) == 1 else sorted(path.glob("*.safetensors"))

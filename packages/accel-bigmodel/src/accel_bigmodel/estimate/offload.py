@@ -31,7 +31,7 @@ class OffloadEstimate:
         on_disk: bytes of weights on the disk.
         read_in_memory: bytes of the first that a step reads: no rows of embeddings, only chosen experts.
         read_on_disk: bytes of the second that a step reads.
-        memory_bandwidth: bytes a second with which weights in memory are computed with.
+        memory_bandwidth: bytes per second with which weights in memory are computed with.
         disk_bandwidth: the same for weights on the disk whose files are not in the page cache.
         cached_bandwidth: the same for those whose files are.
         kept_mapped: the fraction of the weights on the disk that there is room to keep mapped between steps; they are
@@ -118,13 +118,13 @@ def _nbytes(layers: Sequence[Sequence[LayerTensor]]) -> int:
 
 
 def _kept_mapped(on_disk: Sequence[Sequence[LayerTensor]], room: int) -> float:
-    """The fraction for which there is room besides the weights in use and those fetched ahead."""
+    """Return the fraction for which there is room besides the weights in use and those fetched ahead."""
     sizes = [tensor.entry.nbytes for layer in on_disk for tensor in layer if tensor.read == 1]
     return min(max(0, room - 2 * max(sizes)) / sum(sizes), 1.0) if sizes else 0.0
 
 
 def _chosen_experts(path: Path) -> float:
-    """The fraction of the experts that a token uses, from the configuration next to the files."""
+    """Return the fraction of the experts that a token uses, from the configuration next to the files."""
     config = config_path(str(path if path.is_dir() else path.parent))
     content = read_config(config) if config is not None else {}
     content = {**content, **content.get("text_config", {})}
@@ -135,7 +135,7 @@ def _chosen_experts(path: Path) -> float:
 
 
 def _layers(files: Sequence[SafetensorsFile], chosen: float, sequences: int) -> list[list[LayerTensor]]:
-    """The tensors of each layer, in the order of the model as far as names tell."""
+    """Return the tensors of each layer, in the order of the model as far as names tell."""
     entries = {name: (file, entry) for file in files for name, entry in file.entries.items()}
     embeddings = {name for name, (_, entry) in entries.items() if _EMBEDDING.search(name) and len(entry.shape) == 2}
     if embeddings and not any(_HEAD.search(name) for name in entries):

@@ -43,7 +43,7 @@ class LayerTensor:
 
 
 def bytes_read(layers: Sequence[Sequence[LayerTensor]]) -> float:
-    """Bytes that a step reads."""
+    """Return bytes that a step reads."""
     return sum(tensor.entry.nbytes * tensor.read for layer in layers for tensor in layer)
 
 
@@ -209,7 +209,7 @@ def _without_unexpected_names() -> Iterator[None]:
 
 
 def _matrices(layers: Sequence[Sequence[LayerTensor]]) -> list[LayerTensor]:
-    """The tensors that a layer multiplies with."""
+    """Return the tensors that a layer multiplies with."""
     used = [tensor for layer in layers for tensor in layer if tensor.read and 1 <= len(tensor.entry.shape) <= 2]
     return [tensor for tensor in used if tensor.entry.dtype in _COMPUTED]
 

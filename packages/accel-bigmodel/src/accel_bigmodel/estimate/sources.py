@@ -21,7 +21,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def config_of(repository: str) -> Path | None:
-    """The ``config.json`` of a repository, or None if it has none."""
+    """Return the ``config.json`` of a repository, or None if it has none."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -53,7 +53,7 @@ def tensors_of(repository: str) -> TensorHeaders:
 
 
 def library_of(repository: str) -> str | None:
-    """The library that a repository declares, or None if it declares none or the Hub is unreachable."""
+    """Return the library that a repository declares, or None if it declares none or the Hub is unreachable."""
     from huggingface_hub import model_info
 
     try:
@@ -146,7 +146,9 @@ LIBRARIES = ("transformers", "timm", "safetensors")
 
 
 def model_size(name: str, library_name: str | None = None, trust_remote_code: bool = False) -> ModelSize:
-    """The sizes of a model, from its configuration or the headers of its files; no weights are read or downloaded.
+    """Return the sizes of a model, from its configuration or the headers of its files.
+
+    No weights are read or downloaded.
 
     Args:
         name: a directory, a ``.safetensors`` file, the index of a sharded checkpoint, or a Hub repository.
@@ -167,7 +169,7 @@ def model_size(name: str, library_name: str | None = None, trust_remote_code: bo
 
 
 def config_path(name: str) -> Path | None:
-    """The ``config.json`` of a directory or repository, or None if it has none."""
+    """Return the ``config.json`` of a directory or repository, or None if it has none."""
     path = Path(name)
     if path.is_dir():
         return path / "config.json" if (path / "config.json").is_file() else None
@@ -205,7 +207,7 @@ def _on_hub(name: str, library_name: str | None, trust_remote_code: bool) -> Mod
 
 
 def _detect_library(config: Mapping[str, Any] | None, has_safetensors: bool) -> str | None:
-    """The library to use: file headers serve where the model's own library is not installed."""
+    """Return the library to use: file headers serve where the model's own library is not installed."""
     for key, library in (("model_type", "transformers"), ("architecture", "timm")):
         if config is not None and key in config:
             is_missing = importlib.util.find_spec(library) is None

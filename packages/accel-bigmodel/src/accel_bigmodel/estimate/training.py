@@ -92,7 +92,7 @@ def estimate_training(
     largest_layer: int = 0,
     activations: int = 0,
 ) -> TrainingMemory:
-    """Bytes per process to train all parameters of a model.
+    """Return bytes per process to train all parameters of a model.
 
     With N values of b bytes, k copies in the optimizer, and d = num_processes / (tensor_parallel * replicas) processes
     for each copy of the model: weights N*b, gradients N*b, optimizer N*b*k; or, with float32 master weights of a
@@ -173,7 +173,7 @@ def memory_of_rank(
     gathered_share: float = 1,
     activations: float = 0,
 ) -> TrainingMemory:
-    """Bytes on a process, computed from its weights without sharding; also used by ``accel plan``.
+    """Return bytes on a process, computed from its weights without sharding; also used by ``accel plan``.
 
     Args:
         strategy: one of ``DIVISIONS``.
@@ -206,7 +206,7 @@ def memory_of_rank(
 
 
 def estimate_training_usage(total: int, mixed_precision: str) -> dict[str, int]:
-    """Bytes in use at each stage of a training step with Adam on one process, without activations.
+    """Return bytes in use at each stage of a training step with Adam on one process, without activations.
 
     In float32 the gradients equal the weights, and Adam holds two moments. Half precision by autocast keeps float32
     weights, and the forward needs a half-precision copy of them in addition to the gradients:

@@ -46,7 +46,7 @@ class _WeightView:
 
 
 def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Any:
-    """A context in which autograd does not save the weights, which would keep the whole model until the backward."""
+    """Keep autograd from saving the weights, which would keep the whole model until the backward."""
     ranges = [(value.data_ptr(), value.data_ptr() + value.nbytes, name) for name, value in values.items()]
     dtypes = {name: value.dtype for name, value in values.items()}
 
@@ -210,7 +210,7 @@ class AlignDevicesHook(ModelHook):
             slot.clear()
 
     def _weights_with(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The weights map, after adding those tensors that it does not hold, if it is a dictionary."""
+        """Return the weights map, after adding those tensors that it does not hold, if it is a dictionary."""
         if self.weights_map is not None and not isinstance(self.weights_map, dict):
             return self.weights_map
         held = {} if self.weights_map is None else self.weights_map
@@ -304,7 +304,7 @@ class AlignDevicesHook(ModelHook):
         return self._moved(args, kwargs)
 
     def _fills(self, module: nn.Module) -> bool:
-        """True if the values of a forward take the place of the placeholders, which costs operations least.
+        """Return True if the values of a forward take the place of the placeholders, which costs operations least.
 
         In the threads of a server the placeholders stay, and answer with the values. Otherwise a thread outside of any
         forward would see the weights appear and disappear, and their device change, while it looks.
@@ -409,7 +409,7 @@ class AlignDevicesHook(ModelHook):
         return values
 
     def _has_present(self, device: torch.device | None) -> bool:
-        """True if the values that another forward has put into the module serve a new one."""
+        """Return True if the values that another forward has put into the module serve a new one."""
         on_host = device is None or device.type == "cpu"  # elsewhere each thread has a stream of its own
         return on_host and self._present_from is self.weights_map and self._present_on == device
 
@@ -466,7 +466,7 @@ class AlignDevicesHook(ModelHook):
         return self.source([""])[1][0]
 
     def _tied_copies(self, device: torch.device | None) -> dict[str, torch.Tensor]:
-        """The copies on a device of those weights in memory that are tied to weights which are there already."""
+        """Return the copies on a device of those weights in memory that are tied to weights which are there already."""
         if device is None or not any((self.tied_params_map or {}).values()):
             return {}
         source, names = self.source()
@@ -490,7 +490,7 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher, self._prefetch_index, self._prefetched_map = prefetcher, index, self.weights_map
 
     def weight_group(self) -> WeightGroup:
-        """The description of the hook's offloaded weights for a :class:`Prefetcher`."""
+        """Return the description of the hook's offloaded weights for a :class:`Prefetcher`."""
         source, names = self.source()
         nbytes = sum(slot.placeholder.nbytes for slot in self.slots)
         is_lookup_table = isinstance(self._acted_on[0], (nn.Embedding, nn.EmbeddingBag))

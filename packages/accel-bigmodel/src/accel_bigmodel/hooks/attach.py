@@ -168,7 +168,7 @@ def attach_prefetcher(model: nn.Module, room: int | None = None) -> None:
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """The hooks of a module that move its weights or inputs; several where they were appended to each other."""
+    """Return the hooks of a module that move its weights or inputs; several where they were appended to each other."""
     return [hook for hook in all_hooks(module) if isinstance(hook, AlignDevicesHook)]
 
 
@@ -207,12 +207,12 @@ def all_hooks(module: nn.Module) -> list[ModelHook]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module itself, without its submodules, has weights only during its forward."""
+    """Return True if the module itself, without its submodules, has weights only during its forward."""
     return any(hook.offload for hook in align_hooks(module))
 
 
 def has_offloaded_weights(model: nn.Module) -> bool:
-    """Whether a model or any of its submodules has weights only during its forward."""
+    """Return True if a model or any of its submodules has weights only during its forward."""
     return any(has_offloaded_params(module) for module in model.modules())
 
 

@@ -39,26 +39,26 @@ class ModelHook:
     """The hook changes values, so one that brings them runs before it."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is added; returns the module."""
+        """Run when the hook is added; return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before each forward with its arguments; returns the arguments to use."""
+        """Run before each forward with its arguments; return the arguments to use."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after each forward with its output; returns the output to use."""
+        """Run after each forward with its output; return the output to use."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; returns the module."""
+        """Run when the hook is removed; return the module."""
         return module
 
     def abort_forward(self, module: nn.Module) -> None:
-        """Called in place of :meth:`post_forward` when the forward raised."""
+        """Run in place of :meth:`post_forward` when the forward raised."""
 
     def check_conversion(self, module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Called before ``convert`` is applied to all tensors of the module (``half()``, ``to()``); may refuse it."""
+        """Run before ``convert`` is applied to all tensors of the module (``half()``, ``to()``); may refuse it."""
 
 
 class SequentialHook(ModelHook):
@@ -75,7 +75,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """Whether it was set here, or any of the hooks sets it."""
+        """True if it was set here, or any of the hooks sets it."""
         return self._no_grad or any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter

@@ -24,7 +24,7 @@ _CHOICE = "top_k_index"
 
 
 def is_routed_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of all experts of a layer stacked, and is called with the choice of a router.
+    """Return True if a module holds stacked weights of all experts of a layer, and is called with a router's choice.
 
     It has ``num_experts``, its parameters have that many items, and its forward takes ``top_k_index``.
     """
@@ -38,7 +38,7 @@ def is_routed_experts(module: nn.Module) -> bool:
 
 
 def largest_visit(module: nn.Module, sizes: Mapping[str, int], classes: Collection[str] | None = None) -> int:
-    """The most bytes that an offloaded module needs on its device at once: those of its largest layer or expert.
+    """Return the most bytes that an offloaded module needs on its device at once: those of its largest layer or expert.
 
     Args:
         sizes: bytes of its tensors by their names in ``module``.
@@ -87,7 +87,7 @@ class RoutedExpertsHook(AlignDevicesHook):
         self.capacity, self._pool = experts, None
 
     def expert_weights(self) -> dict[str, ExpertWeights]:
-        """The offloaded weights, by name."""
+        """Return the offloaded weights, by name."""
         source, names = self.source()
         present = origins(source, names)
         if self._weights is None or self._source is not source or not are_same(self._origins, present):
@@ -215,7 +215,7 @@ class RoutedExpertsHook(AlignDevicesHook):
 
 @functools.cache
 def _position(forward: Callable[..., Any]) -> int | None:
-    """The place of the choice among the positional arguments of a class's forward, without the module itself."""
+    """Return the place of the choice among the positional arguments of a class's forward, without the module itself."""
     names = list(inspect.signature(forward).parameters)
     return names.index(_CHOICE) - 1 if _CHOICE in names else None
 

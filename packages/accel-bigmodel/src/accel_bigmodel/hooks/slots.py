@@ -94,7 +94,7 @@ class Slot:
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[torch.Tensor]:
-        """A context with the values; what is written into them lasts.
+        """Give the values in a context; what is written into them lasts.
 
         Raises:
             OffloadedWriteError: they are not in host memory.
@@ -215,12 +215,12 @@ class Slot:
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """True if a tensor itself has values."""
+    """Return True if a tensor itself has values."""
     return not without_values(tensor).is_meta
 
 
 def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if two tensors have the same bits."""
+    """Return True if two tensors have the same bits."""
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*bits)
 

@@ -18,7 +18,7 @@ from .slots import Slot
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a dispatched model, offloaded weights included, on the CPU.
+    """Return the state dict of a dispatched model, offloaded weights included, on the CPU.
 
     Weights in safetensors files are mapped, so the model need not fit into memory. Tied weights are one tensor.
 
@@ -76,7 +76,7 @@ def _loaded_slots(module: nn.Module, state: dict[str, Any], path: str) -> list[S
 
 
 def _offloaded_values(model: nn.Module) -> dict[int, torch.Tensor]:
-    """The values of all offloaded weights, by the id of their placeholder."""
+    """Return the values of all offloaded weights, by the id of their placeholder."""
     requests: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
     for module in model.modules():
         for hook in align_hooks(module):

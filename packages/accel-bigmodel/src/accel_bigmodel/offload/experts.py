@@ -71,7 +71,7 @@ class ExpertWeights:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the file holds the tensor as it is used, so that a mapping of it can be computed with."""
+        """True if the file holds the tensor as it is used, so that a mapping of it can be computed with."""
         return self._stack is None and self.stored_dtype == self.dtype
 
     def _pieces(self, expert: int) -> Iterator[_Piece]:

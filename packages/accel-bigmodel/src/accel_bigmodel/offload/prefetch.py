@@ -29,7 +29,7 @@ class _Fetched:
 
     @property
     def were_written(self) -> bool:
-        """Whether a forward has written into them."""
+        """True if a forward has written into them."""
         return any(value._version for value in self.values.values())
 
 
@@ -50,7 +50,7 @@ class WeightGroup:
         return 0 if self.is_lookup_table and _is_host(self.device) else self.nbytes
 
     def is_mapped(self) -> bool:
-        """Whether all weights are used where they are in mapped files."""
+        """Return True if all weights are used where they are in mapped files."""
         source = self.source
         if not _is_host(self.device) or not isinstance(source, OffloadedWeightsLoader):
             return False
@@ -202,7 +202,7 @@ class Prefetcher:
 
 
 def _is_host(device: torch.device | None) -> bool:
-    """Whether weights are used where they are in host memory, or in a mapped file."""
+    """Return True if weights are used where they are in host memory, or in a mapped file."""
     return device is None or device.type == "cpu"
 
 

@@ -119,7 +119,7 @@ class StagedCopies:
             position += count
 
     def _buffer(self) -> torch.Tensor:
-        """The current buffer; one that is used from its beginning has been copied to the device entirely."""
+        """Return the current buffer; one that is used from its beginning has been copied to the device entirely."""
         buffer, copied = self._buffers[self._current], self._copied[self._current]
         if buffer is None:
             buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._module is not None)
@@ -131,7 +131,7 @@ class StagedCopies:
 
 
 def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a value consists of: also those that a quantized weight keeps its scales in."""
+    """Return the tensors with memory that a value consists of, with those that hold a quantized weight's scales."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, nn.Module):
         return

@@ -212,7 +212,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return values
 
     def is_mapped(self, key: str) -> bool:
-        """Whether a weight is used where it is in a mapped file, without a copy."""
+        """Return True if a weight is used where it is in a mapped file, without a copy."""
         if key in self.state_dict or self.device is not None:
             return False
         info = self.index[key]
@@ -223,7 +223,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return self.open_file(info["safetensors_file"]).dtype(info.get("weight_name", key)) == as_dtype(info["dtype"])
 
     def open_file(self, path: str) -> SafetensorsFile:
-        """A safetensors file of the index, which stays open."""
+        """Return a safetensors file of the index, which stays open."""
         if path not in self._files:
             self._files[path] = SafetensorsFile(path)
         return self._files[path]
@@ -247,7 +247,7 @@ Origin = tuple[Any, int]
 
 
 def origins(source: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[Origin]:
-    """The origins of some values of a mapping, which tell later whether they have been replaced or written to.
+    """Return the origins of some values of a mapping, which tell later whether they have been replaced or written to.
 
     Values that a mapping of another class than ``dict`` makes when it is asked have none: they count as unchanged.
     """
@@ -265,7 +265,7 @@ def origins(source: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[Or
 
 
 def are_same(first: Sequence[Origin], second: Sequence[Origin]) -> bool:
-    """Whether two lists of origins name the same objects in the same versions."""
+    """Return True if two lists of origins name the same objects in the same versions."""
     if len(first) != len(second):
         return False
     return all(a is b and version == other for (a, version), (b, other) in zip(first, second, strict=True))
@@ -274,7 +274,7 @@ def are_same(first: Sequence[Origin], second: Sequence[Origin]) -> bool:
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """The part of a state dict that belongs to some submodules, by their full names."""
+    """Return the part of a state dict that belongs to some submodules, by their full names."""
     names = tuple(submodule_names)
     prefixes = tuple(f"{name}." for name in names)
     return {name: value for name, value in state_dict.items() if name in names or name.startswith(prefixes)}

@@ -16,7 +16,7 @@ _SIZE, _FIRST = 8, 2048
 
 
 def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device on which the communication backend expects its tensors."""
+    """Return the device on which the communication backend expects its tensors."""
     return torch.device("cpu") if dist.get_backend(group) in ("gloo", "mpi", "fake") else device
 
 
@@ -29,7 +29,7 @@ def send_object(item: Any, device: torch.device) -> list[Any]:
 
 
 def receive_object(device: torch.device) -> Any:
-    """The object that rank 0 sends with :func:`send_object`."""
+    """Return the object that rank 0 sends with :func:`send_object`."""
     first = torch.empty(_FIRST, dtype=torch.uint8, device=transport_device(device))
     wait_for(start_broadcast([first]))
     data = first.cpu().numpy().tobytes()

@@ -13,7 +13,7 @@ from accel_state.operations.nested import leaves, replace_leaves
 
 
 def batch_size_of(data: Any) -> int | None:
-    """The first dimension of the first tensor in nested data that has one, or None."""
+    """Return the first dimension of the first tensor in nested data that has one, or None."""
     return next((int(tensor.shape[0]) for tensor in leaves(data) if tensor.ndim), None)
 
 

@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         return aliased
 
     def sources(self, data: Any) -> Sources:
-        """What the tensors of nested data were computed from."""
+        """Return what the tensors of nested data were computed from."""
         return _NONE.union(*(self._of(tensor) for tensor in leaves(data)))
 
     def _of(self, tensor: torch.Tensor) -> Sources:
@@ -169,7 +169,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch
 
 
 def _contents(data: Any, depth: int = 5) -> dict[str, list[tuple[int, int]]]:
-    """The tensors held by objects among the arguments, by the class of the object."""
+    """Return the tensors held by objects among the arguments, by the class of the object."""
     contents: dict[str, list[tuple[int, int]]] = {}
     objects = leaves(
         data, test_type=lambda item: not isinstance(item, (*_PLAIN, tuple, list, Mapping)) and hasattr(item, "__dict__")

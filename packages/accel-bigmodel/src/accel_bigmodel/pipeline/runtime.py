@@ -52,7 +52,7 @@ class PipelineRuntime:
         example_outputs: for the split's example, the outputs of all calls as ``split.outputs`` has them. None: learned
             from the first micro-batch, where the stages may compute in another dtype than the recorded model.
         stage_class: makes the stages of the schedule; None for ``torch.distributed.pipelining.PipelineStage``.
-        places: the rank of every stage, as the schedule has it; None: stages are dealt to the ranks in turns.
+        places: the rank of every stage, as the schedule has it; None: stages are assigned to the ranks in turns.
     """
 
     def __init__(

@@ -42,15 +42,15 @@ class PipelineSplit:
         return len(self.starts)
 
     def end(self, stage: int) -> int:
-        """The number of the call after the last one of a stage."""
+        """Return the number of the call after the last one of a stage."""
         return self.starts[stage + 1] if stage + 1 < len(self.starts) else len(self.calls)
 
     def modules_of(self, stage: int) -> set[str]:
-        """The units that a stage calls."""
+        """Return the units that a stage calls."""
         return set(self.calls[self.starts[stage] : self.end(stage)])
 
     def split_points(self) -> list[str]:
-        """The units at which the stages after the first begin."""
+        """Return the units at which the stages after the first begin."""
         return [self.calls[start] for start in self.starts[1:]]
 
 
@@ -118,7 +118,7 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
 
 
 def choose_units(model: nn.Module, no_split: Collection[str], split_points: Sequence[str]) -> dict[str, nn.Module]:
-    """The outermost modules that are of a class in ``no_split`` or have no children, by name.
+    """Return the outermost modules that are of a class in ``no_split`` or have no children, by name.
 
     A module that contains a split point is always split. Modules without parameters that hold buffers (tables of rotary
     positions, say) are not units: every stage computes them, instead of receiving their results.
@@ -184,7 +184,7 @@ def _needed(recording: Recording, stages: Sequence[int], count: int) -> list[set
 
 
 def _starts_at(calls: Sequence[str], split_points: Sequence[str], inside: Mapping[str, set[str]]) -> list[int]:
-    """The first call of every stage, from the split points and the units that each one contains."""
+    """Return the first call of every stage, from the split points and the units that each one contains."""
     starts = [0]
     for point in split_points:
         first = next((call for call, name in enumerate(calls) if name in inside[point]), None)
@@ -202,7 +202,7 @@ def _starts_at(calls: Sequence[str], split_points: Sequence[str], inside: Mappin
 
 
 def balanced_starts(sizes: Sequence[int], count: int) -> list[int]:
-    """The first call of every stage, such that the largest stage is as small as possible."""
+    """Return the first call of every stage, such that the largest stage is as small as possible."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -67,7 +67,7 @@ def _replace_tensors(
 def extract(
     model: nn.Module, split: PipelineSplit, stages: Collection[int], device: torch.device, in_place: bool = False
 ) -> nn.Module:
-    """The model with the modules and weights of some stages, under the names that they have in the whole model."""
+    """Return the model with the modules and weights of some stages, under their names in the whole model."""
     names = {id(model.get_submodule(name)): name for name in split.units}
     own = set().union(*(split.modules_of(stage) for stage in stages))
     kept_names = frozenset().union(*(split.kept[stage] for stage in stages))
@@ -274,7 +274,7 @@ class Stage:
         self._active = unit
 
     def _skip_or_call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit that an earlier stage calls too."""
+        """Return the forward of a unit that an earlier stage calls too."""
         call, self._skipped_call = self._skipped_call, None
         return forward(*args, **kwargs) if call is None else self._earlier_output(call)
 
@@ -307,7 +307,7 @@ class Stage:
         return self._earlier_output(self._check_order(name))
 
     def _earlier_output(self, call: int) -> Any:
-        """The output of a call of an earlier stage: the tensors that were received, and fake ones."""
+        """Return the output of a call of an earlier stage: the tensors that were received, and fake ones."""
         numbers = itertools.count()
 
         def earlier(info: TensorInformation) -> torch.Tensor:

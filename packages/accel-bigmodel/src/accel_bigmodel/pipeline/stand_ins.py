@@ -11,7 +11,7 @@ from .._torch_compat import FakeTensor, FakeTensorMode, is_untouched
 
 
 def fake_mode() -> FakeTensorMode:
-    """The active FakeTensorMode, or one for all stages: tensors of different modes cannot be mixed."""
+    """Return the active FakeTensorMode, or one for all stages: tensors of different modes cannot be mixed."""
     probe = torch.empty(0)
     return probe.fake_mode if isinstance(probe, FakeTensor) else _own_mode()
 
@@ -36,7 +36,7 @@ class StandIns:
         self._keeps = not isinstance(torch.empty(0), FakeTensor)
 
     def get(self, key: Hashable, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The fake tensor last made for ``key``, or a new one if the model's code has changed that in place."""
+        """Return the fake tensor last made for ``key``, or a new one if the model's code has changed that in place."""
         kept = self._made.get(key)
         if kept is not None and is_untouched(kept) and (kept.shape, kept.dtype) == (shape, dtype):
             return kept

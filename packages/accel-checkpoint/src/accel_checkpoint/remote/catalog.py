@@ -14,13 +14,13 @@ from .directory import PREFIX, clean, differing
 
 
 def read_manifest(place: RemotePath) -> Manifest | None:
-    """The manifest of a checkpoint; None if there is no checkpoint."""
+    """Return the manifest of a checkpoint; None if there is no checkpoint."""
     content = Store(place).read(MANIFEST_NAME)
     return None if content is None else Manifest.parse(content, f"{place}/{MANIFEST_NAME}")
 
 
 def examine(place: RemotePath) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint, and why it is not complete, or ""."""
+    """Return the manifest of a checkpoint, and why it is not complete, or ""."""
     try:
         manifest = read_manifest(place)
     except CheckpointError as error:
@@ -32,7 +32,10 @@ def examine(place: RemotePath) -> tuple[Manifest | None, str]:
 
 
 def verified(place: RemotePath) -> tuple[int, dict[str, str]]:
-    """The number of files of a checkpoint, and by file what is wrong with it; one file at a time is on this machine."""
+    """Return the number of files of a checkpoint, and by file what is wrong with it.
+
+    One file at a time is on this machine.
+    """
     manifest = read_manifest(place)
     if manifest is None:
         raise CheckpointError(f"{place}/{MANIFEST_NAME} is missing: there is no complete checkpoint.")
@@ -50,7 +53,7 @@ def verified(place: RemotePath) -> tuple[int, dict[str, str]]:
 
 
 def places(directory: RemotePath) -> list[RemotePath]:
-    """What looks like a checkpoint in a place, and in ``checkpoints`` in it."""
+    """Return what looks like a checkpoint in a place, and in ``checkpoints`` in it."""
     found = []
     for parent in (directory, directory / "checkpoints"):
         for name in Store(parent).names():
@@ -60,13 +63,13 @@ def places(directory: RemotePath) -> list[RemotePath]:
 
 
 def _is_place(store: Store) -> bool:
-    """Whether there is a checkpoint, or what is left of one; some stores show empty directories for a while."""
+    """Return True if there is a checkpoint, or what is left of one; some stores show empty directories for a while."""
     inside = store.names()
     return MANIFEST_NAME in inside or any(name.startswith(PREFIX) and store.files(name) for name in inside)
 
 
 def numbered(directory: RemotePath) -> dict[int, RemotePath]:
-    """What is named like an automatically named checkpoint, by number, in ascending order."""
+    """Return what is named like an automatically named checkpoint, by number, in ascending order."""
     numbers = {}
     for name in Store(directory).names():
         if match := NUMBERED.fullmatch(name):

@@ -47,7 +47,7 @@ _active: set[str] = set()
 
 
 def new_save_id() -> str:
-    """The prefix of a save, the same on all ranks."""
+    """Return the prefix of a save, the same on all ranks."""
     return f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex[:12]}"
 
 
@@ -186,7 +186,7 @@ class RemoteDirectory:
         return own
 
     def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """All of them: whether the store has the files is known when everything is sent."""
+        """Return all of them: whether the store has the files is known when everything is sent."""
         return dict(records)
 
     def commit(self, manifest: Manifest) -> None:
@@ -206,7 +206,7 @@ class RemoteDirectory:
 
     @contextmanager
     def explaining_write_errors(self) -> Iterator[None]:
-        """A block that writes; file system errors are raised as CheckpointError with the free space."""
+        """Raise the block's file system errors as CheckpointError with the free space."""
         with self._local.explaining_write_errors():
             yield
 
@@ -221,7 +221,7 @@ def _staging_folder() -> Path:
 
 
 def prefix_of(marker: bytes | None, where: str) -> str:
-    """The prefix that a marker names; "" without one."""
+    """Return the prefix that a marker names; "" without one."""
     return "" if marker is None else Manifest.parse(marker, where).prefix
 
 
@@ -263,7 +263,7 @@ def clean(store: Store, marker: bytes | None, replaced: bytes | None = None) -> 
 
 
 def _is_dead(store: Store, prefix: str) -> bool:
-    """Whether the process that has begun a save has ended."""
+    """Return True if the process that has begun a save has ended."""
     if prefix in _active:
         return False
     content = store.read(f"{prefix}/{OWNER_NAME}")
@@ -278,7 +278,7 @@ def _is_dead(store: Store, prefix: str) -> bool:
 
 
 def differing(store: Store, prefix: str, manifest: Manifest) -> dict[str, str]:
-    """The files of a manifest that a store does not list as they were written, with what is wrong."""
+    """Return the files of a manifest that a store does not list as they were written, with what is wrong."""
     sizes = {entry.path: entry.size for entry in store.files(prefix)}
     return {
         name: "has another size" if name in sizes else "missing"

@@ -77,7 +77,7 @@ class RemoteCheckpoint:
         (folder / MANIFEST_NAME).write_bytes(self._marker)
 
     def source(self, directory: str) -> RemoteFiles:
-        """The files of a sharded state.
+        """Return the files of a sharded state.
 
         Args:
             directory: its name in the checkpoint.
@@ -93,7 +93,7 @@ class RemoteCheckpoint:
 def copied(
     place: RemotePath, process: PartialState, all_files: bool = False
 ) -> Iterator[tuple[Path, RemoteCheckpoint]]:
-    """A checkpoint in a temporary directory of this machine, but for the files of sharded tensors.
+    """Copy a checkpoint, without the files of sharded tensors, to a temporary directory of this machine.
 
     Every rank must enter it, with the same place; one process of each machine copies. The directory is deleted
     afterwards; errors name the place instead.
@@ -153,11 +153,11 @@ class RemoteFiles:
             self._check(name)
 
     def view(self, name: str, begin: int, end: int) -> memoryview:
-        """A part of a file that was fetched."""
+        """Return a part of a file that was fetched."""
         return memoryview(self._memory(name))[begin:end]
 
     def release(self, names: Iterable[str]) -> None:
-        """Give back the memory of files that nothing more is looked at of."""
+        """Give back the memory of files that that are no longer needed."""
         for name in names:
             self._files.pop(name, None)
             self._fetched.pop(name, None)

@@ -59,9 +59,9 @@ def _entries(content: memoryview) -> Iterator[tuple[str, int, int, int]]:
 
 
 def data_range(content: memoryview) -> tuple[int, int, bytes] | None:
-    """Where the data of an archive of one tensor begins and ends, and its description; None for anything else.
+    """Return where the data of an archive of one tensor begins and ends, and its description; None for anything else.
 
-    Only the first and the last bytes are looked at (:data:`HEAD_BYTES`, :data:`TAIL_BYTES`).
+    Only the first and the last bytes are checked (:data:`HEAD_BYTES`, :data:`TAIL_BYTES`).
     """
     places: dict[str, tuple[int, int]] = {}
     try:
@@ -86,7 +86,7 @@ def data_range(content: memoryview) -> tuple[int, int, bytes] | None:
 
 
 def described(content: memoryview, description: bytes, known: Descriptions) -> tuple[torch.dtype, torch.Size] | None:
-    """The dtype and shape of an archive's tensor; None if it is not a plain, contiguous one."""
+    """Return the dtype and shape of an archive's tensor; None if it is not a plain, contiguous one."""
     if description not in known:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
@@ -96,7 +96,7 @@ def described(content: memoryview, description: bytes, known: Descriptions) -> t
 
 
 def map_tensor(content: memoryview, known: Descriptions) -> torch.Tensor | None:
-    """A tensor that shares the memory of an archive; None for anything but a contiguous tensor."""
+    """Return a tensor that shares the memory of an archive; None for anything but a contiguous tensor."""
     found = data_range(content)
     if found is None:
         return None
@@ -111,7 +111,7 @@ def map_tensor(content: memoryview, known: Descriptions) -> torch.Tensor | None:
 
 
 def load_tensor(content: memoryview, known: Descriptions) -> torch.Tensor:
-    """The tensor of an archive, in its memory where that is possible."""
+    """Return the tensor of an archive, in its memory where that is possible."""
     tensor = map_tensor(content, known)
     if tensor is None:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -45,7 +45,7 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``."""
     if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
         raise pickle.UnpicklingError(f"it refers to {name} of {owner}, which is not a member of an enumeration")
     return owner[name]
@@ -67,7 +67,7 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path, classes: Classes | None = None) -> Metadata:
-    """The metadata of a directory.
+    """Return the metadata of a directory.
 
     Args:
         directory: the directory.
@@ -93,7 +93,7 @@ def read_metadata(directory: Path, classes: Classes | None = None) -> Metadata:
 
 
 def parse_metadata(content: bytes, where: str, classes: Classes | None = None) -> Metadata:
-    """The metadata in the bytes of its file.
+    """Return the metadata in the bytes of its file.
 
     Args:
         content: the bytes.
@@ -112,7 +112,7 @@ def parse_metadata(content: bytes, where: str, classes: Classes | None = None) -
 
 
 def file_names(metadata: Metadata) -> set[str]:
-    """The files that metadata refers to."""
+    """Return the files that metadata refers to."""
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 

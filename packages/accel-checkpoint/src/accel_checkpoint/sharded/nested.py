@@ -58,17 +58,17 @@ class SplitState:
         return {_REFERENCE: name}
 
     def digest(self) -> str:
-        """What is equal on ranks that have sharded tensors of the same names."""
+        """Return what is equal on ranks that have sharded tensors of the same names."""
         return hashlib.blake2b(repr(list(self.tensors)).encode(), digest_size=8).hexdigest()
 
     def parts(self, name: str, collectives: Collectives) -> tuple[list[Part], Callable[[Path], None]]:
-        """The files of this rank, and what writes the metadata; see :func:`.writer.shard_state`."""
+        """Return the files of this rank, and what writes the metadata; see :func:`.writer.shard_state`."""
         parts, finalize = shard_state({_ROOT: self.tensors}, name, collectives)
         return [Part(f"{name}.bin", self.rest, name), *parts], finalize
 
 
 def joined(content: Any, directory: Path | None, target: Any, device: torch.device) -> Any:
-    """A nested state whose tensors are sharded as those of the object that loads it.
+    """Return a nested state whose tensors are sharded as those of the object that loads it.
 
     Args:
         content: the state as it was saved: whole, or with references to sharded tensors.
@@ -109,7 +109,7 @@ def joined(content: Any, directory: Path | None, target: Any, device: torch.devi
 
 
 def _part_of(full: torch.Tensor, known: DTensor) -> torch.Tensor:
-    """A full tensor as a sharded one like another, without communication."""
+    """Return a full tensor as a sharded one like another, without communication."""
     part = torch.empty_like(known, dtype=full.dtype, requires_grad=False)
     for begin, own in regions(part):
         own.copy_(full[tuple(slice(first, first + size) for first, size in zip(begin, own.shape, strict=True))])
@@ -117,7 +117,7 @@ def _part_of(full: torch.Tensor, known: DTensor) -> torch.Tensor:
 
 
 def _layout_of(target: Any) -> Callable[[Place], DTensor | None]:
-    """Finds the sharded tensor that an object has, or will have, in a place of its state."""
+    """Find the sharded tensor that an object has, or will have, in a place of its state."""
     if isinstance(target, Optimizer):
         # An optimizer that has taken no step has no state yet, which will be sharded like the parameters.
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
@@ -135,7 +135,7 @@ def _layout_of(target: Any) -> Callable[[Place], DTensor | None]:
 
 
 def _replaced(value: Any, replace: Callable[[Place, Any], Any], place: Place = ()) -> Any:
-    """A copy of a nested state, with every tensor and every reference replaced."""
+    """Return a copy of a nested state, with every tensor and every reference replaced."""
     if isinstance(value, torch.Tensor) or (isinstance(value, Mapping) and value.keys() == {_REFERENCE}):
         return replace(place, value)
     if isinstance(value, Mapping):

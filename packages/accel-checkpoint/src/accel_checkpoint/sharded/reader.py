@@ -58,16 +58,16 @@ class _Piece:
 
     @property
     def is_archive(self) -> bool:
-        """Whether ``torch.save`` has written it; otherwise it is the values alone."""
+        """True if ``torch.save`` has written it; otherwise it is the values alone."""
         return not self.file.endswith(SAFETENSORS_SUFFIX)
 
     @property
     def whole(self) -> bool:
-        """Whether it is read at once."""
+        """True if it is read at once."""
         return self.end - self.begin <= _SMALL_BYTES or self.target.numel() == self.shape.numel()
 
     def described_by(self) -> Iterator[Range]:
-        """What to read first."""
+        """Yield what to read first."""
         if self.whole:
             yield self.file, self.begin, self.end
         elif self.is_archive:
@@ -75,7 +75,7 @@ class _Piece:
             yield self.file, self.end - TAIL_BYTES, self.end
 
     def rows(self, source: Source) -> Iterator[Range]:
-        """What to read then."""
+        """Yield what to read then."""
         if self.whole:
             return
         shape, begin, item = self.shape, self.begin, self.dtype.itemsize
@@ -118,7 +118,7 @@ class _Piece:
 
 
 def _indices(needed: Sequence[tuple[int, int]], shape: torch.Size) -> Iterator[int]:
-    """The row-major positions of the needed indices of the outer dimensions."""
+    """Yield the row-major positions of the needed indices of the outer dimensions."""
     positions = [0]
     for dim, (first, count) in enumerate(needed):
         positions = [position * shape[dim] + index for position in positions for index in range(first, first + count)]
@@ -156,7 +156,7 @@ def read_shards(
 
 
 def _batches(by_file: Mapping[str, Sequence[_Piece]]) -> Iterator[list[str]]:
-    """Groups of files that are read at once."""
+    """Yield groups of files that are read at once."""
     batch: list[str] = []
     size = 0
     for file, pieces in by_file.items():
@@ -187,7 +187,7 @@ def _read_files(source: Source, by_file: Mapping[str, list[_Piece]], known: Desc
 
 @contextmanager
 def _naming(source: Source, file: str) -> Iterator[None]:
-    """A block whose errors name a file."""
+    """Add a file's name to the errors of the block."""
     try:
         yield
     except CheckpointError:
@@ -201,7 +201,7 @@ def _naming(source: Source, file: str) -> Iterator[None]:
 def _plan(
     where: str, metadata: Metadata, like: Like, root: str
 ) -> tuple[dict[str, Any], list[_Piece], dict[str, Range]]:
-    """The tensors to read into, what to read of each file, and where values are that are not tensors."""
+    """Return the tensors to read into, what to read of each file, and where values are that are not tensors."""
     state: dict[str, Any] = {}
     pieces: list[_Piece] = []
     values: dict[str, Range] = {}
@@ -230,7 +230,7 @@ def _plan(
 def _pieces_of(
     where: str, places: Any, name: str, saved: TensorStorageMetadata, offset: Sequence[int], part: torch.Tensor
 ) -> list[_Piece]:
-    """What to read into a part of a tensor that begins at an offset."""
+    """Return what to read into a part of a tensor that begins at an offset."""
     pieces: list[_Piece] = []
     ends = [begin + size for begin, size in zip(offset, part.shape, strict=True)]
     missing = part.numel()
@@ -269,7 +269,7 @@ def _place(where: str, places: Any, index: MetadataIndex) -> Any:
 
 
 def tensors_in(directory: Path, root: str) -> dict[str, torch.Tensor]:
-    """The tensors of a directory by name, on the meta device; no tensor data is read."""
+    """Return the tensors of a directory by name, on the meta device; no tensor data is read."""
     metadata = read_metadata(directory)
     tensors = {}
     for name, saved in metadata.state_dict_metadata.items():
@@ -327,15 +327,15 @@ class SavedTensors:
         return name in self._tensors
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._tensors[name].size
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return self._tensors[name].properties.dtype
 
     def read(self, name: str, first: Sequence[int] = ()) -> torch.Tensor:
-        """The part of a tensor at its first indices: ``read(name, (3,))`` is ``tensor[3]``."""
+        """Return the part of a tensor at its first indices: ``read(name, (3,))`` is ``tensor[3]``."""
         shape = self.shape(name)[len(first) :]
         result: torch.Tensor | None = None
         missing = shape.numel()

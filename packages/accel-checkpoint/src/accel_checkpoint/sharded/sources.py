@@ -11,7 +11,7 @@ Range = tuple[str, int, int]
 
 
 class MappedFiles:
-    """The files of a directory, mapped into memory: only the parts that are looked at are read.
+    """The files of a directory, mapped into memory: only the parts that are used are read.
 
     Attributes:
         where: the directory, for messages.
@@ -23,13 +23,13 @@ class MappedFiles:
         self._files: dict[str, memoryview] = {}
 
     def fetch(self, ranges: Sequence[Range]) -> None:
-        """Read parts of files, to look at soon. Here the system reads them when they are looked at."""
+        """Read parts of files, to use soon. Here the system reads them on first use."""
 
     def release(self, names: Iterable[str]) -> None:
-        """Give back the memory of files that nothing more is looked at of. Here the system does."""
+        """Give back the memory of files that that are no longer needed. Here the system does."""
 
     def view(self, name: str, begin: int, end: int) -> memoryview:
-        """A part of a file, of which only what was fetched may be looked at."""
+        """Return a part of a file, of which only what was fetched may be used."""
         if name not in self._files:
             with open(self._directory / name, "rb") as file:
                 self._files[name] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -37,7 +37,7 @@ class MappedFiles:
 
 
 def joined(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """The same parts in order, those in one where the gap between them has at most this many bytes."""
+    """Return the same parts in order, those in one where the gap between them has at most this many bytes."""
     result: list[Range] = []
     for name, begin, end in sorted(ranges):
         if result and result[-1][0] == name and begin <= result[-1][2] + gap:

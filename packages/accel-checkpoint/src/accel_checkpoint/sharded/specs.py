@@ -41,13 +41,19 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def own_boxes(self, turn: int) -> list[Box]:
-        """The parts that this rank writes, whatever the number of ranks; ``turn`` is the number of the tensor."""
+        """Return the parts that this rank writes, whatever the number of ranks.
+
+        ``turn`` is the number of the tensor.
+        """
         if self.coordinate is None or self._writer_of(self.coordinate, turn) != self.coordinate:
             return []
         return self._boxes_at(self.coordinate)
 
     def all_boxes(self, turn: int, known: dict[Any, list[Any]]) -> list[tuple[Box, int]]:
-        """Every part, and the rank that writes it; ``known`` keeps what tensors of the same layout have in common."""
+        """Return every part, and the rank that writes it.
+
+        ``known`` keeps what tensors of the same layout have in common.
+        """
         key = self.shape, self.held, self.mesh, self.placements, id(self.ranks)
         if key not in known:
             axes = [
@@ -66,7 +72,7 @@ class Spec:
         return parts or [(((0,) * len(self.shape), self.shape), self.ranks[0])]
 
     def _writer_of(self, coordinate: Sequence[int], turn: int) -> tuple[int, ...]:
-        """The coordinate of the rank that writes the part at a coordinate: holders of copies take turns."""
+        """Return the coordinate of the rank that writes the part at a coordinate: holders of copies take turns."""
         writer = list(coordinate)
         copies = []
         for axis, placement in enumerate(self.placements):
@@ -90,12 +96,12 @@ class Spec:
 
 
 def splits(placement: Any) -> bool:
-    """Whether a placement divides a dimension, evenly or with a stride."""
+    """Return True if a placement divides a dimension, evenly or with a stride."""
     return hasattr(placement, "dim")
 
 
 def split_box(held: Sequence[int], saved: Sequence[int], box: Box) -> list[Box]:
-    """The parts of a saved tensor that a part of the held one is.
+    """Return the parts of a saved tensor that a part of the held one is.
 
     Args:
         held: the shape that is sharded: that of the saved tensor, or one with one of its dimensions split in two.
@@ -114,18 +120,18 @@ def split_box(held: Sequence[int], saved: Sequence[int], box: Box) -> list[Box]:
 
 
 def split_dim(held: Sequence[int], saved: Sequence[int]) -> int:
-    """The dimension of the saved shape that the held one has split in two."""
+    """Return the dimension of the saved shape that the held one has split in two."""
     return next(dim for dim in range(len(saved)) if math.prod(held[: dim + 2]) == math.prod(saved[: dim + 1]))
 
 
 def sharded_tensor(value: Any) -> DTensor | None:
-    """The DTensor of a value: itself, or the one that it saves in another shape; None for other values."""
+    """Return the DTensor of a value: itself, or the one that it saves in another shape; None for other values."""
     inner = value if isinstance(value, DTensor) else getattr(value, "tensor", None)
     return inner if isinstance(inner, DTensor) else None
 
 
 def regions(value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """This rank's parts of a tensor, and where they begin in the full one."""
+    """Return this rank's parts of a tensor, and where they begin in the full one."""
     sharded = sharded_tensor(value)
     if sharded is None:
         return [((0,) * value.ndim, value.detach())]
@@ -152,7 +158,7 @@ class Specs:
         self._placements: dict[tuple[Any, ...], bytes] = {}
 
     def of(self, value: torch.Tensor) -> Spec:
-        """The specification of a tensor."""
+        """Return the specification of a tensor."""
         shape = tuple(value.shape)
         sharded = sharded_tensor(value)
         if sharded is None:
@@ -211,7 +217,7 @@ class Structure:
     paths: Mapping[str, tuple[Any, ...]]
 
     def own(self, rank: int) -> Iterator[tuple[str, list[Box]]]:
-        """What a rank writes, in the order in which it writes it."""
+        """Yield what a rank writes, in the order in which it writes it."""
         for turn, (name, spec) in enumerate(self.specs.items()):
             if not spec.mesh:
                 boxes = [((0,) * len(spec.shape), spec.shape)] if self.full_writers[name] == rank else []
@@ -223,13 +229,13 @@ class Structure:
                 yield name, boxes
 
     def everything(self) -> Iterator[tuple[str, Spec, list[tuple[Box, int]]]]:
-        """What all ranks write: of each tensor its parts and their writers, in the order of writing."""
+        """Yield what all ranks write: of each tensor its parts and their writers, in the order of writing."""
         known: dict[Any, list[Any]] = {}
         for turn, (name, spec) in enumerate(self.specs.items()):
             yield name, spec, self.boxes(turn, name, known)
 
     def boxes(self, turn: int, name: str, known: dict[Any, list[Any]]) -> list[tuple[Box, int]]:
-        """The parts of one tensor and their writers; ``turn`` and ``known`` as in :meth:`Spec.all_boxes`."""
+        """Return the parts of one tensor and their writers; ``turn`` and ``known`` as in :meth:`Spec.all_boxes`."""
         spec = self.specs[name]
         if spec.mesh:
             return spec.all_boxes(turn, known)
@@ -261,7 +267,7 @@ def spread(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]], world
 def structure_of(
     flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], specs: Specs, world_size: int
 ) -> Structure:
-    """The structure of a state of which all ranks have the same names."""
+    """Return the structure of a state of which all ranks have the same names."""
     tensors = {name: specs.of(value) for name, value in flat.items() if isinstance(value, torch.Tensor)}
     sizes = {name: spec.nbytes for name, spec in tensors.items() if not spec.mesh}
     values = tuple(name for name in flat if name not in tensors)
@@ -269,7 +275,7 @@ def structure_of(
 
 
 def merged(structures: Mapping[int, Structure], kinds: Sequence[int], rank: int, world_size: int) -> Structure:
-    """The structure of a state of which ranks have different names.
+    """Return the structure of a state of which ranks have different names.
 
     Args:
         structures: of each kind of rank its structure, by the lowest rank of the kind.

@@ -1,6 +1,6 @@
 """Writes the tensors of a sharded state whole, in safetensors files that other libraries read as they are.
 
-Each tensor is gathered on the rank that writes it: tensors are dealt out to all ranks by size, so each rank receives,
+Each tensor is gathered on the rank that writes it: tensors are divided among all ranks by size, so each rank receives,
 holds and writes an equal share. The metadata is that of ``torch.distributed.checkpoint``, with the places of the values
 in these files, so a state is loaded like any other sharded one.
 
@@ -76,7 +76,7 @@ def whole_state(
 
 
 def _files(structure: Structure, owners: Mapping[str, int]) -> dict[int, str]:
-    """The file of each rank that writes one; raises ConfigurationError for what a file cannot hold."""
+    """Return the file of each rank that writes one; raises ConfigurationError for what a file cannot hold."""
     writing = sorted(set(owners.values()))
     layout(_described(structure, owners, None))
     return {
@@ -86,7 +86,7 @@ def _files(structure: Structure, owners: Mapping[str, int]) -> dict[int, str]:
 
 
 def _described(structure: Structure, owners: Mapping[str, int], rank: int | None) -> dict[str, torch.Tensor]:
-    """What a rank writes (None: what all do) on the meta device, by the names in the files."""
+    """Return what a rank writes (None: what all do) on the meta device, by the names in the files."""
     tensors = {}
     for name, spec in structure.specs.items():
         if rank in (None, owners[name]):
@@ -99,7 +99,7 @@ def _short(structure: Structure, name: str) -> str:
 
 
 def _gathered(planned: Planned, owners: Mapping[str, int], collectives: Collectives) -> dict[str, torch.Tensor]:
-    """The full tensors that this rank writes, in host memory."""
+    """Return the full tensors that this rank writes, in host memory."""
     full: dict[str, torch.Tensor] = {}
     rank, structure = collectives.rank, planned.structure
     held = dict(structure.own(rank))
@@ -130,7 +130,7 @@ def _gathered(planned: Planned, owners: Mapping[str, int], collectives: Collecti
 
 
 def _groups(structure: Structure) -> Iterator[list[tuple[int, str]]]:
-    """Names with their numbers, as many as are gathered together."""
+    """Yield the names with their numbers, as many as are gathered together."""
     group: list[tuple[int, str]] = []
     size = 0
     for turn, (name, spec) in enumerate(structure.specs.items()):

@@ -97,7 +97,7 @@ def _write_item(item: torch.Tensor | bytes, target: Any) -> tuple[int, int]:
 
 
 def saved_size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The bytes that ``torch.save`` takes for a contiguous tensor in host memory."""
+    """Return the bytes that ``torch.save`` takes for a contiguous tensor in host memory."""
     if (dtype, shape) not in _saved_sizes:
         counter: Any = _CountingWriter(None)
         torch.save(torch.empty(shape, dtype=dtype), counter)
@@ -171,12 +171,12 @@ def shard_state(
 
 
 def shard_file(rank: int) -> str:
-    """The name of a rank's file in the directory of a sharded state."""
+    """Return the name of a rank's file in the directory of a sharded state."""
     return f"__{rank}_0{SHARD_SUFFIX}"
 
 
 def _agree(own: Structure | None, print_: bytes, problem: str, collectives: Collectives) -> Structure:
-    """The structure of what all ranks hold.
+    """Return the structure of what all ranks hold.
 
     Args:
         own: the structure of what this rank holds; None if there is a problem.
@@ -240,7 +240,7 @@ def _saved(value: Any) -> bytes:
 
 
 def metadata_of(structure: Structure, lengths: Mapping[str, int]) -> Metadata:
-    """The metadata of a state, with the place of every part.
+    """Return the metadata of a state, with the place of every part.
 
     Args:
         structure: of the state.

@@ -25,7 +25,7 @@ class SubprocessCallException(Exception):
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The type of this machine's accelerator (or "cpu"), how many there are, and a function for the memory in use."""
+    """Return this machine's accelerator (or "cpu"), their number, and a function for the memory in use."""
     device = devices.detect()
     if device.name == "cpu":
         return "cpu", 1, lambda: 0
@@ -39,7 +39,7 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The words of ``accelerate launch`` with options: ``num_processes=2``, or True for a switch."""
+    """Return the words of ``accelerate launch`` with options: ``num_processes=2``, or True for a switch."""
     command = [sys.executable, "-m", "accel_launch", "launch"]
     for name, value in kwargs.items():
         if value is True:

@@ -59,7 +59,7 @@ class TorchAOBackend(Backend):
         return convert_model_to_fp8_ao(model, self._config(sharded), self.recipe.module_filter_func)
 
     def _config(self, sharded: bool) -> Any:
-        """The recipe as a Float8LinearConfig."""
+        """Return the recipe as a Float8LinearConfig."""
         recipe = self.recipe
         if recipe.config is not None:
             return recipe.config
@@ -101,7 +101,7 @@ def convert_model_to_fp8_ao(
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a model has layers converted to torchao.
+    """Return True if a model has layers converted to torchao.
 
     Raises:
         MissingDependencyError: torchao is not installed.

@@ -67,7 +67,7 @@ class Backend:
 
     @property
     def takes_optimizer(self) -> bool:
-        """Whether :meth:`initialize` must be called."""
+        """True if :meth:`initialize` must be called."""
         return False
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:

@@ -99,11 +99,11 @@ def restore_native(model: nn.Module) -> nn.Module:
 
 
 def has_native_layers(model: nn.Module) -> bool:
-    """Whether a layer of a model belongs to the native back end."""
+    """Return True if a layer of a model belongs to the native back end."""
     return any(isinstance(module, NativeLinear) for module in model.modules())
 
 
 def _buffer_names(model: nn.Module) -> set[str]:
-    """The names of FP8 buffers, as seen by DDP around the model and around ``torch.compile(model)``."""
+    """Return the names of FP8 buffers, as seen by DDP around the model and around ``torch.compile(model)``."""
     names = {name for name, _ in model.named_buffers() if name.rpartition(".")[2].startswith("fp8_")}
     return names | {COMPILED_PREFIX + name for name in names}

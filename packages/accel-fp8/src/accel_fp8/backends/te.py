@@ -59,7 +59,7 @@ class TransformerEngineBackend(Backend):
 
 
 def _why_without_fp8() -> str | None:
-    """Transformer Engine's reason for not supporting FP8 on this GPU, or None."""
+    """Return Transformer Engine's reason for not supporting FP8 on this GPU, or None."""
     te = _te()
     if hasattr(te, "is_fp8_available"):
         supported, reason = te.is_fp8_available(return_reason=True)
@@ -69,7 +69,7 @@ def _why_without_fp8() -> str | None:
 
 
 def te_autocast(enabled: bool, recipe: Any, process_group: Any = None) -> AbstractContextManager[Any]:
-    """Transformer Engine's autocast, whose name depends on the version."""
+    """Return Transformer Engine's autocast, whose name depends on the version."""
     te = _te()
     if hasattr(te, "fp8_autocast"):
         context = te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=process_group)
@@ -175,7 +175,7 @@ def _torch_norm(te: Any, layer: Any) -> nn.Module:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a model has layers of Transformer Engine.
+    """Return True if a model has layers of Transformer Engine.
 
     Raises:
         MissingDependencyError: Transformer Engine is not installed.

@@ -31,7 +31,7 @@ for device in devices.available():
 
 
 def is_possible() -> bool:
-    """Whether a package that is installed may bring such a device. Takes milliseconds."""
+    """Return True if a package that is installed may bring such a device. Takes milliseconds."""
     if any(importlib.util.find_spec(package) is not None for package in _PACKAGES):
         return True
     try:

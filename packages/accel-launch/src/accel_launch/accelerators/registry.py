@@ -26,7 +26,7 @@ class VisibleDevices:
 
 
 def find_visible(environ: Mapping[str, str]) -> VisibleDevices:
-    """The devices of the first vendor of which a process with these variables sees any; a count of 0 if none."""
+    """Return the devices of the first vendor of which a process with these variables sees any; a count of 0 if none."""
     for name in ACCELERATORS:
         kind = ACCELERATORS.load(name)()
         count = kind.count_visible(environ)
@@ -37,7 +37,7 @@ def find_visible(environ: Mapping[str, str]) -> VisibleDevices:
 
 
 def find_installed() -> tuple[int, tuple[str, ...]]:
-    """The number of devices of the first vendor of which the machine has any, and the variables that can hide them."""
+    """Return the number of devices of the first vendor found, and the variables that can hide them."""
     for name in ACCELERATORS:
         kind = ACCELERATORS.load(name)()
         if count := kind.count_installed():
@@ -46,7 +46,7 @@ def find_installed() -> tuple[int, tuple[str, ...]]:
 
 
 def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
-    """What a runtime that numbers the hosts itself decides before processes start; None for all others."""
+    """Return what a runtime that numbers the hosts itself decides before processes start; None for all others."""
     if "tpu" not in settings.settings or not settings["tpu"]:
         return None
     return tpu.find_hosts(settings, environ)

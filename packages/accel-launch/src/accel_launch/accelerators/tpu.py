@@ -44,12 +44,12 @@ class TpuHosts:
 
 
 def is_installed() -> bool:
-    """Whether TPUs are used through torch_tpu. torch_xla wins, because ``--tpu`` has always meant it."""
+    """Return True if TPUs are used through torch_tpu. torch_xla wins, because ``--tpu`` has always meant it."""
     return importlib.util.find_spec("torch_tpu") is not None and importlib.util.find_spec("torch_xla") is None
 
 
 def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> TpuHosts:
-    """What torch_tpu decides for these settings, of which those that were given stay.
+    """Return what torch_tpu decides for these settings, of which those that were given stay.
 
     Raises:
         ConfigurationError: torch_tpu finds no TPU, or another rank for this machine than the one that was given.

@@ -12,7 +12,7 @@ from accel_state.errors import ConfigurationError
 def ssh_commands(
     name: str | None, zone: str | None, command: str, machines: Sequence[str] = (), alpha: bool = False
 ) -> list[list[str]]:
-    """The gcloud commands that run a shell command on every machine of a pod."""
+    """Return the gcloud commands that run a shell command on every machine of a pod."""
     required = {"--tpu_zone": zone} if machines else {"--tpu_name": name, "--tpu_zone": zone}
     missing = [flag for flag, value in required.items() if not value]
     if missing:

@@ -18,7 +18,7 @@ _CONTROLLERS = {
 
 
 def check_kubernetes(context: str | None) -> Iterator[CheckResult]:
-    """Whether ``accel k8s submit`` can be used from this machine, and with which kinds of job.
+    """Check that ``accel k8s submit`` can be used from this machine, and with which kinds of job.
 
     Args:
         context: of kubectl's configuration; None for the current one.

@@ -44,7 +44,7 @@ class PodJob:
 
 
 def objects(job: PodJob, kind: str) -> list[dict[str, Any]]:
-    """The objects to apply, in this order."""
+    """Return the objects to apply, in this order."""
     if kind == "TrainJob":
         return [_train_job(job)]
     if kind == "JobSet":
@@ -58,14 +58,14 @@ def _metadata(job: PodJob) -> dict[str, Any]:
 
 
 def _service(job: PodJob) -> dict[str, Any]:
-    """A headless service: the pods get DNS names, also before they are ready, because they wait for each other."""
+    """Return a headless service: pods have DNS names before they are ready, because they wait for each other."""
     selector = {"batch.kubernetes.io/job-name": job.name}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(job), "spec": spec}
 
 
 def _job_spec(job: PodJob) -> dict[str, Any]:
-    """An indexed Job whose pods may each be started again as often as the processes may be restarted.
+    """Return an indexed Job whose pods may each be started again as often as the processes may be restarted.
 
     When a pod fails, the launchers of the others end too, and all are started again. What an eviction or a node that is
     drained ends, and a run that was saved on a signal, counts as no failure.
@@ -90,7 +90,7 @@ def _job_spec(job: PodJob) -> dict[str, Any]:
 
 
 def _job_set(job: PodJob) -> dict[str, Any]:
-    """A JobSet of one Job, which is started again as a whole."""
+    """Return a JobSet of one Job, which is started again as a whole."""
     saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED_EXIT_CODE]}
     # A Job that fails for one of these reasons is started again without being counted.
     rules = [
@@ -123,7 +123,7 @@ def _job_set(job: PodJob) -> dict[str, Any]:
 
 
 def _train_job(job: PodJob) -> dict[str, Any]:
-    """A TrainJob; its runtime decides how often it is started again."""
+    """Return a TrainJob; its runtime decides how often it is started again."""
     pod = _pod(job)
     (container,) = pod["containers"]
     trainer: dict[str, Any] = {

@@ -22,7 +22,7 @@ from .kubernetes_manifest import CONTAINER
 
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 1.0
-_LOST_SECONDS = 300.0  # so long the cluster may not answer while its job is followed
+_LOST_SECONDS = 300.0  # the cluster may be silent this long while its job is followed
 _PENDING_SECONDS = 20.0  # after which it is said why a pod has not started
 _LAST_LOGS_SECONDS = 15.0
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -154,7 +154,7 @@ class Cluster:
         self.address: str = str(self._core.api_client.configuration.host)
 
     def knows(self, kind: _Kind) -> bool:
-        """Whether the cluster has a kind of object.
+        """Return True if the cluster has a kind of object.
 
         Raises:
             ConfigurationError: it does not answer, or does not let this user see these objects.
@@ -195,7 +195,7 @@ class Cluster:
                 ) from None
 
     def read(self, kind: _Kind, name: str, namespace: str) -> dict[str, Any] | None:
-        """The object of a job; None if it was deleted."""
+        """Return the object of a job; None if it was deleted."""
         place = kind.group, kind.version, namespace, kind.plural
         try:
             return dict(self._objects.get_namespaced_custom_object(*place, name))
@@ -205,20 +205,20 @@ class Cluster:
             raise
 
     def pods(self, kind: _Kind, name: str, namespace: str) -> list[Any]:
-        """The pods of a job, as objects of the client."""
+        """Return the pods of a job, as objects of the client."""
         return list(self._core.list_namespaced_pod(namespace, label_selector=f"{kind.label}={name}").items)
 
     def log(self, pod: str, namespace: str) -> Any:
-        """The log of a pod as it is written, a line of bytes after the other, each with its time."""
+        """Return the log of a pod as it is written, a line of bytes after the other, each with its time."""
         options = {"container": CONTAINER, "follow": True, "timestamps": True, "_preload_content": False}
         return self._core.read_namespaced_pod_log(pod, namespace, **options)
 
     def is_gone(self, error: Exception) -> bool:
-        """Whether an error says that an object does not exist, or not any more."""
+        """Return True if an error says that an object does not exist, or not any more."""
         return isinstance(error, self._errors) and error.status == 404
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether an error may pass: the cluster does not answer, or is not ready."""
+        """Return True if an error may pass: the cluster does not answer, or is not ready."""
         return isinstance(error, self._lost) or (isinstance(error, self._errors) and (error.status or 500) >= 500)
 
     def _checked(self, body: Mapping[str, Any], namespace: str, call: Callable[[], Any]) -> Any:
@@ -310,7 +310,7 @@ class _Follower:
             time.sleep(_POLL_SECONDS)
 
     def _exit_code(self, job: Mapping[str, Any]) -> int | None:
-        """The exit code, once the job has ended."""
+        """Return the exit code, once the job has ended."""
         conditions = job.get("status", {}).get("conditions") or []
         ended = {one["type"]: one for one in conditions if one.get("status") == "True"}
         if self._kind.succeeded not in ended and "Failed" not in ended:
@@ -337,7 +337,7 @@ class _Follower:
         (self._ended.add if has_ended else self._ended.discard)(name)
         if state is not None and (state.running is not None or state.terminated is not None):
             thread = self._threads.get(name)
-            # A container is started again in its pod where the restart policy says so, as in a TrainJob's runtime.
+            # The restart policy may start a container again in its pod, as in a TrainJob's runtime.
             if thread is None or (state.running is not None and not thread.is_alive()):
                 self._threads[name] = threading.Thread(target=self._print_log, args=(name, index), daemon=True)
                 self._threads[name].start()

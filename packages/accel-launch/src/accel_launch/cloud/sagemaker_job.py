@@ -39,7 +39,7 @@ class SageMakerJob:
 
 
 def describe_job(plan: LaunchPlan) -> SageMakerJob:
-    """The job that the settings ask for."""
+    """Return the job that the settings ask for."""
     settings = plan.settings
     if plan.entrypoint.kind != "script":
         raise ConfigurationError(

@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
 
 
 def build_parser(action: str = "") -> ConfigParser:
-    """The parser of ``accel config``, or of its subcommand ``action``: "default", "update" or "show"."""
+    """Return the parser of ``accel config``, or of its subcommand ``action``: "default", "update" or "show"."""
     parser = _file_parser(action, _DESCRIPTIONS[action])
     if action == "":
         parser.usage = USAGE
@@ -80,7 +80,7 @@ def _file_parser(action: str, description: str) -> ConfigParser:
 
 
 def _given_path(options: Mapping[str, Any]) -> Path | None:
-    """The file named by the command line or the environment."""
+    """Return the file named by the command line or the environment."""
     given = {name: text for name, text in options.items() if name == "config_file"}
     path = resolve([ScriptOptions], given)["config_file"]
     return None if path is None else expand(path)

@@ -72,7 +72,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser: the options of ``accel launch``, of which the help shows those that matter here, and a time limit."""
+    """Return the parser: the options of ``accel launch``, its help limited to those that matter, and a time limit."""
     parser = ConfigParser(
         prog="accel doctor",
         usage="accel doctor [options] [script [script arguments]]",
@@ -134,7 +134,7 @@ def _results(command_line: CommandLine) -> Iterator[Any]:
 
 
 def facts_of(settings: Resolution, script: list[str]) -> dict[str, str]:
-    """What the machines must agree on to start this script, or no script, with these settings."""
+    """Return what the machines must agree on to start this script, or no script, with these settings."""
     from ..launch_plan import make_plan
     from ..network.agreement import facts_of_plan
 

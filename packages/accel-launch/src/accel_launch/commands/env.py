@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
 
 
 def build_parser() -> ConfigParser:
-    """The parser."""
+    """Return the parser."""
     description = "Print versions, devices and configuration for a bug report."
     parser = ConfigParser(prog="accel env", description=description, allow_abbrev=False)
     text = "Configuration file to show. Default: the one that accel launch reads."
@@ -82,7 +82,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def configuration(path: str | None) -> dict[str, Any]:
-    """The configuration file, its errors, and the environment variables of launchers and libraries."""
+    """Return the configuration file, its errors, and the environment variables of launchers and libraries."""
     given = path if path is not None else read_str("ACCELERATE_CONFIG_FILE")
     file = expand(given) if given is not None else find_default()
     facts: dict[str, Any] = {"Configuration file": str(file) if file is not None else "none"}

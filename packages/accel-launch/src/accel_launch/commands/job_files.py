@@ -24,7 +24,7 @@ LABEL = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")
 
 
 def end_of_own(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """The index of the first word that is not an option of this command or its value."""
+    """Return the index of the first word that is not an option of this command or its value."""
     index = 0
     while index < len(argv):
         flag, sign, _ = argv[index].partition("=")
@@ -37,7 +37,7 @@ def end_of_own(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def parse_job(
     argv: Sequence[str], parser: argparse.ArgumentParser, chosen: Collection[str], reason: str
 ) -> tuple[argparse.Namespace, list[str], CommandLine]:
-    """The options of a command, the words after them, and these as a command line of ``accel launch``.
+    """Return the options of a command, the words after them, and these as a command line of ``accel launch``.
 
     Args:
         argv: the words after the name of the command.
@@ -113,7 +113,7 @@ def write_new(path: Path, text: str, mode: int) -> None:
 
 
 def count_of(text: str) -> int:
-    """A positive integer, for argparse."""
+    """Return a positive integer, for argparse."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
     return int(text)
@@ -127,7 +127,7 @@ def one_line(text: str) -> str:
 
 
 def name_of(script: str) -> str:
-    """A name for the job of a script or module."""
+    """Return a name for the job of a script or module."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")
     return name if LABEL.fullmatch(name) else "train"
 

@@ -165,7 +165,7 @@ def _job(arguments: argparse.Namespace, settings: Resolution, command_line: Comm
 
 
 def _command(settings: Resolution, command_line: CommandLine, kind: str, nodes: int, processes: int) -> list[str]:
-    """The command of each pod."""
+    """Return the command of each pod."""
     flags = launch_flags(settings, _LEFT_OUT)
     if kind != "TrainJob":
         # Kubeflow's runtime tells the pods both.
@@ -174,7 +174,7 @@ def _command(settings: Resolution, command_line: CommandLine, kind: str, nodes: 
 
 
 def _job_name(name: str, kind: str, nodes: int) -> str:
-    """The name of a job, from which the controllers make names of pods."""
+    """Return the name of a job, from which the controllers make names of pods."""
     most = _LONGEST_NAME - len(f"-{CONTAINER}-0-{nodes - 1}-abcde")
     if kind != "Job" and len(name) > most:
         raise ConfigurationError(

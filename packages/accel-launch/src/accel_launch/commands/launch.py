@@ -14,7 +14,7 @@ from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
 from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
-from ..network.farewell import telling_others
+from ..network.error_reports import report_errors_to_peers
 from ..parser import parse
 
 _MAX_SHOWN = 100_000
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     """
     command_line = parse(argv)
     settings = load_settings(command_line.options)
-    with telling_others(settings):
+    with report_errors_to_peers(settings):
         check_deepspeed_file(settings, must_exist=not settings["dry_run"])
         plan = make_plan(settings, command_line.script, command_line.script_args)
     show_notes(plan, settings)

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--venv", metavar="DIR", type=one_line, help="virtual environment to activate")
     job.add_argument("--setup", action="append", default=[], metavar="COMMAND", type=one_line,
                      help="a shell command before the launch, such as 'module load gcc'; may be repeated")  # fmt: skip
-    text = "send SIGUSR1 so long before the time limit, and requeue a run that has saved (needs save_on_signal)"
+    text = "send SIGUSR1 this long before the time limit, and requeue a run that has saved (needs save_on_signal)"
     job.add_argument("--requeue-before", "--requeue_before", type=count_of, metavar="SECONDS", help=text)
     text = "the file to write, which must not exist (default: print the script)"
     job.add_argument("--output", type=Path, metavar="FILE", help=text)

@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """Return the parser."""
     parser = ConfigParser(prog="accel tpu-config", description="Run commands on all machines of a TPU pod with gcloud.")
     pod = parser.add_argument_group("pod", "Defaults come from the configuration file.")
     pod.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration file to read")
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _commands(arguments: argparse.Namespace, configured: Sequence[str], configured_file: str | None) -> list[str]:
-    """The shell commands in order: cd, the installation, those of the file, those of the command line."""
+    """Return the shell commands in order: cd, the installation, those of the file, those of the command line."""
     typed = [" ".join(words) for words in arguments.command or ()]
     file = arguments.command_file or (None if typed else configured_file)
     commands = _read(file) if file else []

@@ -31,7 +31,7 @@ class _Conversion:
     notes: list[str] = field(default_factory=list)  # a line for each change
 
     def keys_of(self, option: str) -> list[str]:
-        """The keys of the section that set an option."""
+        """Return the keys of the section that set an option."""
         return [key for key in self.section if self.option_names.get(key) == option]
 
 
@@ -105,7 +105,7 @@ def _convert_strategy(source: Path, settings: Resolution, conversion: _Conversio
 
 
 def _convert_hybrid(settings: Resolution, strategy: str, conversion: _Conversion) -> None:
-    """A replica on each machine is a mesh axis in version 2."""
+    """Convert a replica on each machine to a mesh axis."""
     processes, machines = settings["num_processes"], settings["num_machines"]
     if settings["use_parallelism_config"]:
         raise ConfigurationError(

@@ -28,7 +28,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
-    """Every setting, from the command line, the environment, the configuration file and the defaults."""
+    """Return every setting, from the command line, the environment, the configuration file and the defaults."""
     groups, given = load_groups(), dict(options or {})
     config_option = {name: text for name, text in given.items() if name == "config_file"}
     path = resolve([ScriptOptions], config_option, environ)["config_file"]
@@ -75,7 +75,7 @@ def check_keys(config: ConfigFile, keep_unknown: bool = False) -> list[str]:
 
 
 def _candidates(entry: Entry, known: Mapping[str, Option], sections: set[str]) -> list[str]:
-    """The keys of the entry's section, or those outside sections."""
+    """Return the keys of the entry's section, or those outside sections."""
     top, _, inner = entry.key.partition(".")
     if inner and top in sections:
         return sorted(key for key in known if key.startswith(f"{top}."))
@@ -93,7 +93,7 @@ def _unknown_key(entry: Entry, known: Mapping[str, Option], sections: set[str]) 
 
 
 def _suggest_key(key: str, candidates: list[str], known: Mapping[str, Option]) -> str:
-    """A key of this section with the same ending, the same name in another section, or a similar spelling."""
+    """Return a key of this section with the same ending, the same name in another section, or a similar spelling."""
     last = key.split(".")[-1]
     similar = [candidate for candidate in candidates if "." in key and candidate.endswith(f"_{last}")]
     similar += [opt.key for opt in known.values() if opt.key and last in (opt.name, opt.key.split(".")[-1])]

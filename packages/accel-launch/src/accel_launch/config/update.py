@@ -32,13 +32,13 @@ def update_file(source: Path, target: Path) -> tuple[str, ...]:
 
 
 def _retired_notes(config: ConfigFile) -> list[str]:
-    """Notes on the keys that no longer have an effect."""
+    """Return notes on the keys that no longer have an effect."""
     retired = [(config.entry(key), key, opt.retired) for opt in declared().values() if opt.retired for key in opt.keys]
     return [f"{entry.location}: {key} is left out: {reason}" for entry, key, reason in retired if entry is not None]
 
 
 def updated(config: ConfigFile) -> dict[str, Any]:
-    """The content of the file as this version writes it."""
+    """Return the content of the file as this version writes it."""
     settings = resolve(load_groups(), {}, environ={}, config=config)
     options = declared()
     present = [name for name, opt in options.items() if any(_is_set(config, key) for key in opt.keys)]
@@ -52,7 +52,7 @@ class LoadedConfig(SimpleNamespace):
     """The settings of a configuration file as attributes, under the keys that this version writes."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings by key; those of an engine are nested under its section."""
+        """Return the settings by key; those of an engine are nested under its section."""
         return dict(vars(self))
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:

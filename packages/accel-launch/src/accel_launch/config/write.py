@@ -32,7 +32,7 @@ BASE = (
 
 @functools.cache
 def declared() -> Mapping[str, Option]:
-    """Every option by its name."""
+    """Return every option by its name."""
     return {opt.name: opt for group in load_groups() for opt in group.options()}
 
 
@@ -46,7 +46,7 @@ def write_basic_config(
         save_location: the file (.yaml, .yml or .json); by default the file that ``accel launch`` reads.
 
     Returns:
-        The file, or False if it exists already: it is not changed, and a message says so.
+        The file, or False if it exists already: it is not changed, and a message reports it.
 
     Raises:
         ConfigurationError: ``mixed_precision`` is not allowed, or the file cannot be written.
@@ -77,7 +77,7 @@ def basic_values(mixed_precision: str) -> dict[str, Any]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a file from values by option; None is left out."""
+    """Return the content of a file from values by option; None is left out."""
     options, content = declared(), dict[str, Any]()
     for name, value in values.items():
         key = options[name].key

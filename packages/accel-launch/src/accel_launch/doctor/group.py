@@ -20,7 +20,7 @@ _SHOWN_LINES = 12
 def check_group(
     options: Sequence[str], environ: Mapping[str, str], seconds: float, facts: Mapping[str, str] | None = None
 ) -> Iterator[CheckResult]:
-    """The results of processes that ``accel launch OPTIONS`` starts, once the machines agree on the facts."""
+    """Yield the results of processes that ``accel launch OPTIONS`` starts, once the machines agree on the facts."""
     compared = {FACTS_VARIABLE: json.dumps(facts)} if facts else {}
     process = subprocess.Popen(
         python_command("-m", "accel_launch", "launch", "--quiet", *options, "-m", _MODULE),
@@ -69,7 +69,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _stages(output: str) -> str:
-    """The last stage of each rank."""
+    """Return the last stage of each rank."""
     last: dict[int, str] = {}
     for line in output.split("\n"):  # splitlines() would also split at the marks
         if line.startswith(STAGE_MARK):

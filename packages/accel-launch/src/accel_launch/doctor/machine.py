@@ -59,7 +59,7 @@ def check_versions() -> Iterator[CheckResult]:
 
 
 def _megatron_kernels() -> CheckResult:
-    """The optional kernels of Megatron-core, and what is slower without them."""
+    """Return the optional kernels of Megatron-core, and what is slower without them."""
     optional = {
         "transformer_engine": "fused layers, 8-bit floating point, and overlapped tensor parallelism",
         "apex": "fused Adam and accumulation of gradients in the matrix products",
@@ -91,7 +91,7 @@ def check_kernel() -> Iterator[CheckResult]:
 
 
 def check_devices() -> Iterator[CheckResult]:
-    """Whether torch sees the devices of the machine, and computes correctly on each."""
+    """Check that torch sees the devices of the machine, and computes correctly on each."""
     import torch
 
     from accel_state import devices
@@ -134,7 +134,7 @@ def _compute(device: torch.device) -> CheckResult:
 
 
 def check_memory() -> Iterator[CheckResult]:
-    """Main memory, shared memory, and space for temporary files."""
+    """Yield the main memory, shared memory, and space for temporary files."""
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
     if memory.available < MIN_MEMORY:
@@ -157,7 +157,7 @@ def _space(subject: str, directory: str, minimum: int, advice: str) -> CheckResu
 
 
 def check_limits() -> Iterator[CheckResult]:
-    """How many files a process may open."""
+    """Yield how many files a process may open."""
     if sys.platform == "win32":
         return
     import resource
@@ -173,7 +173,7 @@ def check_limits() -> Iterator[CheckResult]:
 
 
 def check_network() -> Iterator[CheckResult]:
-    """The loopback interface, and the machine's own name."""
+    """Yield the loopback interface, and the machine's own name."""
     name = socket.gethostname()
     with (
         reserved_port() as port,
@@ -210,7 +210,7 @@ def check_environment() -> Iterator[CheckResult]:
 
 
 def check_configuration() -> Iterator[CheckResult]:
-    """The configuration file that ``accel launch`` would read."""
+    """Yield the configuration file that ``accel launch`` would read."""
     from accel_state.errors import AccelError
     from accel_state.options import find_default
 
@@ -233,7 +233,7 @@ def _version(name: str) -> str:
 
 
 def check_torchft() -> Iterator[CheckResult]:
-    """Whether replicas of --ft can be started here."""
+    """Check that replicas of --ft can be started on this machine."""
     try:
         yield ok("torchft", torchft_version("--ft"))
     except MissingDependencyError as error:

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _gather(state: PartialState, value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Return the values of all ranks."""
     values = [value] * state.num_processes
     if state.num_processes > 1:
         dist.all_gather_object(values, value)
@@ -83,7 +83,7 @@ def _stage(name: str) -> None:
 
 
 def _machine(state: PartialState) -> Iterator[CheckResult]:
-    """The checks of this machine, on each machine other than rank 0's, whose doctor has run them."""
+    """Yield the checks of this machine, on each machine other than rank 0's, whose doctor has run them."""
     _stage("checking its machine")
     if not state.is_local_main_process or state.is_main_process:
         return
@@ -114,7 +114,7 @@ def _same_versions(state: PartialState) -> Iterator[CheckResult]:
 
 
 def _all_reduce(state: PartialState) -> Iterator[CheckResult]:
-    """Sums of small integers, which are exact in any order."""
+    """Yield sums of small integers, which are exact in any order."""
     _stage("all-reduce")
     if state.num_processes == 1:
         yield ok("all-reduce", "skipped: a single process")
@@ -142,7 +142,7 @@ def _reduces(state: PartialState, size: int) -> bool:
 
 
 def _point_to_point(state: PartialState) -> Iterator[CheckResult]:
-    """Each process sends to the next one in a ring."""
+    """Yield each process sends to the next one in a ring."""
     _stage("point to point")
     if state.num_processes == 1:
         return
@@ -186,7 +186,7 @@ def _pairs(state: PartialState) -> Iterator[CheckResult]:
 
 
 def rounds(machines: int) -> list[list[tuple[int, int]]]:
-    """All pairs of machines in rounds of disjoint pairs (the circle method of tournaments)."""
+    """Return all pairs of machines in rounds of disjoint pairs (the circle method of tournaments)."""
     places = [*range(machines), *([-1] if machines % 2 else [])]
     found = []
     for _ in range(len(places) - 1):
@@ -197,7 +197,7 @@ def rounds(machines: int) -> list[list[tuple[int, int]]]:
 
 
 def _measure_pair(state: PartialState, other: int, first: bool) -> tuple[float, float]:
-    """Seconds one way, and bytes per second in the slower direction, between this rank and another."""
+    """Return seconds one way, and bytes per second in the slower direction, between this rank and another."""
     ping = torch.zeros(1, device=state.device)
     data = torch.zeros(_BANDWIDTH_BYTES // 4, device=state.device)
 
@@ -250,7 +250,7 @@ def _median_seconds(state: PartialState, action: Any) -> float:
 
 
 def _clocks(state: PartialState) -> Iterator[CheckResult]:
-    """The difference between the clocks of other ranks and rank 0's, from the fastest of several round trips."""
+    """Yield the difference between the clocks of other ranks and rank 0's, from the fastest of several round trips."""
     _stage("comparing clocks")
     worst = 0.0
     for other in range(1, state.num_processes):
@@ -270,7 +270,7 @@ def _clocks(state: PartialState) -> Iterator[CheckResult]:
 
 
 def _skew(state: PartialState, other: int) -> float:
-    """Seconds by which the clock of another rank is ahead; 0 except on rank 0."""
+    """Return seconds by which the clock of another rank is ahead; 0 except on rank 0."""
     stamp = torch.zeros(1, dtype=torch.float64, device=state.device)
     best, skew = float("inf"), 0.0
     for _ in range(_PINGS if state.process_index in (0, other) else 0):

@@ -19,11 +19,11 @@ class CheckResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the check failed."""
+        """True if the check failed."""
         return self.state == "fail"
 
     def line(self) -> str:
-        """The result as text, with secrets hidden."""
+        """Return the result as text, with secrets hidden."""
         advice = f"\n        -> {self.advice}" if self.advice else ""
         return hide_in_text(f"{self.state:<5} {self.subject:<14} {self.text}{advice}")
 
@@ -33,7 +33,7 @@ Check = Callable[[], Iterator[CheckResult]]
 
 
 def run_check(subject: str, check: Check) -> Iterator[CheckResult]:
-    """The results of a check; an exception becomes a result too, so that the remaining checks run."""
+    """Yield the results of a check; an exception becomes a result too, so that the remaining checks run."""
     try:
         yield from check()
     except Exception as error:
@@ -43,17 +43,17 @@ def run_check(subject: str, check: Check) -> Iterator[CheckResult]:
 
 
 def ok(subject: str, text: str) -> CheckResult:
-    """A check that passed."""
+    """Return a check that passed."""
     return CheckResult(subject, "ok", text)
 
 
 def warn(subject: str, text: str, advice: str) -> CheckResult:
-    """A check that passed, with something the user should know."""
+    """Return a check that passed, with something the user should know."""
     return CheckResult(subject, "warn", text, advice)
 
 
 def fail(subject: str, text: str, advice: str) -> CheckResult:
-    """A check that failed."""
+    """Return a check that failed."""
     return CheckResult(subject, "fail", text, advice)
 
 

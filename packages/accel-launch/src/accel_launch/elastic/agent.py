@@ -94,11 +94,11 @@ class Agent:
         return [rank.pid for rank in self.ranks]
 
     def grace_seconds(self, number: int) -> float:
-        """How long ranks that save on a signal may take."""
+        """Return how long ranks that save on a signal may take."""
         return max(grace_seconds(self._logs.by_rank, number), self._job.grace_seconds)
 
-    def farewell_seconds(self) -> float:
-        """How long other machines may take to notice that this one has ended."""
+    def shutdown_seconds(self) -> float:
+        """Return how long other machines may take to notice that this one has ended."""
         return 0.0 if self._peers is None else self._job.rendezvous.monitor_interval + FAREWELL_SECONDS
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Agent:
         return sum(self._sizes)
 
     def global_rank(self, local_rank: int) -> int:
-        """The rank of a process of this machine in the run."""
+        """Return the rank of a process of this machine in the run."""
         return sum(self._sizes[: self._meeting_rank]) + local_rank
 
     @property
@@ -306,7 +306,7 @@ class Agent:
             context: Any = multiprocessing.get_context(job.start_method)
             arguments = (job.entrypoint, tuple(job.args), variables, os.getpid())
             process = context.Process(target=call_rank, args=arguments, name=f"rank {variables['RANK']}")
-            # Only a fork copies the board's lock, and only for so long may the other machines hear nothing.
+            # Only a fork copies the board's lock, and only this long may the other machines hear nothing.
             held = self._board.held() if job.forks and self._board is not None else contextlib.nullcontext()
             # Spawned ranks read the environment before they call the function.
             with held, patch_environment(**variables):
@@ -320,7 +320,7 @@ class Agent:
         tee.start()
 
     def _variables(self, local: int) -> dict[str, str]:
-        """The variables of a rank: those of torchrun."""
+        """Return the variables of a rank: those of torchrun."""
         assert self._meeting is not None
         job, meeting, rank = self._job, self._meeting, str(self.global_rank(local))
         size, machines = str(self.world_size), str(meeting.machines)
@@ -384,7 +384,7 @@ class Agent:
                 self.elsewhere = self._peers.wait_for_end()
 
     def _saved_for(self) -> int:
-        """The signal that was forwarded to the ranks, if all have saved on it, or 0."""
+        """Return the signal that was forwarded to the ranks, if all have saved on it, or 0."""
         return self._watch.forwarded if saved_by_all(self._logs.by_rank) is not None else 0
 
     def post_failure(self) -> None:
@@ -417,7 +417,7 @@ class Agent:
 
 
 def call_rank(function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str], launcher: int) -> None:
-    """What a rank that calls a function runs."""
+    """Run a function as a rank."""
     die_with_launcher(launcher)
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""Why the ranks of a machine ended, as the other machines are told. Torch-free."""
+"""Why the ranks of a machine ended, as reported to the other machines. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import RankFailure, describe, first_failure, is_echo, signal_name
 
 
 def cause_of(failures: Sequence[RankFailure], machine_rank: int, world_size: int, round: int) -> Cause | None:
-    """The cause of the failure that came first on this machine; None if no rank failed."""
+    """Return the cause of the failure that came first on this machine; None if no rank failed."""
     if not failures:
         return None
     first = first_failure(failures)
@@ -25,6 +25,6 @@ def cause_of(failures: Sequence[RankFailure], machine_rank: int, world_size: int
 
 
 def interruption(number: int, machine_rank: int, round: int) -> Cause:
-    """The cause for a launcher that a signal ends."""
+    """Return the cause for a launcher that a signal ends."""
     text = f"ended by {signal_name(number)} on {socket.gethostname()} (machine rank {machine_rank})"
     return Cause(INTERRUPTED, text, 128 + number, round)

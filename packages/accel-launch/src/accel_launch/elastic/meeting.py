@@ -47,7 +47,7 @@ class ElasticJob:
 
     @property
     def forks(self) -> bool:
-        """Whether ranks are forks of this process."""
+        """True if ranks are forks of this process."""
         return callable(self.entrypoint) and self.start_method == "fork"
 
 
@@ -95,11 +95,11 @@ class Meetings(ABC):
     """Whether the run continues without machines that are lost or leave, and counts restarts itself."""
 
     def may_leave(self, number: int) -> bool:
-        """Whether the others continue when this signal ends the launcher; 0 is no signal."""
+        """Return True if the others continue when this signal ends the launcher; 0 is no signal."""
         return False
 
     def may_save(self) -> bool:
-        """Whether the ranks can still save between two steps: those of all other machines run."""
+        """Return True if the ranks can still save between two steps: those of all other machines run."""
         return False
 
     def _join(self, rank: int) -> Board:
@@ -141,7 +141,7 @@ class Meetings(ABC):
 
     @abstractmethod
     def is_awaited(self) -> bool:
-        """Whether another machine needs a meeting: it has joined, or asks for a restart."""
+        """Return True if another machine needs a meeting: it has joined, or asks for a restart."""
 
     @abstractmethod
     def withdraw(self, cause: Cause) -> None:

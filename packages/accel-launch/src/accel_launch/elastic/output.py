@@ -25,7 +25,7 @@ class OutputOptions:
     local_ranks_filter: str | None = None
 
     def by_rank(self, ranks: int) -> list[Streams]:
-        """The streams of each local rank."""
+        """Return the streams of each local rank."""
         teed, redirected = parse_streams(self.tee, ranks), parse_streams(self.redirects, ranks)
         shown = (
             set(range(ranks)) if self.local_ranks_filter is None else set(map(int, self.local_ranks_filter.split(",")))
@@ -136,7 +136,7 @@ class Tee:
 
 
 def line_prefix(template: str | None, variables: Mapping[str, str]) -> str:
-    """The prefix of a rank's lines, from its variables; by default role and local rank."""
+    """Return the prefix of a rank's lines, from its variables; by default role and local rank."""
     names = {"role_name": "ROLE_NAME", "local_rank": "LOCAL_RANK", "rank": "RANK"}
     values = {name: variables[variable] for name, variable in names.items()}
     return Template(template or "[${role_name}${local_rank}]:").safe_substitute(values)

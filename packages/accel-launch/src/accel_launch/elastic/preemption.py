@@ -15,17 +15,17 @@ _POLL_SECONDS = 0.05
 
 
 def notes(directories: Mapping[int, Path]) -> list[Note]:
-    """The notes that ranks of this machine have left."""
+    """Return the notes that ranks of this machine have left."""
     return [note for note in map(read_note, directories.values()) if note is not None]
 
 
 def grace_seconds(directories: Mapping[int, Path], number: int) -> float:
-    """How long ranks may take to end after this signal; 0 if none of them saves on it."""
+    """Return how long ranks may take to end after this signal; 0 if none of them saves on it."""
     return max((note.grace_seconds for note in notes(directories) if number in note.signals), default=0.0)
 
 
 def saved_by_all(directories: Mapping[int, Path]) -> Note | None:
-    """The note of a rank if all ranks have saved on a signal, else None."""
+    """Return the note of a rank if all ranks have saved on a signal, else None."""
     saved = [note for note in notes(directories) if note.saved is not None]
     return saved[0] if saved and len(saved) == len(directories) else None
 

@@ -77,7 +77,7 @@ class RangedRendezvous(Meetings):
         return board
 
     def _serves(self) -> bool:
-        """Whether this launcher is the one at the main address: of several on one machine, the first one."""
+        """Return True if this launcher is the one at the main address: of several on one machine, the first one."""
         if self._job.serves is not None:
             return self._job.serves
         return is_local(self._host) and is_free(self._port, listening_host(self._host))
@@ -125,11 +125,14 @@ class RangedRendezvous(Meetings):
         return self._has_moved(main) or main.state in (State.WAITING, State.LEFT, State.ENDED)
 
     def _has_moved(self, main: Machine) -> bool:
-        """Whether the launcher at the main address is in another start than the ranks of this machine."""
+        """Return True if the launcher at the main address is in another start than the ranks of this machine."""
         return (main.round, main.id) != (self.round, self._main_id)
 
     def _others(self, machines: Mapping[int, Machine]) -> list[Machine | None]:
-        """The other machines of this start; None for one that is not on the board any more, or was started again."""
+        """Return the other machines of this start.
+
+        None for one that is not on the board any more, or was started again.
+        """
         found = []
         for number, launcher in list(self._members.items()):
             machine = machines.get(int(number))
@@ -140,10 +143,10 @@ class RangedRendezvous(Meetings):
     def _has_stopped(self, machine: Machine | None) -> bool:
         if machine is None or machine.state is not State.WAITING:
             return machine is None or machine.state not in (State.RUNNING, State.SUCCEEDED)
-        return machine.round >= self.round  # otherwise it has not heard of this start yet
+        return machine.round >= self.round  # otherwise it does not know of this start yet
 
     def may_save(self) -> bool:
-        """Whether all ranks of this start run, or end because they have saved."""
+        """Return True if all ranks of this start run, or end because they have saved."""
         board = self.board
         if board is None:
             return False
@@ -158,8 +161,8 @@ class RangedRendezvous(Meetings):
         return True
 
     def _calls_others(self, hub: Hub) -> bool:
-        """Whether the machines of this start must meet again, because another one has arrived for which is room."""
-        # One of this start that has not heard of it yet waits too.
+        """Return True if the machines must meet again, because another one for which there is room has arrived."""
+        # One of this start that does not know of it yet waits too.
         waiting = [one for one in self._waiting(hub) if one.id not in self._members.values()]
         ending = any(one is not None and one.state is State.SUCCEEDED for one in self._others(hub.machines()))
         if not waiting or ending or len(self._members) >= self._machines or self._may_come(waiting):
@@ -240,7 +243,7 @@ class RangedRendezvous(Meetings):
         raise RendezvousClosedError(f"the run has ended{reason}")
 
     def _waiting(self, hub: Hub) -> list[Machine]:
-        """The machines that wait for a start, the earliest first; those of the last start before others."""
+        """Return the machines that wait for a start, the earliest first; those of the last start before others."""
         found = [
             machine
             for machine in hub.others()
@@ -260,13 +263,13 @@ class RangedRendezvous(Meetings):
         )
 
     def _may_come(self, machines: Iterable[Machine]) -> bool:
-        """Whether further machines may arrive: the latest of these, which are new, came only just now."""
+        """Return True if further machines may arrive: the latest of these, which are new, came only just now."""
         former = self._members.values()
         times = [self._arrivals[one.id] for one in machines if one.id not in former]
         return bool(times) and time.monotonic() - max(times) < self._last_call_seconds
 
     def _is_expected(self, hub: Hub, machine: Machine) -> bool:
-        """Whether a machine that does not wait yet will: its ranks are about to end, or it is about to be given up."""
+        """Return True if a machine will wait soon: its ranks are about to end, or it is about to be declared lost."""
         is_new = machine.waits and machine.id not in self._members.values()
         is_lost = any(one.id == machine.id for one, _ in hub.lost())
         return not (machine.state.is_final or is_new or is_lost)
@@ -351,7 +354,10 @@ class RangedRendezvous(Meetings):
         )
 
     def _news(self, machines: Mapping[int, Machine], members: list[Machine], restarts: int) -> str:
-        """What has changed, and how many machines and processes start; said at once if it is the first start here."""
+        """Return what has changed, and how many machines and processes start.
+
+        Said at once if it is the first start here.
+        """
         processes = counted(sum(one.local_processes for one in members), "process")
         who = f"{processes} on {counted(len(members), 'machine')} ({', '.join(_hosts(members))})"
         if self.round < 0:
@@ -370,7 +376,7 @@ class RangedRendezvous(Meetings):
         return f"{'; '.join(changes) or 'the machines have met again'}: starting {who}"
 
     def _missing(self, board: Board) -> str:
-        """Who is here and who is not, for a message."""
+        """Return who is here and who is not, for a message."""
         place = self.place
         main = board.machines().get(0)
         if isinstance(board, Member) and not board.met:
@@ -378,7 +384,7 @@ class RangedRendezvous(Meetings):
         if main is None or main.state is State.LEFT:
             return f"a launcher at {place}, whose machine has left"
         if board.silent(0) >= QUIET_SECONDS:
-            return f"the launcher of the machine at {place}, not heard of for {board.silent(0):.0f} s"
+            return f"the launcher of the machine at {place}, no heartbeat for {board.silent(0):.0f} s"
         here = [one for one in board.machines().values() if one.waits and board.silent(one.rank) < QUIET_SECONDS]
         late = [one for one in board.others() if not one.waits and not one.state.is_final]
         if late:
@@ -392,7 +398,7 @@ def _hosts(machines: Iterable[Machine]) -> list[str]:
 
 
 def _departure(machine: Machine | None) -> str:
-    """How a machine that does not take part any more has gone, as far as it is known."""
+    """Return how a machine that does not take part any more has gone, as far as it is known."""
     if machine is None or machine.state is not State.LEFT:
         return "is gone"
     reason = f" ({machine.cause.text.partition(' on ')[0]})" if machine.cause is not None else ""
@@ -400,7 +406,7 @@ def _departure(machine: Machine | None) -> str:
 
 
 def check_last_call(text: str) -> float:
-    """Seconds of ``--rdzv_conf last_call_timeout``.
+    """Return seconds of ``--rdzv_conf last_call_timeout``.
 
     Raises:
         ConfigurationError: it is not a number of seconds.

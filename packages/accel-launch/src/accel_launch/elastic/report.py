@@ -62,12 +62,12 @@ def read_failure(rank: int, local_rank: int, pid: int, exit_code: int, directory
 
 
 def has_ended(pid: int, directory: Path) -> bool:
-    """Whether a rank's script has ended without an error."""
+    """Return True if a rank's script has ended without an error."""
     return _read_report(directory / END_NAME, pid) is not None
 
 
 def without_shutdown_crashes(failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """The failures, except deaths by a signal of processes that had reported the end of their script before.
+    """Return the failures, except deaths by a signal of processes that had reported the end of their script before.
 
     A script that leaves its process group open can crash while Python shuts down.
     """
@@ -79,7 +79,7 @@ def without_shutdown_crashes(failures: Iterable[RankFailure]) -> list[RankFailur
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
     In this order: Python exceptions by time, because they can crash other ranks in their collectives; ranks that were
     killed or crashed; lost connections, which follow from either; ranks that the launcher ended with SIGTERM.
@@ -94,12 +94,12 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def is_echo(failure: RankFailure) -> bool:
-    """Whether a rank failed in a connection, and so perhaps because another rank had ended."""
+    """Return True if a rank failed in a connection, and so perhaps because another rank had ended."""
     return bool(failure.traceback and _LOST_CONNECTION.search(_message(failure.traceback)))
 
 
 def _message(traceback: str) -> str:
-    """The last exception of a traceback and its message, without the lines of the program."""
+    """Return the last exception of a traceback and its message, without the lines of the program."""
     lines = traceback.rstrip().rpartition('\n  File "')[2].splitlines()
     return "\n".join(itertools.dropwhile(lambda line: line.startswith("    "), lines[1:])) or lines[-1]
 
@@ -165,7 +165,7 @@ def shell_exit_code(exit_code: int) -> int:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal: SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

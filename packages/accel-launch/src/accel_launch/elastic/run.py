@@ -72,7 +72,7 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
 
 
 def _meetings(job: ElasticJob) -> Meetings:
-    """The meetings of a job; each kind imports only its own part of torch's rendezvous."""
+    """Return the meetings of a job; each kind imports only its own part of torch's rendezvous."""
     if isinstance(job.num_machines, MachineRange):
         from .ranged_rendezvous import RangedRendezvous
 
@@ -101,7 +101,7 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
 
 
 def _reason(error: BaseException) -> Cause:
-    """What the other machines are told of an error of this launcher."""
+    """Return the report to the other machines of an error of this launcher."""
     if isinstance(error, Interrupted):
         return Cause(INTERRUPTED, f"ended by {signal_name(error.number)}", 128 + error.number)
     return Cause(RAISED, str(error).split("\n", 1)[0], 2)
@@ -127,7 +127,7 @@ def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
 
 
 def _preempted(logs: LogDirectories, world_size: int = 0) -> Outcome | None:
-    """The outcome of ranks that saved on a signal; None if not all did."""
+    """Return the outcome of ranks that saved on a signal; None if not all did."""
     note = saved_by_all(logs.by_rank)
     if note is None:
         return None
@@ -179,7 +179,7 @@ def _rendezvous_message(job: ElasticJob, place: str, started: bool, error: Excep
 
 @contextlib.contextmanager
 def _log_directory(path: str | None) -> Iterator[str]:
-    """The directory for logs and reports; by default a temporary one."""
+    """Yield the directory for logs and reports; by default a temporary one."""
     if path is not None:
         yield path
         return

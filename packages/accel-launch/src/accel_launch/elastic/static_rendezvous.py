@@ -128,7 +128,7 @@ class StaticRendezvous(Meetings):
         return main.port
 
     def _missing(self, board: Board) -> str:
-        """Who is here and who is not, for a message."""
+        """Return who is here and who is not, for a message."""
         if isinstance(board, Member) and not board.met:
             return f"the machine of rank 0 at {self.place}: {board.problem}"
         machines = board.machines()
@@ -138,7 +138,7 @@ class StaticRendezvous(Meetings):
             if machine.round == self.round and board.silent(rank) < QUIET_SECONDS
         ]
         names = [
-            f"{machines[rank].named()}, not heard of for {board.silent(rank):.0f} s"
+            f"{machines[rank].named()}, no heartbeat for {board.silent(rank):.0f} s"
             if rank in machines and board.silent(rank) >= QUIET_SECONDS
             else f"machine rank {rank}"
             for rank in range(self._job.num_machines)
@@ -173,12 +173,12 @@ class StaticRendezvous(Meetings):
 
 
 def _some(texts: Sequence[str]) -> str:
-    """The first of many texts, and how many more there are."""
+    """Return the first of many texts, and how many more there are."""
     left = len(texts) - _SHOWN
     return ", ".join([*texts[:_SHOWN], *([f"{left} more"] if left > 0 else [])])
 
 
 def _needed_round(machine: Machine, me: Machine) -> int:
-    """The earliest round that this machine can take part in with another one."""
+    """Return the earliest round that this machine can take part in with another one."""
     counts_on_me = machine.members.get(str(me.rank)) == me.id
     return machine.round + 1 if machine.started and not counts_on_me else machine.round

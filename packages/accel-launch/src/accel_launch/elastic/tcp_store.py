@@ -27,7 +27,7 @@ class ThreadStoreServer:
         self.port: int = int(self._store.port)
 
     def client(self) -> TCPStore:
-        """The store."""
+        """Return the store."""
         if self._store is None:
             raise ValueError("the store is closed.")
         return self._store
@@ -41,7 +41,7 @@ class ForkedStoreServer:
     """A server in a process of its own, which ends with this one.
 
     A process that forks ranks must not have the server's thread: a rank that is forked while the thread holds a lock
-    (of the name service, say) waits for it for ever.
+    (of the name service, say) waits for it forever.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -79,7 +79,7 @@ class ForkedStoreServer:
             os._exit(0)
 
     def client(self) -> TCPStore:
-        """A connection to the store."""
+        """Return a connection to the store."""
         return TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
 
     def close(self) -> None:

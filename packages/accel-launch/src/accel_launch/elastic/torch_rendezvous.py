@@ -89,7 +89,7 @@ class TorchRendezvous(Meetings):
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A block that waits for other machines, during which a thread says so."""
+        """Report from a thread that the block waits for other machines."""
         ended = threading.Event()
         waiting = Waiting(self._timeout_seconds, say)
 
@@ -122,7 +122,7 @@ class TorchRendezvous(Meetings):
         return port
 
     def _join_others(self, info: RendezvousInfo, host: str) -> Board:
-        """The board of this meeting, once all machines are on it."""
+        """Return the board of this meeting, once all machines are on it."""
         board = self._join_meeting(info, host)
         try:
             board.wait(lambda: board.refusal is not None or len(board.machines()) == info.world_size, _JOIN_SECONDS)
@@ -172,12 +172,12 @@ class TorchRendezvous(Meetings):
 
 
 def _reachable_address(main: str) -> str | None:
-    """The address of this machine from which it reaches the main one; None for torch's choice, its host name.
+    """Return the address of this machine from which it reaches the main one; None for torch's choice, its host name.
 
     A machine whose own name or main address resolves to 127.0.1.1 has none that the name tells.
     """
     try:
         address = own_address(main)
     except OSError:
-        return None  # no route now; the rendezvous says so
+        return None  # no route now; the rendezvous reports it
     return None if is_loopback(address) and not is_loopback(main) else address

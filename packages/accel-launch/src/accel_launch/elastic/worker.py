@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def decode(word: str) -> list[str]:
-    """The arguments in a word made by :func:`encode`."""
+    """Return the arguments in a word made by :func:`encode`."""
     import base64
     import json
 
@@ -112,7 +112,7 @@ def die_with_launcher(launcher_pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """The system call of this name."""
+    """Make the system call of this name."""
     try:
         # The module below ctypes, whose own import takes longer than the rest of a rank's start.
         import _ctypes
@@ -192,7 +192,7 @@ def show_interrupt(interrupt: KeyboardInterrupt) -> None:
 
 
 def has_process_group() -> bool:
-    """Whether the script has left its process group open."""
+    """Return True if the script has left its process group open."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
@@ -222,7 +222,7 @@ def exit_without_teardown(exit_code: int) -> NoReturn:
 
 
 def strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on; None for a syntax error in the script."""
+    """Return the traceback from the script's first frame on; None for a syntax error in the script."""
     own = (OWN_FILE, "runpy.py", "<frozen runpy>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename.endswith(own):
         traceback = traceback.tb_next

@@ -35,7 +35,10 @@ class Launcher(ABC):
     """Starts the processes of a plan on this machine."""
 
     def accepts(self, plan: LaunchPlan) -> bool:
-        """Whether this launcher starts the plan; asked of those of other packages, before one of accel's is chosen."""
+        """Return True if this launcher starts the plan.
+
+        Asked of those of other packages, before one of accel's is chosen.
+        """
         return False
 
     @abstractmethod
@@ -47,7 +50,7 @@ class Launcher(ABC):
         """
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The commands that :meth:`run` would run, by machine. Starts and writes nothing.
+        """Return the commands that :meth:`run` would run, by machine. Starts and writes nothing.
 
         Raises:
             ConfigurationError: as for :meth:`run`, or the launcher does not support --dry_run.
@@ -60,7 +63,7 @@ _NOT_FORWARDED = frozenset(("dry_run", "json"))
 
 
 def launch_argv(plan: LaunchPlan, without: Collection[str] = (), **options: object) -> list[str]:
-    """The arguments of ``accel``: those of this command line, without some options and with others."""
+    """Return the arguments of ``accel``: those of this command line, without some options and with others."""
     left_out = _NOT_FORWARDED | set(without) | set(options)
     given = [
         _flag(setting)
@@ -78,7 +81,7 @@ _FOR_THIS_MACHINE = frozenset(("config_file", "compute_environment", "same_netwo
 
 
 def launch_flags(settings: Resolution, without: Collection[str]) -> list[str]:
-    """The flags with which a launcher elsewhere has the settings of this one, whatever set them here.
+    """Return the flags with which a launcher elsewhere has the settings of this one, whatever set them here.
 
     Args:
         settings: every option.

@@ -45,7 +45,7 @@ class DeepSpeedLauncher(Launcher):
             return run_external(start.command, environment, end=_PdshTerminator(pool, start.command))
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The runner on this machine, and what it starts on each."""
+        """Return the runner on this machine, and what it starts on each."""
         pool = read_pool(plan.settings)
         return [_runner(plan, pool, get_free_port()), *_ranks(plan, pool)]
 
@@ -117,7 +117,7 @@ def _node_rank(plan: LaunchPlan, pool: Pool) -> int:
 
 
 def _user_env_lines() -> Iterator[str]:
-    """The user's own variable files, which DeepSpeed no longer reads when DS_ENV_FILE names another."""
+    """Yield the user's own variable files, which DeepSpeed no longer reads when DS_ENV_FILE names another."""
     for directory in (Path.home(), Path.cwd()):
         file = directory / _ENV_FILE
         if file.is_file():

@@ -19,7 +19,7 @@ from ..interpreter import python_command
 from ..launch_context import is_explicit
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
-from ..network.farewell import telling_others
+from ..network.error_reports import report_errors_to_peers
 from ..supervisor import GRACE_SECONDS
 from .base import Launcher, MachineCommand, launch_argv
 
@@ -28,9 +28,9 @@ class ElasticLauncher(Launcher):
     """Starts this machine's processes, and waits until the last one has ended."""
 
     def run(self, plan: LaunchPlan) -> int:
-        with telling_others(plan.settings):
+        with report_errors_to_peers(plan.settings):
             check_rendezvous(plan.rendezvous, plan.num_machines)
-        # When the store of another machine is gone, this launcher says so; torch would log C++ frames before.
+        # When the store of another machine is gone, this launcher reports it; torch would log C++ frames before.
         level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):
             require("torch", purpose="starting more than one process", install="torch")
@@ -66,7 +66,7 @@ class ElasticLauncher(Launcher):
         return outcome.exit_code
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The ranks of every machine; each machine has a launcher of its own."""
+        """Return the ranks of every machine; each machine has a launcher of its own."""
         command = plan.entrypoint.command(python_command())
         machines, most = [], "up to " if isinstance(plan.num_machines, MachineRange) else ""
         for machine in range(plan.num_machines):
@@ -80,7 +80,7 @@ class ElasticLauncher(Launcher):
 
 
 def _variables(plan: LaunchPlan, machine: int, local: int) -> dict[str, str]:
-    """The variables that the agent sets for a rank, as far as they are known before the rendezvous."""
+    """Return the variables that the agent sets for a rank, as far as they are known before the rendezvous."""
     options = plan.rendezvous
     variables = {
         "RANK": str(machine * plan.local_processes + local),
@@ -122,11 +122,11 @@ def _notes(plan: LaunchPlan, machine: int, here: bool) -> list[str]:
 
 
 def _meeting_note(options: RendezvousOptions, ranged: bool) -> str:
-    """How the launchers of several machines meet, and watch each other."""
+    """Return how the launchers of several machines meet, and watch each other."""
     address = f"{options.main_process_ip}:{options.main_process_port or DEFAULT_PORT}"
     ranks = "compare their settings" if options.rdzv_backend == "static" and not ranged else "are given their ranks"
     lost = f"after {options.machine_timeout:g} s" if options.machine_timeout else "never"
     return (
-        f"the launchers meet at {address} and {ranks}; MASTER_PORT is a port that is free then; a machine that is not "
-        f"heard of is given up {lost} (machine_timeout)"
+        f"the launchers meet at {address} and {ranks}; MASTER_PORT is a port that is free then; a machine without a "
+        f"heartbeat is declared lost {lost} (machine_timeout)"
     )

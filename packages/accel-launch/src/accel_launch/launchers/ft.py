@@ -90,7 +90,7 @@ class _Run(Supervision):
     def grace_seconds(self, number: int) -> float:
         return 0.0
 
-    def farewell_seconds(self) -> float:
+    def shutdown_seconds(self) -> float:
         return 0.0 if self.machines is None else FAREWELL_SECONDS
 
     def start(self, replica: Replica) -> None:
@@ -182,7 +182,7 @@ class FaultTolerantLauncher(Launcher):
                 run.stop(GRACE_SECONDS if watch.received else 1.0)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The replicas, with variables of which some are known only when they start."""
+        """Return the replicas, with variables of which some are known only when they start."""
         options = plan.settings.group(FaultToleranceOptions)
         command = plan.entrypoint.command(python_command("-u"))
         replicas = [
@@ -199,7 +199,7 @@ class FaultTolerantLauncher(Launcher):
 
 
 def _machines(plan: LaunchPlan, run: _Run) -> ReplicaMachines:
-    """What the launchers of several machines know of each other."""
+    """Return what the launchers of several machines know of each other."""
     options = plan.rendezvous
 
     def is_short(ranks: list[int]) -> bool:

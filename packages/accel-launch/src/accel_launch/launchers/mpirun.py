@@ -24,7 +24,7 @@ _FORWARDED_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "CCL_", "FI_", "I_MPI_", "UCX
 
 
 def forwarded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process that its ranks on other machines get."""
+    """Return the variables of this process that its ranks on other machines get."""
     return {
         name: value for name, value in environ.items() if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
     }
@@ -47,7 +47,7 @@ class MpirunLauncher(Launcher):
             return run_external(start.command, {**plan.full_environment(), **start.environment})
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The call of mpirun."""
+        """Return the call of mpirun."""
         exists = Path(plan.settings["mpirun_hostfile"]).expanduser().exists()
         hosts = _hosts(plan) if exists else ()
         mpi = find_mpi(plan.full_environment())
@@ -63,7 +63,7 @@ def _hosts(plan: LaunchPlan) -> tuple[Host, ...]:
 
 
 def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, hosts: Sequence[Host]) -> MachineCommand:
-    """The call of mpirun; ``hosts`` is empty if the hostfile does not exist yet."""
+    """Return the call of mpirun; ``hosts`` is empty if the hostfile does not exist yet."""
     path = plan.settings["mpirun_hostfile"]
     inherited = plan.full_environment()
     first = hosts[0] if hosts else Host("localhost")

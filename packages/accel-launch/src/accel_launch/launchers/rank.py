@@ -36,7 +36,7 @@ class RankLauncher(Launcher):
         return become(command, {**plan.full_environment(), **start.ranks[0]})
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The command of this rank; other ranks depend on their own environment."""
+        """Return the command of this rank; other ranks depend on their own environment."""
         rank = plan.context.process
         assert rank is not None
         variables = torchrun_variables(rank, plan.rendezvous.main_process_ip, plan.rendezvous.main_process_port)
@@ -46,7 +46,7 @@ class RankLauncher(Launcher):
 
 
 def torchrun_variables(rank: Environment, address: str | None, port: int | None) -> dict[str, str]:
-    """The variables of torchrun for a rank that another program has started."""
+    """Return the variables of torchrun for a rank that another program has started."""
     host = rank.main_address or address
     if host is None:
         raise ConfigurationError(

@@ -65,7 +65,7 @@ class RayLauncher(Launcher):
             return run_replicas(plan, job, cluster, watch) if plan.settings["ft"] else run_on_ray(job, cluster, watch)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The command of each rank; Ray chooses the nodes when the run starts."""
+        """Return the command of each rank; Ray chooses the nodes when the run starts."""
         machines, given = _machines(plan), _resources(plan)
         command = plan.entrypoint.command(["python"])
         share = _count(plan) // (machines or 1)
@@ -102,23 +102,23 @@ def _machines(plan: LaunchPlan) -> int | None:
             f"{settings.where(count)}{spares} cannot be divided evenly over {settings.where('num_machines')}. Give a "
             "multiple of the number of machines."
         )
-    # Every configuration file of one machine says so.
+    # Every configuration file of one machine has this value.
     return machines if machines > 1 or is_explicit(settings, "num_machines") else None
 
 
 def _units(plan: LaunchPlan) -> int:
-    """What is divided over the machines: processes, or replicas."""
+    """Return what is divided over the machines: processes, or replicas."""
     settings = plan.settings
     return int(settings["num_replicas"] + settings["num_spares"] if settings["ft"] else plan.num_processes)
 
 
 def _count(plan: LaunchPlan) -> int:
-    """Processes of the run; those of all replicas."""
+    """Return the processes of the run; those of all replicas."""
     return _units(plan) * int(plan.settings["processes_per_replica"] if plan.settings["ft"] else 1)
 
 
 def _resources(plan: LaunchPlan) -> dict[str, float]:
-    """The resources of a process that were given."""
+    """Return the resources of a process that were given."""
     where = plan.settings.where("ray_resources")
     resources = dict(plan.settings["ray_resources"] or {})
     for name, amount in resources.items():
@@ -132,7 +132,7 @@ def _resources(plan: LaunchPlan) -> dict[str, float]:
 
 
 def _each(plan: LaunchPlan, given: Mapping[str, float], cluster: Mapping[str, float]) -> dict[str, float]:
-    """The resources of a process: those that were given, one CPU, and a GPU if the cluster has any."""
+    """Return the resources of a process: those that were given, one CPU, and a GPU if the cluster has any."""
     gpus = 1.0 if cluster.get("GPU") and not plan.settings["cpu"] else 0.0
     each = {"CPU": 1.0, "GPU": gpus, **given}
     if not each["GPU"]:
@@ -141,7 +141,7 @@ def _each(plan: LaunchPlan, given: Mapping[str, float], cluster: Mapping[str, fl
 
 
 def _brought(entrypoint: Entrypoint, runtime_env: Mapping[str, Any] | None) -> Entrypoint:
-    """The entrypoint as it is called in the directory that Ray brings to the nodes."""
+    """Return the entrypoint as it is called in the directory that Ray brings to the nodes."""
     if entrypoint.kind == "module":
         return entrypoint
     directory = str((runtime_env or {}).get("working_dir") or ".")
@@ -158,7 +158,7 @@ def _brought(entrypoint: Entrypoint, runtime_env: Mapping[str, Any] | None) -> E
 
 
 def _variables(plan: LaunchPlan) -> dict[str, str]:
-    """The variables of all ranks, without those that describe this machine."""
+    """Return the variables of all ranks, without those that describe this machine."""
     # OMP_NUM_THREADS of a shell is for the cores of this machine; Ray sets it to the CPUs of each process.
     source = plan.settings.settings["num_cpu_threads_per_process"].source
     threads = source in (Source.COMMAND_LINE, Source.CONFIG_FILE)
@@ -166,7 +166,7 @@ def _variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _known_variables(plan: LaunchPlan, rank: int, local: int, machines: int | None) -> dict[str, str]:
-    """The variables of a rank that are known before Ray has chosen the nodes."""
+    """Return the variables of a rank that are known before Ray has chosen the nodes."""
     if plan.settings["ft"]:
         of_replica = replica_ranks(plan.settings.group(FaultToleranceOptions))
         return {"ACCELERATE_FT_REPLICA": str(rank // len(of_replica)), **of_replica[rank % len(of_replica)]}

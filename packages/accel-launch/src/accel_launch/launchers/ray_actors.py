@@ -15,7 +15,7 @@ from .ray_cluster import Request
 from .ray_rank import Answer, End, Place, RankActor
 
 GIVE_UP_SECONDS = 60.0
-"""How long the actors of a node that has died may take to be given up by Ray, whose default is 15 s."""
+"""How long the actors of a node that has died may take to be declared dead by Ray, whose default is 15 s."""
 _METHODS_AT_ONCE = 4
 _LOST_CODE = 1
 
@@ -78,7 +78,7 @@ class Rank:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes from it."""
+        """True if nothing more comes from it."""
         return self.end is not None or bool(self.lost)
 
     def take(self, answer: Answer, screen: tuple[TextIO, TextIO]) -> None:
@@ -93,7 +93,7 @@ class Rank:
             stream.flush()
 
     def failure(self) -> RankFailure | None:
-        """How it failed; None if it did not, or the launcher ended it."""
+        """Return how it failed; None if it did not, or the launcher ended it."""
         host = self.place.host
         if self.lost:
             rank, local = int(self.variables["RANK"]), int(self.variables["LOCAL_RANK"])
@@ -116,7 +116,7 @@ def make_actor(kind: type[RankActor], job: RayJob, group: Any, bundle: int) -> A
 
 
 def reason(error: BaseException) -> str:
-    """What happened, without the traceback, the ids and the guesses of Ray's message."""
+    """Return what happened, without the traceback, the ids and the guesses of Ray's message."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, OSError):
         return f"{cause}."

@@ -13,7 +13,7 @@ from .ray_cluster import amounts, connected
 
 
 def check_ray(address: str) -> Iterator[CheckResult]:
-    """Whether Ray is installed, and its cluster can be used from this machine."""
+    """Check that Ray is installed, and that its cluster can be used from this machine."""
     if importlib.util.find_spec("ray") is None:
         yield fail("ray", "not installed", "pip install 'ray[default]', on every node of the cluster")
         return

@@ -42,7 +42,7 @@ class Request:
 
     @classmethod
     def of(cls, processes: int, machines: int | None, each: Mapping[str, float], together: int = 1) -> Request:
-        """What to reserve for processes that are packed (``machines`` is None), or spread over so many machines.
+        """Return what to reserve for processes that are packed (``machines`` is None), or spread over so many machines.
 
         Args:
             processes: how many.
@@ -78,25 +78,25 @@ class Cluster:
         self.address = address
 
     def resources(self) -> dict[str, float]:
-        """What all nodes have, in use or not."""
+        """Return what all nodes have, in use or not."""
         import ray
 
         return dict(ray.cluster_resources())
 
     def free(self) -> dict[str, float]:
-        """What is not in use."""
+        """Return what is not in use."""
         import ray
 
         return dict(ray.available_resources())
 
     def hosts(self) -> list[str]:
-        """The names of the nodes that live, sorted."""
+        """Return the names of the nodes that live, sorted."""
         import ray
 
         return sorted(str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"])
 
     def runtime_env(self) -> dict[str, Any]:
-        """What Ray brings to the nodes: for this run, or the job that it is part of."""
+        """Return what Ray brings to the nodes: for this run, or the job that it is part of."""
         import ray
 
         return dict(ray.get_runtime_context().runtime_env)
@@ -123,13 +123,13 @@ class Cluster:
         return group
 
     def here(self) -> tuple[str, str]:
-        """The id and the address of the node on which this process runs."""
+        """Return the id and the address of the node on which this process runs."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def nodes_of(self, group: Any) -> set[str]:
-        """The ids of the nodes on which resources are reserved."""
+        """Return the ids of the nodes on which resources are reserved."""
         from ray.util.placement_group import placement_group_table
 
         return set(placement_group_table(group)["bundles_to_node_id"].values())
@@ -145,7 +145,7 @@ class Cluster:
         )
 
     def is_done(self, question: Any, seconds: float) -> bool:
-        """Whether a question has been answered; waits up to so many seconds. False if it cannot be."""
+        """Return True if a question has been answered; waits up to so many seconds. False if it cannot be."""
         import ray
         from ray.exceptions import RayError
 
@@ -177,7 +177,7 @@ def _only(resources: Mapping[str, float], names: set[str]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def connected(address: str, runtime_env: Mapping[str, Any] | None, debug: bool) -> Iterator[Cluster]:
-    """A connection to a cluster.
+    """Connect to a cluster.
 
     Args:
         address: ``auto``, or HOST:PORT.

@@ -50,7 +50,7 @@ class _ReplicaRank(Rank):
     is_stopped: bool = False
 
     def code(self) -> int | None:
-        """How it ended, -N after signal N; None while it runs."""
+        """Return how it ended, -N after signal N; None while it runs."""
         failure = self.failure()
         if self.lost:
             return -signal.SIGKILL
@@ -123,8 +123,8 @@ class RayReplicas(Supervision):
     def grace_seconds(self, number: int) -> float:
         return self.job.grace_seconds
 
-    def farewell_seconds(self) -> float:
-        """How long the replicas may take, of which this machine sees nothing."""
+    def shutdown_seconds(self) -> float:
+        """Return how long the replicas may take, of which this machine sees nothing."""
         return self.job.grace_seconds + STUCK_SECONDS
 
     # -- start -------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class RayReplicas(Supervision):
         return [rank for rank in ranks if not rank.has_ended]
 
     def _elsewhere(self, node: str) -> dict[str, str]:
-        """The reports of the replicas that run on other nodes, by name of their files."""
+        """Return the reports of the replicas that run on other nodes, by name of their files."""
         running = [replica for replica in self.replicas if isinstance(replica, _RayReplica) and replica.runs]
         return {
             f"replica_{replica.number}": replica.report()[0]
@@ -311,7 +311,7 @@ class RayReplicas(Supervision):
 
 
 def _answers(questions: list[Any]) -> _Steps:
-    """What actors that are being started answer."""
+    """Return what actors that are being started answer."""
     import ray
 
     while ray.wait(questions, num_returns=len(questions), timeout=0)[1]:

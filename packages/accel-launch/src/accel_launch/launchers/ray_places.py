@@ -13,7 +13,7 @@ from .ray_rank import Place
 
 
 def rank_order(places: Sequence[Place]) -> list[int]:
-    """The actors in the order of their ranks: those of a node one after the other, in the order of their devices."""
+    """Return the actors in the order of their ranks: node by node, in the order of their devices."""
     counts = Counter(place.node for place in places)
 
     def order(index: int) -> tuple[Any, ...]:
@@ -25,7 +25,7 @@ def rank_order(places: Sequence[Place]) -> list[int]:
 
 
 def rank_variables(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """The variables of torchrun for each rank, and the devices of its node, given where the ranks are."""
+    """Yield the variables of torchrun for each rank, and the devices of its node, given where the ranks are."""
     by_node = [list(places) for _, places in itertools.groupby(places, key=lambda place: place.node)]
     ranks, size = itertools.count(), str(len(places))
     for node, here in enumerate(by_node):
@@ -42,11 +42,11 @@ def rank_variables(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _devices(here: Sequence[Place]) -> dict[str, str]:
-    """The variables with the devices of all ranks of a node, in their order."""
+    """Return the variables with the devices of all ranks of a node, in their order."""
     found = {}
     for name in here[0].devices:
         ids = [place.devices.get(name, "") for place in here]
-        # The same for several: not from Ray, which gives each device to one actor, but from whoever started Ray.
+        # The same for several: not from Ray, which gives a device to one actor, but from what started Ray.
         if len(set(ids)) == len(ids):
             found[name] = ",".join(ids)
     return found

@@ -99,7 +99,7 @@ class RankActor:
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def place(self) -> Place:
-        """Where this is."""
+        """Return where this is."""
         import ray
 
         devices = {name: value for name, value in all_variables().items() if _DEVICES.search(name)}
@@ -107,7 +107,7 @@ class RankActor:
         return Place(node, socket.gethostname(), address, os.getpid(), devices, versions())
 
     def port(self) -> int:
-        """A free port of this node, which is kept for the rank."""
+        """Return a free port of this node, which is kept for the rank."""
         return self._open.enter_context(reserved_port())
 
     def start(self, entrypoint: Entrypoint, directory: str | None, variables: Mapping[str, str], alone: bool) -> int:
@@ -148,7 +148,7 @@ class RankActor:
         return self._child.pid
 
     def read(self, seconds: float = READ_SECONDS) -> Answer:
-        """What has happened since the last call; waits up to so many seconds for something to happen."""
+        """Return what has happened since the last call; waits up to so many seconds for something to happen."""
         self._heard = time.monotonic()
         end, pieces = self._end, []  # before the output, so that nothing comes after the last of it
         with contextlib.suppress(queue.Empty):

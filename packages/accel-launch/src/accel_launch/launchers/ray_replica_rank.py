@@ -88,7 +88,7 @@ class ReplicaActor(RankActor):
                 here.touch()
 
     def look(self, seconds: float, elsewhere: Mapping[str, str]) -> ReplicaAnswer:
-        """What has happened since the last call.
+        """Return what has happened since the last call.
 
         Args:
             seconds: how long to wait for output, a report or the end.
@@ -115,7 +115,7 @@ class ReplicaActor(RankActor):
         self._elsewhere.show(self._progress.parent, elsewhere)
 
     def _read(self) -> tuple[str, int]:
-        """The last report, and when it was written. What was there before the process ended is kept."""
+        """Return the last report, and when it was written. What was there before the process ended is kept."""
         if self._progress is not None:
             with contextlib.suppress(OSError):  # none yet, or another process of the replica has removed it
                 moment = self._progress.stat().st_mtime_ns

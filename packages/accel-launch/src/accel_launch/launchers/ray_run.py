@@ -52,12 +52,12 @@ class Attempt:
         return ()
 
     def grace_seconds(self, number: int) -> float:
-        """How long ranks that save on a signal may take."""
+        """Return how long ranks that save on a signal may take."""
         notes = [rank.note for rank in self.ranks if rank.note is not None and number in rank.note.signals]
         return max([self._job.grace_seconds, *(note.grace_seconds for note in notes)])
 
-    def farewell_seconds(self) -> float:
-        """How long the ranks may take, of which this machine sees nothing."""
+    def shutdown_seconds(self) -> float:
+        """Return how long the ranks may take, of which this machine sees nothing."""
         longest = max((rank.note.grace_seconds for rank in self.ranks if rank.note is not None), default=0.0)
         return max(self._job.grace_seconds, longest) + STUCK_SECONDS
 
@@ -170,11 +170,11 @@ class Attempt:
                 self._watch.check()
 
     def failures(self) -> list[RankFailure]:
-        """The ranks that have failed."""
+        """Return the ranks that have failed."""
         return [failure for rank in self.ranks if (failure := rank.failure()) is not None]
 
     def saved(self) -> Note | None:
-        """The note of a rank if all have saved on a signal, else None."""
+        """Return the note of a rank if all have saved on a signal, else None."""
         saved = [rank.note for rank in self.ranks if rank.note is not None and rank.note.saved is not None]
         return saved[0] if saved and len(saved) == len(self.ranks) else None
 
@@ -209,7 +209,7 @@ class Attempt:
         return self._number < self._job.max_restarts and not self.saved_for_later()
 
     def saved_for_later(self) -> bool:
-        """Whether the ranks have saved because the launcher was asked to make them do so, and not a single rank."""
+        """Return True if the ranks have saved because the launcher was asked to make them, not a single rank."""
         return bool(self._watch.forwarded) and self.saved() is not None
 
     def report_interrupted(self, number: int) -> int:
@@ -223,7 +223,7 @@ class Attempt:
         return 128 + number
 
     def outcome(self) -> RankFailure | None:
-        """The failure that came first, with what may have caused it; None if no rank failed."""
+        """Return the failure that came first, with what may have caused it; None if no rank failed."""
         failures = self.failures()
         if not failures:
             return None

@@ -26,7 +26,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", _BUILT_IN, "accel.lau
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """The first launcher of another package that accepts the plan; without one, that of its mode."""
+    """Return the first launcher of another package that accepts the plan; without one, that of its mode."""
     built_in = plan.mode.value
     if plan.mode is LaunchMode.LOCAL:
         built_in = "ft" if plan.option("ft") else "elastic" if plan.needs_agent else "single"

@@ -60,24 +60,24 @@ class Replica(ABC):
     @property
     @abstractmethod
     def runs(self) -> bool:
-        """Whether it has processes, of which some may have ended."""
+        """True if it has processes, of which some may have ended."""
 
     @property
     def is_starting(self) -> bool:
-        """Whether it will run: it waits for a place."""
+        """True if it will run: it waits for a place."""
         return False
 
     @abstractmethod
     def codes(self) -> Sequence[int | None]:
-        """The exit code of each process, -N after signal N; None while it runs."""
+        """Return the exit code of each process, -N after signal N; None while it runs."""
 
     @abstractmethod
     def report(self) -> tuple[str, int]:
-        """The text of its last report, empty if there is none, and when it came, in any unit."""
+        """Return the text of its last report, empty if there is none, and when it came, in any unit."""
 
     @abstractmethod
     def is_stopped(self) -> bool:
-        """Whether the system does not run one of its processes (SIGSTOP)."""
+        """Return True if the system does not run one of its processes (SIGSTOP)."""
 
     @abstractmethod
     def kill_processes(self) -> None:
@@ -88,7 +88,7 @@ class Replica(ABC):
         """End what is left of its processes, and forget them."""
 
     def is_current(self, moment: float) -> bool:
-        """Whether :meth:`report` is what the replica says after this moment of the monotonic clock."""
+        """Return True if :meth:`report` is what the replica says after this moment of the monotonic clock."""
         return True
 
     def read(self) -> None:
@@ -105,12 +105,12 @@ class Replica(ABC):
 
     @property
     def has_computed(self) -> bool:
-        """Whether the running process has taken part in a step."""
+        """True if the running process has taken part in a step."""
         # A step may be shorter than the time between two looks, so this is in the report.
         return self.state in ("waits", "computes")
 
     def exit_code(self) -> int | None:
-        """How it ended: as the first of its processes that was killed, or else failed; None while all run."""
+        """Return how it ended: as the first of its processes that was killed, or else failed; None while all run."""
         codes = self.codes()
         ended = [code for code in codes if code is not None]
         if not ended or (None in codes and not any(ended)):
@@ -138,7 +138,7 @@ class Replica(ABC):
         return None
 
     def waited(self, limit: float) -> bool:
-        """Whether it has waited for the others for so long that one of them must hang."""
+        """Return True if it has waited for the others for so long that one of them must hang."""
         # One that joins waits while the others compute something long together, such as an evaluation.
         return self.silent > {"joins": _JOINING * limit, "waits": limit / 2}.get(self.state, math.inf)
 
@@ -161,7 +161,7 @@ class Supervision(ABC):
         """Start the processes of a replica, or begin to."""
 
     def failed(self, text: str, code: int) -> None:
-        """Tell whoever must know that the run has failed."""
+        """Report to the other machines that the run has failed."""
         self.say(text)
 
     def say(self, text: str) -> None:
@@ -237,7 +237,10 @@ class Supervision(ABC):
                 other.discard()
 
     def until_next_look(self) -> float:
-        """Seconds until :meth:`look` should be called again: less if a replica will have hung for too long before."""
+        """Return the seconds until :meth:`look` should be called again.
+
+        Fewer if a replica is about to count as hung.
+        """
         limit = self.options.replica_timeout
         left = [limit - each.stopped for each in self.replicas if each.runs and each.stopped]
         left += [limit - each.silent for each in self.replicas if each.runs and each.state == "computes"]
@@ -281,5 +284,5 @@ class Supervision(ABC):
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     return signal_name(-code) if code < 0 else f"exit code {code}"

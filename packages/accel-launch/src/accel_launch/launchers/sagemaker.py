@@ -44,7 +44,7 @@ class SageMakerLauncher(Launcher):
         return 0
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The command of the job's machines."""
+        """Return the command of the job's machines."""
         job = describe_job(plan)
         args = [word for name, value in job.hyperparameters.items() for word in (f"--{name}", str(value))]
         machine = f"{job.instance_count} x {job.instance_type} of SageMaker, in {plan.settings['aws_region']}"
@@ -130,7 +130,7 @@ def _submit_trainer(job: SageMakerJob, region: str, session: Any) -> str:
 
 
 def _default_image(job: SageMakerJob, region: str) -> str:
-    """The Hugging Face container for the job's versions."""
+    """Return the Hugging Face container for the job's versions."""
     from sagemaker.core import image_uris
 
     return str(

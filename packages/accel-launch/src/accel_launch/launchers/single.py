@@ -40,7 +40,7 @@ class SingleLauncher(Launcher):
         return become(start.command, process_environment(plan, start))
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The script, with torchrun's variables for a script that creates a process group itself."""
+        """Return the script, with torchrun's variables for a script that creates a process group itself."""
         variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
         variables |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
         variables["MASTER_ADDR"] = LOOPBACK
@@ -55,5 +55,5 @@ class SingleLauncher(Launcher):
 
 
 def process_environment(plan: LaunchPlan, start: MachineCommand) -> dict[str, str]:
-    """All variables of the one process."""
+    """Return all variables of the one process."""
     return {**plan.full_environment(), "MASTER_PORT": str(get_free_port()), **start.ranks[0]}

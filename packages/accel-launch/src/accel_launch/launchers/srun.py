@@ -31,7 +31,7 @@ class SrunLauncher(Launcher):
         return run_external(start.command, environment)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The call of srun."""
+        """Return the call of srun."""
         nodes = plan.num_processes // plan.local_processes
         machine = f"every node of the SLURM job ({', '.join(plan.context.hosts[:nodes])}), by one call of srun"
         notes = [

@@ -48,7 +48,7 @@ class TpuLauncher(Launcher):
         return 0
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """One command for all cores; torch_xla sets the core of each process."""
+        """Return one command for all cores; torch_xla sets the core of each process."""
         one = plan.option("num_processes") == 1 or plan.option("use_parallelism_config")
         count = "one process" if one else "a process for each chip"
         function = _core_process(plan).function_name
@@ -95,7 +95,7 @@ class CoreProcess:
         self.find_function()()
 
     def find_function(self) -> Callable[[], Any]:
-        """The function of the script."""
+        """Return the function of the script."""
         name = self.entrypoint.name
         module = importlib.import_module(name) if self.entrypoint.kind == "module" else _import_file(name)
         function: Callable[[], Any] | None = getattr(module, self.function_name, None)

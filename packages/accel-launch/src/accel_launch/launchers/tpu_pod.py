@@ -25,7 +25,7 @@ class TpuPodLauncher(Launcher):
         return run_all([start.command for start in self.commands(plan)])
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
-        """The calls of gcloud."""
+        """Return the calls of gcloud."""
         machines = plan.settings["vm"]
         commands = ssh_commands(plan.settings["tpu_name"], plan.settings["tpu_zone"], shell_command(plan), machines)
         names = machines or [f"every machine of the TPU {plan.settings['tpu_name']}"]
@@ -34,7 +34,7 @@ class TpuPodLauncher(Launcher):
 
 
 def shell_command(plan: LaunchPlan) -> str:
-    """The shell command that every machine runs."""
+    """Return the shell command that every machine runs."""
     variables = {**plan.environment, **dict(map(_assignment, plan.settings["env"]))}
     argv = launch_argv(
         plan,

@@ -53,7 +53,7 @@ _SHOWN_LENGTH = 60
 
 
 def facts_of_plan(plan: LaunchPlan) -> dict[str, str]:
-    """The facts of this machine for ``accel launch``."""
+    """Return the facts of this machine for ``accel launch``."""
     if given := read_str(FACTS_VARIABLE):
         return {str(name): str(value) for name, value in json.loads(given).items()}
     processes = {
@@ -82,7 +82,10 @@ def facts_of_environment() -> dict[str, str]:
 
 
 def _facts_of_settings(settings: Resolution) -> dict[str, str]:
-    """The settings of enabled groups that are not the default; of a file its digest, since its path may differ."""
+    """Return the settings of enabled groups that are not the default.
+
+    Of a file its digest, since its path may differ.
+    """
     facts = {}
     enabled = [group for group in settings.groups if settings.is_enabled(group)]
     for option in itertools.chain.from_iterable(group.options() for group in enabled):
@@ -111,7 +114,7 @@ def describe_script(entrypoint: Entrypoint) -> str:
 
 
 def _digest(path: Path, name: str = "") -> str:
-    """A file's name and digest; its name alone if it cannot be read."""
+    """Return a file's name and digest; its name alone if it cannot be read."""
     try:
         return f"{name or path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     except OSError:
@@ -153,7 +156,7 @@ def compare(machines: Sequence[Machine], then: str = "nothing was started") -> t
 
 
 def _is_implied(name: str, refused: Sequence[str]) -> bool:
-    """Whether a difference follows from one that is refused."""
+    """Return True if a difference follows from one that is refused."""
     return name.replace(f"{_SHOULD}build of", f"{_MUST}version of") in refused
 
 

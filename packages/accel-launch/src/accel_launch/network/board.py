@@ -32,20 +32,20 @@ from .records import RAISED, Cause, Lines, Machine, State, line, read_object, si
 
 BEAT_SECONDS = 1.0
 REPORT_SECONDS = 10.0
-"""A machine that is silent for so long is reported."""
+"""A machine that is silent this long is reported."""
 FAREWELL_SECONDS = 8.0
 """How long a machine that ends waits for the others to notice."""
 QUIET_SECONDS = 3.0
-"""A machine that is silent for so long is not counted on for a start, or for an answer."""
+"""A machine that is silent this long is not expected at a start, or for an answer."""
 HANDSHAKE_SECONDS = 5.0
 # So many connections may be about to prove that they have the token; further ones are closed at once.
 _HANDSHAKES = 256
-_NAMED_STRANGERS = 8
-# A connection on which nothing arrives for so long, here or there, is replaced: after a lost packet TCP waits longer
+_NAMED_UNKNOWN = 8
+# A connection on which nothing arrives this long, here or there, is replaced: after a lost packet TCP waits longer
 # and longer, in one direction or in both.
 _RENEW_SECONDS = 4.0
 _RETRY_SECONDS = 0.3
-# What listens there for so long without being the launcher of this run is something else.
+# What listens there this long without being the launcher of this run is something else.
 _STRANGER_SECONDS = 8.0
 # Proves that a launcher of accel listens, but not whose it is: a run has a secret only if the user has set one.
 _NO_TOKEN = b"accel launch without a token"
@@ -65,7 +65,7 @@ class Board(ABC):
 
     Args:
         me: the record of this machine.
-        give_up_seconds: when a machine that is silent is given up; 0 for never.
+        give_up_seconds: when a machine that is silent is declared lost; 0 for never.
     """
 
     def __init__(self, me: Machine, give_up_seconds: float) -> None:
@@ -78,7 +78,7 @@ class Board(ABC):
         self.version: int = 0
         """Counts changes of what :meth:`machines` returns, and of refusals."""
         self.after_loss: Callable[[Machine], str] = lambda _: ""
-        """What follows when a machine is given up, to be said at that moment; empty if the launcher says so itself."""
+        """Message to print when a machine is declared lost; empty if the launcher prints its own."""
         self.refusal: Cause | None = None
         """Why no machine may start; None if they may."""
         self.own_address = ""
@@ -100,12 +100,12 @@ class Board(ABC):
             return self._machines[self._rank]
 
     def machines(self) -> dict[int, Machine]:
-        """The latest record of every machine that was ever here, by machine rank."""
+        """Return the latest record of every machine that was ever here, by machine rank."""
         with self._changed:
             return dict(self._machines)
 
     def others(self) -> list[Machine]:
-        """The records of the other machines."""
+        """Return the records of the other machines."""
         return [machine for rank, machine in self.machines().items() if rank != self._rank]
 
     def post(self, **changes: Any) -> None:
@@ -117,7 +117,7 @@ class Board(ABC):
         self._wake()
 
     def silent(self, rank: int) -> float:
-        """Seconds since a machine was heard of."""
+        """Return the seconds since a machine's last heartbeat."""
         with self._changed:
             return self._silent.get(rank, 0.0)
 
@@ -133,7 +133,7 @@ class Board(ABC):
             ]
 
     def _limit(self, rank: int) -> float:
-        """After how many seconds of silence a machine is given up."""
+        """After how many seconds of silence a machine is declared lost."""
         return self.give_up_seconds
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -154,7 +154,7 @@ class Board(ABC):
             raise ConfigurationError(reason)
 
     def held(self) -> AbstractContextManager[Any]:
-        """A block during which the board's thread holds no lock, for forks of this process."""
+        """Return a block during which the board's thread holds no lock, for forks of this process."""
         return self._changed
 
     def close(self, seconds: float = FAREWELL_SECONDS) -> None:
@@ -204,7 +204,7 @@ class Board(ABC):
             if report is None:
                 if silent >= REPORT_SECONDS:
                     self._reported[rank] = _Report(machine.id, silent)
-                    say(f"{machine.named()} has not been heard of for {REPORT_SECONDS:.0f} s{self._outlook()}")
+                    say(f"{machine.named()} has sent no heartbeat for {REPORT_SECONDS:.0f} s{self._outlook()}")
             elif silent < QUIET_SECONDS:
                 del self._reported[rank]
                 if not machine.state.is_final:
@@ -219,8 +219,8 @@ class Board(ABC):
 
     def _outlook(self) -> str:
         if not self.give_up_seconds:
-            return "; it is waited for without limit (--machine_timeout 0)"
-        return f"; it is given up after {self.give_up_seconds:g} s (--machine_timeout)"
+            return "; waiting indefinitely (--machine_timeout 0)"
+        return f"; it is declared lost after {self.give_up_seconds:g} s (--machine_timeout)"
 
     @abstractmethod
     def _own_record_changed(self) -> None:
@@ -228,7 +228,7 @@ class Board(ABC):
 
     @abstractmethod
     def _is_delivered(self) -> bool:
-        """Whether everything has been sent that others need."""
+        """Return True if everything has been sent that others need."""
 
     @abstractmethod
     def _readable(self, source: Any) -> None:
@@ -248,8 +248,8 @@ class Board(ABC):
 
 
 def lost_text(machine: Machine, silent: float) -> str:
-    """The sentence about a machine that is given up."""
-    return f"{machine.named()} is lost: it has not been heard of for {silent:.0f} s."
+    """Return the sentence about a machine that is declared lost."""
+    return f"{machine.named()} is lost: it has sent no heartbeat for {silent:.0f} s."
 
 
 @dataclass(eq=False)
@@ -273,7 +273,7 @@ class Hub(Board):
         port: 0 for any free one.
         token: what a launcher must have to take part.
         count: machines of the run.
-        give_up_seconds: when a silent machine is given up; 0 for never.
+        give_up_seconds: when a silent machine is declared lost; 0 for never.
 
     Raises:
         OSError: it cannot listen there.
@@ -292,10 +292,10 @@ class Hub(Board):
         self._peers: list[_Peer] = []
         self._closed: set[int] = set()  # ranks of machines whose launcher has closed its connection
         self.closed_seconds: float = math.inf
-        """When a machine is given up whose launcher has closed its connection, and has not connected again."""
+        """When a machine is declared lost whose launcher has closed its connection, and has not connected again."""
         self._left = {me.id}
         """Ids of launchers that have said that they leave."""
-        self._strangers: set[str] = set()
+        self._unknown_peers: set[str] = set()
         self._warned: set[str] = set()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread.start()
@@ -332,7 +332,7 @@ class Hub(Board):
         return min(self.give_up_seconds, self.closed_seconds if rank in self._closed else math.inf)
 
     def _is_delivered(self) -> bool:
-        """Whether every launcher that can be reached has left: they are told, and then leave."""
+        """Return True if every launcher that can be reached has left: they get a message, and then leave."""
         if self.refusal is not None and len(self._machines) < self._expected:
             return False  # the others come for the reason
         # A launcher without a connection has not left: it connects again.
@@ -366,7 +366,7 @@ class Hub(Board):
             run_token.accept(connection, self._token, HANDSHAKE_SECONDS)
         except run_token.TokenError:
             connection.close()
-            self._note_stranger(address)
+            self._note_unknown(address)
             return
         except OSError:
             connection.close()  # it only asked whether somebody listens
@@ -386,11 +386,11 @@ class Hub(Board):
             self._selector.register(connection, selectors.EVENT_READ, peer)
         self._wake()
 
-    def _note_stranger(self, address: str) -> None:
+    def _note_unknown(self, address: str) -> None:
         with self._changed:
-            if address in self._strangers or len(self._strangers) >= _NAMED_STRANGERS:
+            if address in self._unknown_peers or len(self._unknown_peers) >= _NAMED_UNKNOWN:
                 return
-            self._strangers.add(address)
+            self._unknown_peers.add(address)
         say(
             f"refused {address}, which does not have the token of this run: set {run_token.VARIABLE} to the same value "
             "on every machine, or on none"
@@ -432,7 +432,7 @@ class Hub(Board):
                 if not runs:
                     self._refuse(conflict)
                 return
-            # The former launcher of this machine, if it runs, is told.
+            # Notify the former launcher of this machine, if it runs.
             for other in self._peers:
                 if other.rank == machine.rank and other is not peer:
                     other.lines.send(line({"replaced": machine.host}))
@@ -484,7 +484,7 @@ class Hub(Board):
                 self._silent[rank] = self._silent.get(rank, 0.0) + seconds
 
     def _flush(self, beat: bool) -> None:
-        # Machines that wait for their start need nothing of each other before the next beat. If each heard of every
+        # Machines that wait for their start need nothing of each other before the next beat. If each learned of every
         # arrival at once, a thousand machines would read a million records.
         relaxed = not beat and all(one.waits for one in self._machines.values())
         silent = {str(rank): round(seconds, 1) for rank, seconds in self._silent.items()}
@@ -529,7 +529,7 @@ class Member(Board):
         me: the record of this machine.
         main: host and port of machine rank 0.
         token: of the run.
-        give_up_seconds: when a silent machine is given up; 0 for never.
+        give_up_seconds: when a silent machine is declared lost; 0 for never.
     """
 
     version: int
@@ -562,7 +562,7 @@ class Member(Board):
 
     def _connect(self) -> None:
         """Connect, in a thread of its own: a host that does not answer takes seconds."""
-        stranger = False
+        is_other = False
         try:
             connection = run_token.connect(self._main, self._token, HANDSHAKE_SECONDS)
         except run_token.TokenError:
@@ -570,12 +570,12 @@ class Member(Board):
                 f"the launcher there has another token: set {run_token.VARIABLE} to the same value on every machine, "
                 "or on none"
             )
-            stranger = True
+            is_other = True
         except (ConnectionRefusedError, socket.gaierror) as error:
             problem = error.strerror or str(error)
         except (OSError, UnicodeError) as error:
-            stranger = _reached(self._main)
-            problem = f"what listens there is not the launcher of machine rank 0 ({error})" if stranger else str(error)
+            is_other = _reached(self._main)
+            problem = f"what listens there is not the launcher of machine rank 0 ({error})" if is_other else str(error)
         else:
             with self._changed:
                 self._use(connection)
@@ -584,7 +584,7 @@ class Member(Board):
         with self._changed:
             self.problem, self._attempt = problem, None
             self._pause = _RETRY_SECONDS
-            if not stranger:
+            if not is_other:
                 self._misled = 0.0
             elif not self._misled:
                 self._misled = 0.001
@@ -695,7 +695,7 @@ class Member(Board):
 
 
 def _reached(main: tuple[str, int]) -> bool:
-    """Whether something listens there."""
+    """Return True if something listens there."""
     try:
         with socket.create_connection(main, HANDSHAKE_SECONDS):
             return True
@@ -709,7 +709,7 @@ def say(text: str) -> None:
 
 
 def token_of_run() -> bytes:
-    """The token of the run, if the user has set one."""
+    """Return the token of the run, if the user has set one."""
     return run_token.read_token() if read_str(run_token.VARIABLE) else _NO_TOKEN
 
 
@@ -723,7 +723,7 @@ def join(
     facts: Mapping[str, str] | None = None,
     give_up_seconds: float = 0.0,
 ) -> Board:
-    """The board of a run of several machines.
+    """Return the board of a run of several machines.
 
     Args:
         host: the main address.
@@ -732,7 +732,7 @@ def join(
         count: machines of the run.
         local_processes: ranks of this machine.
         facts: what the machines must agree on.
-        give_up_seconds: when a silent machine is given up; 0 for never.
+        give_up_seconds: when a silent machine is declared lost; 0 for never.
 
     Raises:
         ConfigurationError: this machine has rank 0 and cannot listen at the main address, or is not reached there.

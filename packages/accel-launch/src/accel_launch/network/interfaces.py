@@ -24,7 +24,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def addresses_here() -> list[str]:
-    """The addresses of this machine by which others may reach it."""
+    """Return the addresses of this machine by which others may reach it."""
     found = [address for _, address in _addresses()]
     return [text for text in found if not (ipaddress.ip_address(text).is_loopback or _is_link_local(text))]
 
@@ -34,13 +34,13 @@ def _is_link_local(text: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address; empty if none has."""
+    """Return the interface that has an address; empty if none has."""
     wanted = address.partition("%")[0]
     return next((name for name, found in _addresses() if found == wanted), "")
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """The variables with which collective libraries use the interface of an address, unless the user has chosen one.
+    """Return the variables that select an address's interface for collective libraries, unless the user has set one.
 
     Args:
         address: of this machine, from which it reaches the others; empty if that is not known.
@@ -51,7 +51,10 @@ def interface_variables(address: str) -> dict[str, str]:
 
 
 def own_address(other: str) -> str:
-    """The address of this machine from which it reaches another one; an IPv4 address, if the other one has any."""
+    """Return the address of this machine from which it reaches another one.
+
+    An IPv4 address, if the other one has any.
+    """
     try:
         found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
     except OSError as error:

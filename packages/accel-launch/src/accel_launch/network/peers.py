@@ -14,7 +14,7 @@ DEFAULT_TIMEOUT_SECONDS = 900
 FIRST_NOTE_SECONDS = 5.0
 """So long after its start a launcher says what it waits for."""
 LEAST_SECONDS = 2.0
-"""But not before it has waited for so long: machines do not start at the same moment."""
+"""But not before it has waited this long: machines do not start at the same moment."""
 NOTE_SECONDS = 30.0
 _LOST_CODE = 1
 
@@ -29,7 +29,7 @@ def rendezvous_settings(text: str) -> Mapping[str, str]:
 
 
 def timeout_seconds(rdzv_conf: str) -> float:
-    """How long to wait for other machines.
+    """Return how long to wait for other machines.
 
     Raises:
         ConfigurationError: that is not a number.
@@ -62,11 +62,11 @@ class Waiting:
 
     @property
     def is_over(self) -> bool:
-        """Whether the limit has passed."""
+        """True if the limit has passed."""
         return bool(self._limit) and self.seconds > self._limit
 
     def note(self, what: Callable[[], str]) -> None:
-        """Say what is waited for, if a line is due."""
+        """Report what the launcher waits for, if a line is due."""
         seconds = self.seconds
         if seconds > self._due:
             self._due = seconds + NOTE_SECONDS
@@ -75,7 +75,7 @@ class Waiting:
 
 
 def _age() -> float:
-    """Seconds since this process was started: importing torch may have taken most of them."""
+    """Return seconds since this process was started: importing torch may have taken most of them."""
     import psutil  # needed with several machines only
 
     return time.time() - psutil.Process().create_time()
@@ -99,7 +99,7 @@ class Peers:
         self._board.post(state=state, cause=cause)
 
     def failure(self) -> Cause | None:
-        """Why this machine must end or restart its ranks: another machine failed, or is given up; else None."""
+        """Why this machine must end or restart its ranks: another machine failed, or is declared lost; else None."""
         failed = [one for one in self._others() if one.state is State.FAILED]
         return self.first() if failed else self.loss()
 
@@ -110,16 +110,16 @@ class Peers:
         return not self._members or machine.rank in self._members
 
     def loss(self) -> Cause | None:
-        """The loss of another machine that is given up, or None."""
+        """Return the loss of another machine that is declared lost, or None."""
         lost = [(one, silent) for one, silent in self._board.lost() if self._takes_part(one)]
         return _loss(*lost[0], self._round) if lost else None
 
     def any_ended(self) -> bool:
-        """Whether another machine has ended, with or without a failure."""
+        """Return True if another machine has ended, with or without a failure."""
         return any(one.state.is_final and one.state is not State.LEFT for one in self._others())
 
     def first(self) -> Cause | None:
-        """What happened first, as far as it is known; None if nothing failed."""
+        """Return what happened first, as far as it is known; None if nothing failed."""
         told = [one for one in self._board.machines().values() if one.cause is not None]
         causes = [
             one.cause
@@ -152,12 +152,12 @@ class Peers:
 
     def _all_final(self, except_for: Collection[Machine] = ()) -> bool:
         others = self._others()
-        # A member that is not on the board any more was given up, or has left.
+        # A member that is not on the board any more was declared lost, or has left.
         complete = bool(self._members) or len(others) == self._count - 1
         return complete and all(one.state.is_final for one in others if one not in except_for)
 
     def wait_for_end(self) -> Cause | None:
-        """Wait until the ranks of all machines have ended, or one machine has failed or is given up.
+        """Wait until the ranks of all machines have ended, or one machine has failed or is declared lost.
 
         Returns:
             Why it failed, or None.

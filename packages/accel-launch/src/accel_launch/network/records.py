@@ -32,7 +32,7 @@ class State(enum.Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the launcher is about to end, so that its silence means nothing."""
+        """True if the launcher is about to end, so that its silence means nothing."""
         return self not in (State.WAITING, State.RUNNING)
 
 
@@ -54,7 +54,7 @@ class Cause:
 
     @classmethod
     def read(cls, data: Any) -> Cause:
-        """A cause from JSON.
+        """Return a cause from JSON.
 
         Raises:
             ValueError: it is something else.
@@ -84,16 +84,16 @@ class Machine:
 
     @property
     def started(self) -> bool:
-        """Whether its ranks were started in its round."""
+        """True if its ranks were started in its round."""
         return bool(self.members)
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for a start."""
+        """True if it waits for a start."""
         return self.state is State.WAITING and not self.started
 
     def named(self) -> str:
-        """The machine in a sentence: rank, host, address and its ranks."""
+        """Return the machine in a sentence: rank, host, address and its ranks."""
         if self.rank >= FIRST_SEAT:
             return f"machine {self.host} ({self.address})" if self.address else f"machine {self.host}"
         first, count = self.rank * self.local_processes, self.local_processes
@@ -101,13 +101,13 @@ class Machine:
         return f"machine rank {self.rank} ({', '.join(filter(None, (self.host, self.address, ranks)))})"
 
     def encode(self, *, with_facts: bool) -> dict[str, Any]:
-        """The record as JSON; facts are for machine rank 0 only, which compares them."""
+        """Return the record as JSON; facts are for machine rank 0 only, which compares them."""
         shown = self if with_facts else replace(self, facts={})
         return {**asdict(shown), "state": self.state.value}
 
     @classmethod
     def read(cls, data: Any) -> Machine:
-        """A record from JSON.
+        """Return a record from JSON.
 
         Raises:
             ValueError: it is something else.
@@ -122,12 +122,12 @@ class Machine:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
-    """A message as it is sent."""
+    """Return a message as it is sent."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def read_object(text: bytes) -> dict[str, Any]:
-    """A JSON object.
+    """Return a JSON object.
 
     Raises:
         ValueError: it is something else.
@@ -141,7 +141,7 @@ def read_object(text: bytes) -> dict[str, Any]:
 
 
 def checked(data: Any, **types: type) -> dict[str, Any]:
-    """The fields of a JSON object, each of the given type.
+    """Return the fields of a JSON object, each of the given type.
 
     Raises:
         ValueError: one is missing or has another type.
@@ -155,7 +155,7 @@ def checked(data: Any, **types: type) -> dict[str, Any]:
 
 
 def silences(data: Any) -> Mapping[int, float]:
-    """Seconds by machine rank, from JSON.
+    """Return seconds by machine rank, from JSON.
 
     Raises:
         ValueError: it is something else.
@@ -188,7 +188,7 @@ class Lines:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> list[bytes]:
-        """The lines that have arrived.
+        """Return the lines that have arrived.
 
         Raises:
             OSError: the connection has ended.

@@ -27,8 +27,8 @@ class ReplicaMachines:
         rank: of this machine.
         count: machines of the run.
         facts: what the machines must agree on.
-        give_up_seconds: when a silent machine is given up; 0 for never.
-        timeout_seconds: how long to wait for machine rank 0, at the start and after it is given up.
+        give_up_seconds: when a silent machine is declared lost; 0 for never.
+        timeout_seconds: how long to wait for machine rank 0, at the start and after it is declared lost.
         is_short: whether replicas of machines with these ranks are too few for a step.
         say: prints a line.
 
@@ -90,7 +90,7 @@ class ReplicaMachines:
         return self._main[0], port
 
     def lighthouse_port(self) -> int:
-        """The port of the lighthouse's tunnel on machine rank 0; 0 before it is known."""
+        """Return the port of the lighthouse's tunnel on machine rank 0; 0 before it is known."""
         main = self._board.machines().get(0)
         return 0 if main is None else main.port
 
@@ -131,7 +131,7 @@ class ReplicaMachines:
         return not machine.state.is_final and self._board.silent(machine.rank) < QUIET_SECONDS
 
     def _lost_main(self) -> Cause | None:
-        """The loss of machine rank 0, once it has been waited for long enough; else None."""
+        """Return the loss of machine rank 0, once the wait for it was long enough; else None."""
         main = next(((machine, silent) for machine, silent in self._board.lost() if machine.rank == 0), None)
         if main is None:
             self._wait_for_main = None
@@ -139,7 +139,7 @@ class ReplicaMachines:
         text = lost_text(*main)
         if self._wait_for_main is None:
             self._wait_for_main = Waiting(self._timeout_seconds, self._say)
-        self._wait_for_main.note(lambda: f"{main[0].named()}, not heard of for {main[1]:.0f} s")
+        self._wait_for_main.note(lambda: f"{main[0].named()}, no heartbeat for {main[1]:.0f} s")
         return Cause(LOST, text, 1) if self._wait_for_main.is_over else None
 
     def share(self, reports: Mapping[str, str]) -> None:
@@ -150,12 +150,12 @@ class ReplicaMachines:
             self._board.post(reports=dict(reports))
 
     def elsewhere(self) -> dict[str, str]:
-        """How far the replicas of the other machines are that are here, by name."""
+        """Return how far the replicas of the other machines are that are here, by name."""
         others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
         return {name: text for one in others if self._is_here(one) for name, text in one.reports.items()}
 
     def has_finished(self) -> bool:
-        """Whether the training has ended on another machine: it does on all at the same step."""
+        """Return True if the training has ended on another machine: it does on all at the same step."""
         others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
         return any(
             one.state is State.SUCCEEDED or any(text.startswith("finished") for text in one.reports.values())

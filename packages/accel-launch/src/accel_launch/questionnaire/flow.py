@@ -33,13 +33,13 @@ LABELS = {
 
 
 def is_terminal() -> bool:
-    """Whether the terminal supports menus."""
+    """Return True if the terminal supports menus."""
     streams = (sys.stdin, sys.stdout)
     return all(stream is not None and stream.isatty() for stream in streams) and read_str("TERM") not in (None, "dumb")
 
 
 def label(opt: Option, choice: str) -> str:
-    """How a choice is shown."""
+    """Return how a choice is shown."""
     if opt.name == "distributed_type":
         if choice == "NO":
             return "No distributed training"
@@ -53,14 +53,14 @@ def label(opt: Option, choice: str) -> str:
 
 
 def read_answer(opt: Option, text: str) -> Any:
-    """The value of a typed answer; None for empty text."""
+    """Return the value of a typed answer; None for empty text."""
     if "\N{REPLACEMENT CHARACTER}" in text:
         raise ConfigurationError(f"{opt.name}: {text!r} contains bytes that are not text")
     return opt.parse(text, opt.name) if text.strip() else None
 
 
 def _are_numbers(choices: tuple[str, ...]) -> bool:
-    """Whether typed numbers are choices themselves, not positions."""
+    """Return True if typed numbers are choices themselves, not positions."""
     return all(choice.isdecimal() for choice in choices)
 
 
@@ -144,7 +144,7 @@ class MenuPrompts:
 
 
 def _validate(opt: Option, text: str) -> bool | str:
-    """True, or the error, as questionary expects."""
+    """Return True, or the error, as questionary expects."""
     try:
         read_answer(opt, text)
     except ConfigurationError as error:
@@ -180,7 +180,7 @@ def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
-    """The options to ask for; each depends on ``answers``, which the caller fills in between."""
+    """Yield the options to ask for; each depends on ``answers``, which the caller fills in between."""
     options = declared()
     yield options["compute_environment"]
     cloud = answers.get("compute_environment") == "AMAZON_SAGEMAKER"
@@ -216,14 +216,14 @@ def _holds(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _value(name: str, answers: Mapping[str, Any]) -> Any:
-    """The answer, the value implied by the distributed type, or the default."""
+    """Return the answer, the value implied by the distributed type, or the default."""
     if name == "cpu" and answers.get("distributed_type") == "MULTI_CPU":
         return True
     return answers.get(name, declared()[name].default)
 
 
 def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The choices that apply; None for all."""
+    """Return the choices that apply; None for all."""
     if opt.name == "dynamo_backend":
         return tuple(name for name in opt.choices or () if name not in REMOVED_DYNAMO_BACKENDS)
     if opt.name != "distributed_type":
@@ -238,7 +238,7 @@ def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -> Any:
-    """The value to propose: that of the file, else one for this machine, else the suggested one, else the default."""
+    """Return the value to propose: from the file, else for this machine, else the suggestion, else the default."""
     if known.get(opt.name) is not None:
         return known[opt.name]
     count, machines = find_visible(all_variables()).count, _value("num_machines", answers) or 1
@@ -256,7 +256,10 @@ def propose(opt: Option, known: Mapping[str, Any], answers: Mapping[str, Any]) -
 
 
 def known_values(settings: Resolution) -> dict[str, Any]:
-    """The values of a file, as proposals; an engine that is the distributed type becomes an answer of its own."""
+    """Return the values of a file, as proposals.
+
+    An engine that is the distributed type becomes an answer of its own.
+    """
     values = {name: setting.value for name, setting in settings.settings.items() if settings.is_set(name)}
     if values.get("distributed_type") in ENGINES.values() and values["distributed_type"] != ENGINES["tpu"]:
         values["distributed_type"] = "MULTI_CPU" if values.get("cpu") else "MULTI_GPU"

@@ -80,7 +80,7 @@ class Architecture:
 
     @property
     def generates(self) -> bool:
-        """Whether ``megatron_generate`` works."""
+        """True if ``megatron_generate`` works."""
         return False
 
     @property
@@ -93,11 +93,11 @@ class Architecture:
         raise NotImplementedError
 
     def weights(self) -> Iterator[Weight]:
-        """All weights."""
+        """Return all weights."""
         raise NotImplementedError
 
     def file_weights(self) -> Iterator[Weight]:
-        """All weights, by their names in the files of ``save_pretrained``."""
+        """Yield all weights, by their names in the files of ``save_pretrained``."""
         yield from self.weights()
 
     def build(self, chunk: Chunk) -> nn.Module:
@@ -105,7 +105,7 @@ class Architecture:
         raise NotImplementedError
 
     def inputs(self, batch: Batch) -> Batch:
-        """What the model is called with, from the arguments of the Transformers model's forward."""
+        """Return what the model is called with, from the arguments of the Transformers model's forward."""
         raise NotImplementedError
 
     def call(self, model: nn.Module, batch: Batch) -> Any:
@@ -113,16 +113,16 @@ class Architecture:
         raise NotImplementedError
 
     def shape(self, batch: Batch) -> tuple[int, int]:
-        """The samples and the length of the sequences of a batch, which the logits have too."""
+        """Return the samples and the length of the sequences of a batch, which the logits have too."""
         samples, length = batch["input_ids"].shape
         return samples, length
 
     def weigh(self, batch: Batch) -> torch.Tensor:
-        """The numbers that losses are divided by, summed over all data-parallel ranks: that of tokens with a loss."""
+        """Return what losses are divided by, summed over data-parallel ranks: the number of tokens with a loss."""
         return (batch["labels"] != IGNORED).sum()[None].float()
 
     def loss(self, batch: Batch, output: Any, weights: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses in a micro batch.
+        """Return the sum of the losses in a micro batch.
 
         Args:
             batch: a micro batch of :meth:`inputs`.
@@ -136,7 +136,7 @@ class Architecture:
     """Whether :meth:`loss` divides by the weights itself."""
 
     def activation(self, name: str) -> Any:
-        """The activation function of a name in Transformers' config."""
+        """Return the activation function of a name in Transformers' config."""
         if name not in ACTIVATIONS:
             raise ConfigurationError(f"the activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
         return ACTIVATIONS[name]
@@ -154,7 +154,7 @@ class Decoder(Architecture):
         return True
 
     def spec(self) -> Any:
-        """The modules of a layer."""
+        """Return the modules of a layer."""
         return layer_spec("causal", qk_norm=self.qk_norm)
 
     def build(self, chunk: Chunk) -> nn.Module:
@@ -185,7 +185,7 @@ class Decoder(Architecture):
         return float((getattr(self.hf, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0))
 
     def frequencies(self) -> torch.Tensor:
-        """The frequencies of rotary embeddings, as Transformers computes them."""
+        """Return the frequencies of rotary embeddings, as Transformers computes them."""
         rope = dict(self.hf.rope_parameters or {})
         kind = rope.get("rope_type", "default")
         if kind == "default":
@@ -279,7 +279,7 @@ class LlamaLike(Decoder):
         }
 
     def mlp_weights(self, source: str, target: str) -> Iterator[Weight]:
-        """The weights of a layer's MLP."""
+        """Yield the weights of a layer's MLP."""
         gated = [f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight"]
         yield weight(gated, f"{target}mlp.linear_fc1.weight", Concatenated(), blocks=2)
         yield weight(f"{source}mlp.down_proj.weight", f"{target}mlp.linear_fc2.weight")
@@ -307,7 +307,7 @@ class LlamaLike(Decoder):
 
 
 def fixed_length(name: str, length: int, fixed: int | None) -> int:
-    """The length that sequences of a batch are padded to."""
+    """Return the length that sequences of a batch are padded to."""
     if fixed is not None and length > fixed:
         raise ConfigurationError(
             f"a batch has sequences of {length} tokens, and {name}={fixed}. Set max_length={fixed} of the tokenizer, "

@@ -58,7 +58,7 @@ class Provided(Decoder):
     # -- building ----------------------------------------------------------------------------------------------------
 
     def provide(self, config: Any, vp_size: int | None) -> list[nn.Module]:
-        """This rank's chunks of the model, wrapped for data parallelism if custom_prepare_model_function did so."""
+        """Return this rank's chunks of the model, wrapped if custom_prepare_model_function wraps them."""
         function, prepare = self.plugin.custom_model_provider_function, self.plugin.custom_prepare_model_function
         assert function is not None
         provider = _with_stage(function, config)
@@ -135,7 +135,7 @@ class Provided(Decoder):
     # -- calling -----------------------------------------------------------------------------------------------------
 
     def inputs(self, batch: Batch) -> Batch:
-        """The arguments of a causal model; others, and further ones, go to the train step as they are."""
+        """Return the arguments of a causal model; others, and further ones, go to the train step as they are."""
         if not self.causal or "input_ids" not in batch:
             return dict(batch)
         known = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -187,7 +187,7 @@ class ProvidedGroups:
         self.first_name: dict[str, str] = {name: name for names in self.names for name in names}
 
     def trains(self, pair: Weight) -> bool:
-        """Whether the optimizer updates a weight."""
+        """Return True if the optimizer updates a weight."""
         return self.of_target[pair.targets[0]] is not None
 
 
@@ -209,7 +209,7 @@ def share_first_values(chunks: Sequence[nn.Module]) -> None:
 
 
 def bare(chunk: Any) -> Any:
-    """A chunk without the wrappers of Megatron-core for data parallelism and half precision."""
+    """Return a chunk without the wrappers of Megatron-core for data parallelism and half precision."""
     from megatron.core.transformer.module import Float16Module
 
     wrappers: Any = (*data_parallel_wrappers(), Float16Module)
@@ -219,7 +219,10 @@ def bare(chunk: Any) -> Any:
 
 
 def _with_stage(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """The provider, called with those of the documented arguments that it takes; by default for this rank's stage."""
+    """Return the provider, called with those of the documented arguments that it takes.
+
+    By default for this rank's stage.
+    """
     parameters = inspect.signature(function).parameters
     takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 

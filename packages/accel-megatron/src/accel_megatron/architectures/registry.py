@@ -27,7 +27,7 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
 
 
 def architecture_of(model: Any) -> Architecture:
-    """The architecture of a Transformers model.
+    """Return the architecture of a Transformers model.
 
     Raises:
         ConfigurationError: none is registered for it.
@@ -43,7 +43,7 @@ def architecture_of(model: Any) -> Architecture:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """The fields of TransformerConfig that a model has; none for one without a mapping."""
+    """Return the fields of TransformerConfig that a model has; none for one without a mapping."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         return {}

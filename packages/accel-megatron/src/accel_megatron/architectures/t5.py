@@ -153,7 +153,7 @@ class T5(Architecture):
         return made
 
     def shape(self, batch: Batch) -> tuple[int, int]:
-        """The length is that of the stages' messages, and of the logits: the decoder's."""
+        """Return the length is that of the stages' messages, and of the logits: the decoder's."""
         decoder = batch.get("decoder_input_ids", batch.get("labels"))
         return batch["input_ids"].shape[0], (batch["input_ids"] if decoder is None else decoder).shape[1]
 
@@ -166,7 +166,7 @@ class T5(Architecture):
 
 @functools.cache
 def stage_class() -> Any:
-    """The class of a stage, on Megatron-core's base class of language models."""
+    """Return the class of a stage, on Megatron-core's base class of language models."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     return type("T5Stage", (_Stage, LanguageModule), {})
@@ -249,7 +249,7 @@ class _Stage:
         self.input_tensor = tensor[0] if isinstance(tensor, list) else tensor
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The embedding's weights, on the first and on the last stage."""
+        """Return the embedding's weights, on the first and on the last stage."""
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         return self.lm_head.output_layer.weight if self.post_process else None
@@ -269,7 +269,10 @@ class _Stage:
         cross_mask: torch.Tensor,
         lm_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The states for the next stage; on the last one the losses of the tokens, or without labels the logits."""
+        """Return the states for the next stage.
+
+        On the last one the losses of the tokens, or without labels the logits.
+        """
         length = encoder_ids.shape[1]
         if self.pre_process:
             embedded = [self.embedding(input_ids=ids, position_ids=None) for ids in (encoder_ids, decoder_ids)]
@@ -299,7 +302,7 @@ class _Stage:
 
 
 def _stage_block(config: Any, spec: Any, layers: int, index: int, last: bool) -> Any:
-    """The layers of a stage, as a block of their own."""
+    """Return the layers of a stage, as a block of their own."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     alone = copy.copy(config)

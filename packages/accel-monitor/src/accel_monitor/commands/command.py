@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, metavar: str = "DIR", text: str = "project directory") -> None:
-    """The arguments that name a run."""
+    """Add the arguments that name a run."""
     parser.add_argument(
         "directory", type=Path, nargs="?", default=Path("."), metavar=metavar, help=f"{text} (default: .)"
     )

@@ -63,12 +63,12 @@ _RUN = re.compile(r"(.)\1*")
 
 
 def has_colours() -> bool:
-    """Whether the terminal shows colours, and its user wants them (https://no-color.org)."""
+    """Return True if the terminal shows colours, and its user wants them (https://no-color.org)."""
     return not env.read_str("NO_COLOR") and env.read_str("TERM", "dumb") != "dumb"
 
 
 def coloured(line: str) -> str:
-    """A line of the page with the colours of its bar. The letters stay: nothing is told by a colour alone."""
+    """Return a line of the page with the colours of its bar. The letters stay: no fact depends on a colour alone."""
     if line.startswith(("slow:", "bad:")):
         return f"\x1b[1m{line}\x1b[0m"
     return _BAR.sub(

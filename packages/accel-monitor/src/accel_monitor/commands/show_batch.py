@@ -96,7 +96,7 @@ def _data_set(name: str) -> Any:
 
 
 def described(sample: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The tensors and values of a sample: names, and shape, type and range of each."""
+    """Yield the tensors and values of a sample: names, and shape, type and range of each."""
     if isinstance(sample, Mapping):
         for key, value in sample.items():
             yield from described(value, f"{name}{key}: ")

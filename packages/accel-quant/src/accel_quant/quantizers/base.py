@@ -37,7 +37,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def layer(self, linear: nn.Linear) -> nn.Linear:
-        """A layer with the shape of ``linear``, on the meta device and without a bias."""
+        """Return a layer with the shape of ``linear``, on the meta device and without a bias."""
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
@@ -45,10 +45,10 @@ class Quantizer(ABC):
 
     @abstractmethod
     def companions(self, name: str, names: Mapping[str, Any]) -> list[str]:
-        """The checkpoint entries that belong to the quantized weight ``name``; none if it is not quantized."""
+        """Return the checkpoint entries that belong to the quantized weight ``name``; none if it is not quantized."""
 
     def tensors(self, layer: nn.Linear) -> dict[str, torch.Tensor]:
-        """The quantized weight and its companions, named as in a state dict of the layer."""
+        """Return the quantized weight and its companions, named as in a state dict of the layer."""
         return {key: value.detach() for key, value in layer.state_dict().items() if key != "bias"}
 
     @abstractmethod

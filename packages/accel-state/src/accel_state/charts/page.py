@@ -60,7 +60,7 @@ class Cell:
 
 
 def document(title: str, *parts: str) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         title: its title.
@@ -77,7 +77,7 @@ def document(title: str, *parts: str) -> str:
 
 
 def chart(title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[str] = ()) -> str:
-    """A chart.
+    """Return a chart.
 
     Args:
         title: its title.
@@ -114,7 +114,7 @@ def charts(figures: Sequence[str]) -> str:
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Cell]]) -> str:
-    """A table whose columns sort, and whose first one stays where it is while the others scroll.
+    """Return a table whose columns sort, and whose first one stays where it is while the others scroll.
 
     Args:
         columns: the heading of each column, by its key.

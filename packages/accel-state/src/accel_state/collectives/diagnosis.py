@@ -46,7 +46,7 @@ def caller_location() -> str:
 
 
 def is_internal(frame: FrameType) -> bool:
-    """True if a frame is of accel or torch, or of what they wrap functions with."""
+    """Return True if a frame is of accel or torch, or of what they wrap functions with."""
     # By module name, not path: a user's project may be in a directory named accel.
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in ("accel", "torch", "contextlib", "functools") or package.startswith("accel_")
@@ -58,7 +58,7 @@ def describe_frame(frame: FrameType) -> str:
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether an error of a collective is about other ranks: they did not answer, or the connection to them broke."""
+    """Return True if a collective's error is about other ranks: no answer, or a broken connection."""
     typed = tuple(getattr(dist, name) for name in ("DistError", "DistBackendError") if hasattr(dist, name))
     return isinstance(error, typed) or (
         not isinstance(error, torch.OutOfMemoryError) and _LOST.search(str(error)) is not None

@@ -78,14 +78,14 @@ _schedules: WeakKeyDictionary[dist.ProcessGroup, Schedule] = WeakKeyDictionary()
 
 
 def schedule_of(group: dist.ProcessGroup, host: bool) -> Schedule | None:
-    """The schedule of a process group, shared by all objects that use the group; None for torch's fake group."""
+    """Return the schedule of a process group, shared by all objects that use the group; None for torch's fake group."""
     if dist.get_backend(group) == "fake":
         return None
     return _schedules.setdefault(group, Schedule(host))
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """The process groups that still exist of those that :func:`schedule_of` was asked for."""
+    """Return the process groups that still exist of those that :func:`schedule_of` was asked for."""
     return list(_schedules)
 
 
@@ -111,7 +111,7 @@ class Call:
         self.digest: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def report(self) -> Report:
-        """The call in a form that can be sent to the other ranks."""
+        """Return the call in a form that can be sent to the other ranks."""
         return Report(
             self.operation, self.options, list(self.inputs), str(self.shapes())[:_SHOWN_TEXT], caller_location()
         )
@@ -131,7 +131,7 @@ OBJECT_CALL = Call("all_gather_object")
 
 
 def explain_mismatch(reports: Sequence[Report]) -> str:
-    """The message for calls that differ: each rank's operation, shapes and location, and what to do."""
+    """Return the message for calls that differ: each rank's operation, shapes and location, and what to do."""
 
     def differ(part: Callable[[Report], object]) -> bool:
         return any(part(report) != part(reports[0]) for report in reports)
@@ -164,7 +164,7 @@ def explain_mismatch(reports: Sequence[Report]) -> str:
 
 
 def _differences(report: Report, everyone: Sequence[Report]) -> str:
-    """The inputs of a call; of many tensors the first that differ between ranks."""
+    """Return the inputs of a call; of many tensors the first that differ between ranks."""
     inputs = report.inputs
     if len(inputs) > _SHOWN_TENSORS:
         inputs = [one for i, one in enumerate(inputs) if any(other.inputs[i : i + 1] != [one] for other in everyone)]

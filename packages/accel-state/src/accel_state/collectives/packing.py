@@ -60,7 +60,7 @@ class ByteLayout:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat uint8 view of a contiguous tensor."""
+    """Return a flat uint8 view of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

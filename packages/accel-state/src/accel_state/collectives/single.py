@@ -26,7 +26,7 @@ class Collectives:
     """Which calls exchange a header; None if they only do in debug mode."""
 
     def over(self, group: Any) -> Collectives:
-        """Collectives of the same kind over a process group with a part of the processes.
+        """Return collectives of the same kind over a process group with a part of the processes.
 
         Raises:
             NotImplementedError: these collectives know no process groups.
@@ -97,16 +97,16 @@ class Collectives:
             )
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """The picklable objects of all ranks, in rank order."""
+        """Return the picklable objects of all ranks, in rank order."""
         return [obj]
 
     def gather_object(self, obj: T, target: int = 0) -> list[T] | None:
-        """The picklable objects of all ranks, in rank order, on rank ``target``; None on the others."""
+        """Return the picklable objects of all ranks, in rank order, on rank ``target``; None on the others."""
         found = self.all_gather_object(obj)
         return found if self.rank == target else None
 
     def broadcast_object(self, obj: T, source: int = 0) -> T:
-        """The picklable object of rank ``source``; the arguments of other ranks are ignored."""
+        """Return the picklable object of rank ``source``; the arguments of other ranks are ignored."""
         return obj
 
     def scatter_object(self, objects: Sequence[Any] | None, source: int = 0) -> Any:

@@ -153,7 +153,10 @@ class TorchCollectives(Collectives):
         return self._gather_payloads(payload, sizes) if small is None else small
 
     def _exchange_sizes(self, payload: torch.Tensor) -> tuple[list[int], list[Any] | None]:
-        """The sizes of all ranks' objects in bytes; and the objects, if all fit into what is exchanged anyway."""
+        """Return the sizes of all ranks' objects in bytes.
+
+        And the objects, if all fit into what is exchanged anyway.
+        """
         rows = self.exchange_header(OBJECT_CALL, _header_of(payload).tolist())
         sizes = [row[0] for row in rows]
         return sizes, None if max(sizes) > _SMALL else [_small_object(torch.tensor(row)) for row in rows]
@@ -210,7 +213,7 @@ def _to_bytes(obj: Any) -> torch.Tensor:
 
 
 def _header_of(payload: torch.Tensor) -> torch.Tensor:
-    """The size of an object in bytes, and the object if it is small."""
+    """Return the size of an object in bytes, and the object if it is small."""
     small = torch.zeros(_SMALL, dtype=torch.uint8)
     if payload.numel() <= _SMALL:
         small[: payload.numel()] = payload

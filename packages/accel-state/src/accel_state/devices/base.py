@@ -86,17 +86,17 @@ class Device:
         return getattr(torch, self.name, None)
 
     def _is_torchs_accelerator(self) -> bool:
-        """Whether ``torch.accelerator``, which has the same functions for all devices, is about this one."""
+        """Return True if ``torch.accelerator``, which has the same functions for all devices, is about this one."""
         current = torch.accelerator.current_accelerator()
         return current is not None and current.type == self.name
 
     def is_plug_in(self) -> bool:
-        """Whether a package has added this device to torch, as the one that is not part of torch (PrivateUse1)."""
+        """Return True if a package has added this device to torch as the one outside of it (PrivateUse1)."""
         # torch has one type for all of them, and gives it the name that the package has chosen.
         return self.is_available() and self.name == torch.device("privateuseone").type
 
     def is_available(self) -> bool:
-        """Whether this machine has such a device that torch can use. Does not initialize it."""
+        """Return True if this machine has such a device that torch can use. Does not initialize it."""
         module = self._find_module()
         return module is not None and bool(module.is_available())
 
@@ -105,11 +105,11 @@ class Device:
         return None
 
     def device_count(self) -> int:
-        """Number of these devices that this process sees. Does not initialize them."""
+        """Return the number of these devices that this process sees. Does not initialize them."""
         return int(self.module.device_count()) if self.is_available() else 0
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of the process with this local rank.
+        """Return the device of the process with this local rank.
 
         If each process sees a single device (as with SLURM's ``--gpus-per-task=1``), that one.
 
@@ -133,11 +133,11 @@ class Device:
         self.module.set_device(device)
 
     def current(self) -> torch.device:
-        """The current device of this process."""
+        """Return the current device of this process."""
         return torch.device(self.name, int(self.module.current_device()))
 
     def chosen(self) -> torch.device | None:
-        """The device that the script has made current; None if that is the first one, which is so by default."""
+        """Return the device that the script has made current; None if that is the first one, which is so by default."""
         initialized = getattr(self.module, "is_initialized", None)
         if initialized is None or not initialized():
             return None
@@ -149,19 +149,22 @@ class Device:
         return {}
 
     def is_capturing(self) -> bool:
-        """Whether operations are being recorded into a graph, so that their results cannot be read."""
+        """Return True if operations are being recorded into a graph, so that their results cannot be read."""
         return False
 
     def local_rank(self, launched: int) -> int:
-        """The rank of this process among those of its node, given that of the launcher."""
+        """Return the rank of this process among those of its node, given that of the launcher."""
         return launched
 
     def batch_cutter(self) -> Callable[[], None] | None:
-        """What a loop over batches calls when it is done with each; None where operations run without being told."""
+        """Return what a loop over batches calls when it is done with each.
+
+        None where operations run without being told.
+        """
         return None
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
-        """A number that tensors have in common if they share memory."""
+        """Return a number that tensors have in common if they share memory."""
         return tensor.untyped_storage().data_ptr()
 
     def synchronize(self) -> None:
@@ -200,7 +203,7 @@ class Device:
         return total - int(module.memory_reserved(index)), total
 
     def is_out_of_memory(self, exception: BaseException) -> bool:
-        """Whether an exception reports that an allocation on this type of device failed."""
+        """Return True if an exception reports that an allocation on this type of device failed."""
         if isinstance(exception, torch.OutOfMemoryError):
             return True  # what the allocators of torch raise, whatever the device
         if not isinstance(exception, RuntimeError):
@@ -209,7 +212,7 @@ class Device:
         return any(message in text for message in self.out_of_memory_messages)
 
     def supports_autocast(self, dtype: torch.dtype) -> bool:
-        """Whether ``torch.autocast`` supports ``dtype`` on this device."""
+        """Return True if ``torch.autocast`` supports ``dtype`` on this device."""
         return dtype in self.autocast_dtypes and self.is_available() and torch.amp.is_autocast_available(self.name)
 
     def set_deterministic(self) -> None:
@@ -221,7 +224,7 @@ class Device:
         self.module.manual_seed_all(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """The state of the current device's generator, a 1-dimensional uint8 tensor on the CPU."""
+        """Return the state of the current device's generator, a 1-dimensional uint8 tensor on the CPU."""
         state: torch.Tensor = self.module.get_rng_state()
         return state
 
@@ -230,7 +233,7 @@ class Device:
         self.module.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """The generator states of all devices that this process sees, by index."""
+        """Return the generator states of all devices that this process sees, by index."""
         module = self.module
         return list(module.get_rng_state_all()) if hasattr(module, "get_rng_state_all") else [self.get_rng_state()]
 
@@ -243,7 +246,7 @@ class Device:
             self.set_rng_state(state)
 
     def pci_address(self, index: int) -> str | None:
-        """The PCI address of a device ("0000:3b:00.0"), or None. May initialize the device."""
+        """Return the PCI address of a device ("0000:3b:00.0"), or None. May initialize the device."""
         get_properties = getattr(self.module, "get_device_properties", None) if self.is_available() else None
         properties = get_properties(index) if get_properties is not None else None
         bus = getattr(properties, "pci_bus_id", None)

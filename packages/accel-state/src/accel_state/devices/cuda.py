@@ -30,7 +30,7 @@ class CudaDevice(Device):
     )
 
     def is_available(self) -> bool:
-        """Whether there is a GPU. Queries NVML if possible, so that the process can still fork."""
+        """Return True if there is a GPU. Queries NVML if possible, so that the process can still fork."""
         return int(torch.cuda.device_count()) > 0
 
     def device_count(self) -> int:

@@ -31,14 +31,14 @@ DEVICES: Registry[type[Device]] = Registry("device", _BUILT_IN, entry_point_grou
 
 
 def names() -> list[str]:
-    """Every known device, in the order of detection; those of other distributions come first."""
+    """Return every known device, in the order of detection; those of other distributions come first."""
     known = DEVICES.names()
     return [name for name in known if name not in _BUILT_IN] + [name for name in known if name in _BUILT_IN]
 
 
 @functools.cache
 def get(name: str) -> Device:
-    """The device of a torch device type ("cuda"), whether or not this machine has one.
+    """Return the device of a torch device type ("cuda"), whether or not this machine has one.
 
     Raises:
         ConfigurationError: the device is unknown; the message lists the known ones.
@@ -48,13 +48,13 @@ def get(name: str) -> Device:
 
 @functools.cache
 def _load(name: str) -> Device | None:
-    """A device, or None, with a warning, if the package that adds it cannot be imported."""
+    """Return a device, or None, with a warning, if the package that adds it cannot be imported."""
     if name in _BUILT_IN:
         return get(name)
     try:
         return get(name)
     except AccelError:
-        raise  # a registration that names nothing, and says so
+        raise  # the error already explains a registration that names nothing
     except Exception as error:
         # Another package's import can raise anything. Without its device the rest of the machine is still usable.
         warnings.warn(
@@ -67,7 +67,7 @@ def _load(name: str) -> Device | None:
 
 
 def known() -> list[Device]:
-    """Every device that can be used here or elsewhere, in the order of detection.
+    """Return every device that can be used here or elsewhere, in the order of detection.
 
     Without those of other packages that cannot be imported, which a warning names once.
     """
@@ -75,12 +75,12 @@ def known() -> list[Device]:
 
 
 def available() -> list[Device]:
-    """The devices of this machine in the order of detection, the CPU last. Does not initialize them."""
+    """Return the devices of this machine in the order of detection, the CPU last. Does not initialize them."""
     return [device for device in known() if device.is_available()]
 
 
 def detect(cpu: bool = False) -> Device:
-    """The device of this process: the first available one in the order of detection. Does not initialize it.
+    """Return the device of this process: the first available one in the order of detection. Does not initialize it.
 
     Args:
         cpu: use the CPU even if an accelerator is available.
@@ -99,6 +99,6 @@ def detect(cpu: bool = False) -> Device:
 
 
 def of(device: torch.device | str | None) -> Device | None:
-    """The device of a torch device; None for None, for the meta device, and for those that are not known."""
+    """Return the device of a torch device; None for None, for the meta device, and for those that are not known."""
     kind = "meta" if device is None else torch.device(device).type
     return _load(kind) if kind != "meta" and kind in DEVICES else None

@@ -29,7 +29,7 @@ class TpuDevice(Device):
     out_of_memory_messages: ClassVar[tuple[str, ...]] = ("RESOURCE_EXHAUSTED",)
 
     def is_available(self) -> bool:
-        """Whether torch_tpu is installed and has found a TPU."""
+        """Return True if torch_tpu is installed and has found a TPU."""
         if self._find_module() is None:
             return False
         accelerator = torch.accelerator.current_accelerator()
@@ -39,7 +39,7 @@ class TpuDevice(Device):
         return torch.accelerator.device_count() if self.is_available() else 0
 
     def device(self, local_rank: int) -> torch.device:
-        """The device that torch_tpu bound this process to when it was started; a process cannot change it."""
+        """Return the device that torch_tpu bound this process to when it was started; a process cannot change it."""
         if not self.is_available():
             return super().device(local_rank)  # which names what is missing
         return self.current()
@@ -62,7 +62,7 @@ class TpuDevice(Device):
         return int(self.module.get_device_properties(index).total_memory)
 
     def memory_allocated(self, index: int = 0) -> int:
-        """Bytes in use on the device.
+        """Return bytes in use on the device.
 
         Raises:
             ConfigurationError: this version of torch_tpu does not tell.

@@ -45,7 +45,7 @@ class XlaDevice(Device):
         return _import("torch_xla.core.xla_model")
 
     def is_available(self) -> bool:
-        """Whether torch_xla is installed and a runtime is selected by PJRT_DEVICE, or by an installed TPU library.
+        """Return True if torch_xla is installed and PJRT_DEVICE or an installed TPU library selects a runtime.
 
         Asking torch_xla would start the runtime.
         """
@@ -90,11 +90,11 @@ class XlaDevice(Device):
         return None
 
     def device_count(self) -> int:
-        """Number of XLA devices that this process can address. Starts the runtime."""
+        """Return the number of XLA devices that this process can address. Starts the runtime."""
         return int(_import("torch_xla.runtime").addressable_runtime_device_count()) if self.is_available() else 0
 
     def device(self, local_rank: int) -> torch.device:
-        """The XLA device that the runtime assigned to this process."""
+        """Return the XLA device that the runtime assigned to this process."""
         return self.current()
 
     def set_current(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class XlaDevice(Device):
         return device
 
     def local_rank(self, launched: int) -> int:
-        """The number that the runtime gave this process: torch_xla starts processes without a launcher's variables."""
+        """Return the number that the runtime gave this process: torch_xla sets no launcher's variables."""
         return 0 if self._is_alone() else int(_import("torch_xla.runtime").local_ordinal())
 
     def _is_alone(self) -> bool:
@@ -136,7 +136,7 @@ class XlaDevice(Device):
             self.module.set_rng_state(seed)
 
     def batch_cutter(self) -> Callable[[], None]:
-        """Runs what was recorded since the last batch, unless that was done within the batch, as optimizers do."""
+        """Run what was recorded since the last batch, unless that was done within the batch, as optimizers do."""
         cuts = partial(_import("torch_xla.debug.metrics").counter_value, "MarkStep")
         last = cuts()
 
@@ -153,7 +153,7 @@ class XlaDevice(Device):
         _import("torch_xla").sync()
 
     def compilations(self) -> int:
-        """How many graphs this process has compiled."""
+        """Return how many graphs this process has compiled."""
         return int(_import("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0)
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
@@ -168,7 +168,7 @@ class XlaDevice(Device):
         """Do nothing: XLA plans memory when it compiles."""
 
     def memory_allocated(self, index: int = 0) -> int:
-        """Bytes in use on the device, by all processes that share it."""
+        """Return bytes in use on the device, by all processes that share it."""
         free, total = self._memory_info(index)
         return total - free
 
@@ -185,7 +185,7 @@ class XlaDevice(Device):
         self.module.set_rng_state(seed)
 
     def get_rng_state(self) -> torch.Tensor:
-        """The state, an unsigned integer of 64 bits in XLA, as an int64 tensor with one element."""
+        """Return the state, an unsigned integer of 64 bits in XLA, as an int64 tensor with one element."""
         self.start()
         # What was recorded draws its numbers from the present state; that of the next graph follows from it.
         self.run()
@@ -199,7 +199,7 @@ class XlaDevice(Device):
 
 
 def _has_tpu_library() -> bool:
-    """Whether libtpu is there without its package: images for TPUs have it among the system's libraries."""
+    """Return True if libtpu is there without its package: images for TPUs have it among the system's libraries."""
     named = (os.environ.get(name) for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH"))
     return any(path and os.path.exists(path) for path in (*named, "/lib/libtpu.so", "/usr/lib/libtpu.so"))
 

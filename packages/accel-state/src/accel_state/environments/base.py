@@ -25,18 +25,18 @@ class Variables:
         return self.text(name) is not None
 
     def text(self, name: str) -> str | None:
-        """The value, or None if the variable is unset or empty."""
+        """Return the value, or None if the variable is unset or empty."""
         return (read_str(name, environ=self._environ) or "").strip() or None
 
     def integer(self, name: str, minimum: int = 0) -> int | None:
-        """The value as an integer of at least ``minimum``, or None if the variable is unset or empty."""
+        """Return the value as an integer of at least ``minimum``; it is required where ``because`` is set."""
         value = read_int(name, self._environ)
         if value is not None and value < minimum:
             raise ConfigurationError(f"{name}={value} must be at least {minimum}. Correct the variable, or unset it.")
         return value
 
     def required(self, name: str, because: str, minimum: int = 0) -> int:
-        """The value as an integer of at least ``minimum``, which must be set because the variable ``because`` is."""
+        """Return the value as an integer of at least ``minimum``; it is required where ``because`` is set."""
         value = self.integer(name, minimum)
         if value is None:
             raise ConfigurationError(
@@ -45,7 +45,7 @@ class Variables:
         return value
 
     def first(self, *names: str) -> str | None:
-        """The first of the names that is set."""
+        """Return the first of the names that is set."""
         return next((name for name in names if name in self), None)
 
 

@@ -35,7 +35,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
-    """The environment of this process.
+    """Return the environment of this process.
 
     Args:
         environ: the variables; by default those of this process.

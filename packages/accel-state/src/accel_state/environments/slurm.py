@@ -37,7 +37,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def find_address(node: str) -> str:
-    """The address of a node: its name if that can be resolved, else SLURM's NodeAddr, else its name."""
+    """Return the address of a node: its name if that can be resolved, else SLURM's NodeAddr, else its name."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -145,7 +145,7 @@ class Allocation:
 
     @classmethod
     def read(cls, variables: Variables) -> Allocation | None:
-        """The allocation of this process; None outside SLURM."""
+        """Return the allocation of this process; None outside SLURM."""
         job, hosts = variables.text("SLURM_JOB_ID"), variables.text("SLURM_JOB_NODELIST")
         if job is None or hosts is None:
             return None
@@ -161,7 +161,7 @@ def _even_tasks(variables: Variables) -> int | None:
 
 
 def in_step(variables: Variables) -> bool:
-    """Whether srun started this process as a task of a step."""
+    """Return True if srun started this process as a task of a step."""
     if "SLURM_STEP_NUM_TASKS" not in variables or "SLURM_PROCID" not in variables:
         return False
     step = variables.integer("SLURM_STEP_ID")
@@ -169,7 +169,7 @@ def in_step(variables: Variables) -> bool:
 
 
 def _local_world_size(variables: Variables, node_rank: int, nodes: int) -> int:
-    """Number of tasks on a node, from SLURM_STEP_TASKS_PER_NODE: ``"2(x3),1"`` means 2, 2, 2, 1."""
+    """Return the number of tasks on a node, from SLURM_STEP_TASKS_PER_NODE: ``"2(x3),1"`` means 2, 2, 2, 1."""
     text = variables.text("SLURM_STEP_TASKS_PER_NODE")
     counts: list[int] = []
     for part in (text or "").split(","):

@@ -240,7 +240,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Size:
-    """The shape of a tensor that only one rank has; all others pass None.
+    """Return the shape of a tensor that only one rank has; all others pass None.
 
     Raises:
         ValueError: no rank has a tensor.

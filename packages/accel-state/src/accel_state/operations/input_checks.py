@@ -82,7 +82,7 @@ def check_inputs(operation: str, data: Any, collectives: Collectives, options: s
 def exchange_lengths(
     operation: str, data: Any, lengths: Sequence[int], collectives: Collectives, ignored_dim: int | None = None
 ) -> list[list[int]]:
-    """The lengths of every rank's tensors; compares the inputs in the same message.
+    """Return the lengths of every rank's tensors; compares the inputs in the same message.
 
     Args:
         operation: name of the caller, for the error.
@@ -98,7 +98,10 @@ def exchange_lengths(
 
 
 def call_of(operation: str, data: Any, ignored_dim: int | None) -> Call:
-    """What ranks with tensors of different lengths must have in common; arguments as for :func:`exchange_lengths`."""
+    """Return what ranks with tensors of different lengths must have in common.
+
+    Arguments as for :func:`exchange_lengths`.
+    """
 
     def describe(tensor: torch.Tensor) -> str:
         if tensor.is_nested:
@@ -130,7 +133,7 @@ def _call(operation: str, data: Any, describe: Callable[[torch.Tensor], str], op
 
 
 def _places(data: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its place in nested data, such as ``['labels'][0]``, in the order of ``leaves``."""
+    """Yield every tensor with its place in nested data, such as ``['labels'][0]``, in the order of ``leaves``."""
     if isinstance(data, torch.Tensor):
         yield place, data
     elif isinstance(data, (tuple, list)):

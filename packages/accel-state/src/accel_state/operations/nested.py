@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether the object is a tensor."""
+    """Return True if the object is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
@@ -31,7 +31,7 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether the object is a :class:`TensorInformation`."""
+    """Return True if the object is a :class:`TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -133,14 +133,14 @@ def _is_number_or_array(item: Any) -> bool:
 
 
 def leaves(data: Any, test_type: Callable[[Any], bool] = is_torch_tensor) -> list[Any]:
-    """Every matching leaf, in the order in which :func:`recursively_apply` visits them."""
+    """Return every matching leaf, in the order in which :func:`recursively_apply` visits them."""
     matches: list[Any] = []
     recursively_apply(matches.append, data, test_type=test_type)
     return matches
 
 
 def replace_leaves(data: Any, values: Iterable[Any], test_type: Callable[[Any], bool] = is_torch_tensor) -> Any:
-    """Data of the same structure with its matching leaves replaced by ``values``, in the order of :func:`leaves`."""
+    """Return ``data`` with its matching leaves replaced by ``values``, in the order of :func:`leaves`."""
     iterator: Iterator[Any] = iter(values)
     return recursively_apply(lambda _: next(iterator), data, test_type=test_type)
 
@@ -175,12 +175,12 @@ def send_to_device(
 
 
 def get_data_structure(data: Any) -> Any:
-    """The structure of nested data, with each tensor replaced by its :class:`TensorInformation`."""
+    """Return the structure of nested data, with each tensor replaced by its :class:`TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The structure of nested data, with each tensor replaced by its shape as a list."""
+    """Return the structure of nested data, with each tensor replaced by its shape as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
@@ -192,7 +192,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """The size of the first dimension of the first tensor in nested data.
+    """Return the size of the first dimension of the first tensor in nested data.
 
     Raises:
         ValueError: the data is empty, or its first tensor is 0-dimensional.
@@ -216,7 +216,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in nested data, or None."""
+    """Return the device of the first tensor in nested data, or None."""
     tensors = leaves(data)
     return tensors[0].device if tensors else None
 

@@ -60,7 +60,7 @@ def gather_ragged(
 
 
 def _lengths_in_header(call: Call, lengths: list[int], collectives: Collectives, due: bool) -> list[list[int]]:
-    """The lengths of every rank, from a message of their own."""
+    """Return the lengths of every rank, from a message of their own."""
     schedule = collectives.schedule
     if schedule is None or not due:
         return collectives.exchange_header(call, lengths)
@@ -73,7 +73,7 @@ def _lengths_in_header(call: Call, lengths: list[int], collectives: Collectives,
 def _together(
     call: Call, tensors: Sequence[torch.Tensor], lengths: list[int], known: list[int], collectives: Collectives
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The lengths of every rank, and what of its tensors fits into the lengths that are known."""
+    """Return the lengths of every rank, and what of its tensors fits into the lengths that are known."""
     header = torch.tensor([call.digest, *lengths], dtype=torch.int64)
     fitting = [tensor[:fits] if tensor.ndim else tensor for tensor, fits in zip(tensors, known, strict=True)]
     headers, *gathered = collectives.all_gather_many([header, *_padded(fitting, known)])
@@ -83,12 +83,12 @@ def _together(
 
 
 def _next_length(longest: int, known: int) -> int:
-    """The length to make room for: enough for the latest calls, and at most twice what this one needed."""
+    """Return the length to make room for: enough for the latest calls, and at most twice what this one needed."""
     return max(longest, known) if known <= 2 * longest else longest
 
 
 def _padded(tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors with zeros up to these lengths."""
+    """Return the tensors with zeros up to these lengths."""
     padded = []
     for tensor, length in zip(tensors, lengths, strict=True):
         if tensor.ndim and tensor.shape[0] < length:

@@ -40,7 +40,7 @@ class ConfigFile:
     notes: tuple[str, ...] = ()  # messages to the user about keys of other versions of this format
 
     def entry(self, key: str) -> Entry | None:
-        """The entry of a key, or None."""
+        """Return the entry of a key, or None."""
         return self.entries.get(key)
 
     @classmethod
@@ -96,17 +96,17 @@ def _read_text(path: Path) -> str:
 
 
 def default_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The directory of the default file: accel in HF_HOME, XDG_CACHE_HOME/huggingface or ~/.cache/huggingface."""
+    """Return the default file's directory: accel in HF_HOME, XDG_CACHE_HOME/huggingface or ~/.cache/huggingface."""
     return _home(environ) / DIRECTORY
 
 
 def default_path(environ: Mapping[str, str] | None = None) -> Path:
-    """The path that a default file is written to."""
+    """Return the path that a default file is written to."""
     return default_folder(environ) / FILE_NAMES[0]
 
 
 def find_default(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The existing default file, else the one of Hugging Face Accelerate, else None."""
+    """Return the existing default file, else the one of Hugging Face Accelerate, else None."""
     directories = (_home(environ) / DIRECTORY, _home(environ) / REFERENCE_DIRECTORY)
     return next((path for parent in directories for name in FILE_NAMES if os.path.isfile(path := parent / name)), None)
 
@@ -144,7 +144,7 @@ def _collect(yaml: Any, root: Any, path: Path) -> dict[str, Entry]:
 
 
 def _count_values(yaml: Any, node: Any, counted: dict[int, int]) -> int:
-    """How many values a node stands for, with every alias replaced by what it refers to."""
+    """Return how many values a node stands for, with every alias replaced by what it refers to."""
     if id(node) not in counted:
         counted[id(node)] = _MAX_VALUES + 1  # for a node that contains itself
         parts: list[Any] = []

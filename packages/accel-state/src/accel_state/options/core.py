@@ -68,7 +68,7 @@ class CoreOptions(OptionGroup):
         minimum=0,
         exported=True,
         metavar="SECONDS",
-        help="Print what every rank is doing once a rank has been in one collective for so long. 0: never.",
+        help="Print what every rank is doing once a rank has been in one collective this long. 0: never.",
     )
     monitor: bool = option(
         False,

@@ -197,7 +197,7 @@ class Option(ValueSpec):
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
+        """True if it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
         return self.kind is bool and self.alone
 
     @property
@@ -213,7 +213,7 @@ class Option(ValueSpec):
             raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
 
     def accepts(self, text: str) -> bool:
-        """Whether a text is an allowed value."""
+        """Return True if a text is an allowed value."""
         try:
             self.convert(text)
         except ValueError:
@@ -221,7 +221,7 @@ class Option(ValueSpec):
         return True
 
     def shown(self, value: Any) -> str:
-        """The text of a value for display; a secret is hidden."""
+        """Return the text of a value for display; a secret is hidden."""
         return "(hidden)" if self.secret else self.format(value)
 
 
@@ -312,18 +312,18 @@ class OptionGroup:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """The declarations, in order."""
+        """Return the declarations, in order."""
         return tuple(cls._declared.values())
 
     @classmethod
     def switch(cls) -> str:
-        """The command line that enables the group ("--use_fsdp"), for messages."""
+        """Return the command line that enables the group ("--use_fsdp"), for messages."""
         name, value = cls.enabled_by or ("", None)
         return f"--{name}" if value is True else f"--{name} {value}"
 
     @classmethod
     def declaration(cls, field: str) -> Option:
-        """The declaration of one field: its choices, default, variable and help, for a plugin with the same setting."""
+        """Return a field's declaration: choices, default, variable and help, for a plugin with the same setting."""
         return cls._declared[field]
 
     @classmethod
@@ -389,7 +389,7 @@ def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
 
 
 def describe(opt: Option) -> str:
-    """The end of the help text: choices that are too long for the metavar, the default, the variable and the key."""
+    """Return the end of the help text: choices too long for the metavar, the default, the variable and the key."""
     notes = []
     if opt.choices and len(opt.choices) >= 6:
         notes.append("one of " + ", ".join(opt.choices))
@@ -403,13 +403,13 @@ def describe(opt: Option) -> str:
 
 
 def read_variable(opt: Option, environ: Mapping[str, str] | None = None) -> Any:
-    """The option's value from its variable; None if the option has none, or it is unset or empty."""
+    """Return the option's value from its variable; None if the option has none, or it is unset or empty."""
     name = set_variable(opt, environ)
     return None if name is None else opt.parse(read_str(name, environ=environ), f"environment variable {name}")
 
 
 def set_variable(opt: Option, environ: Mapping[str, str] | None = None) -> str | None:
-    """The name of the variable that sets the option; None if there is none, or it is empty."""
+    """Return the name of the variable that sets the option; None if there is none, or it is empty."""
     for name in (opt.env, *opt.other_envs):
         if name and read_str(name, environ=environ) is not None:
             return name
@@ -417,7 +417,7 @@ def set_variable(opt: Option, environ: Mapping[str, str] | None = None) -> str |
 
 
 def look_up(mapping: Mapping[str, Any], key: str | None) -> Any:
-    """The value at a key of nested mappings, which may be ``section.key``; None if there is none."""
+    """Return the value at a key of nested mappings, which may be ``section.key``; None if there is none."""
     value: Any = mapping
     for part in key.split(".") if key else ():
         if not isinstance(value, Mapping):

@@ -175,7 +175,7 @@ def check_deepspeed_file(settings: Resolution, must_exist: bool = True) -> None:
 
 
 def both_set(pairs: Mapping[str, str]) -> ConfigurationError:
-    """The error for options that the DeepSpeed configuration file sets too, with both places of each."""
+    """Return the error for options that the DeepSpeed configuration file sets too, with both places of each."""
     return ConfigurationError(
         f"When using `deepspeed_config_file`, the following accel config variables will be ignored: {list(pairs)}. "
         "Please specify them appropriately in the DeepSpeed config file. If you are using an accel config file, remove "

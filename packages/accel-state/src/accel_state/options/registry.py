@@ -36,5 +36,5 @@ OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
 
 @functools.cache
 def load_groups() -> tuple[type[OptionGroup], ...]:
-    """All groups."""
+    """Return all groups."""
     return tuple(map(OPTION_GROUPS.load, OPTION_GROUPS))

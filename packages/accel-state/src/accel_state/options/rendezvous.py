@@ -56,7 +56,7 @@ def parse_rendezvous(text: str) -> str:
 
 
 def parse_host(text: str) -> str:
-    """A host name or address; an IPv6 address may be in brackets."""
+    """Return a host name or address; an IPv6 address may be in brackets."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not host:
         raise ValueError(f"{text!r} is not a host; give a name or an address, or leave the option out")
@@ -127,9 +127,9 @@ class RendezvousOptions(OptionGroup):
         30.0,
         minimum=0,
         metavar="SECONDS",
-        help="Seconds after which a machine that is not heard of is given up, and the processes of all machines end, "
-        "or are restarted if --max_restarts allows it. 0: never.",
-        question="After how many seconds without a sign of life should a machine be given up (0: never)?",
+        help="Seconds after which a machine without a heartbeat is declared lost, and the processes of all machines "
+        "end, or are restarted if --max_restarts allows it. 0: never.",
+        question="After how many seconds without a sign of life should a machine be declared lost (0: never)?",
     )
     monitor_interval: float = option(
         0.1, minimum=0.001, metavar="SECONDS", help="Interval between two checks of the processes, in seconds."

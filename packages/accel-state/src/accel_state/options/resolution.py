@@ -53,26 +53,26 @@ class Resolution:
         return self.settings[name].value
 
     def is_set(self, name: str) -> bool:
-        """Whether the option was set, even if to its default value."""
+        """Return True if the option was set, even if to its default value."""
         return self.settings[name].source is not Source.DEFAULT
 
     def where(self, name: str) -> str:
-        """The option's source and value: "--num_processes 4", "num_processes: 4 in f.yaml, line 3"."""
+        """Return the option's source and value: "--num_processes 4", "num_processes: 4 in f.yaml, line 3"."""
         return self.settings[name].where
 
     def group(self, cls: type[G]) -> G:
-        """One group as an object."""
+        """Return one group as an object."""
         return cls(**{opt.field: self[opt.name] for opt in cls.options()})
 
     def is_enabled(self, cls: type[OptionGroup]) -> bool:
-        """Whether a group has an effect: the option in its ``enabled_by`` has that value."""
+        """Return True if a group has an effect: the option in its ``enabled_by`` has that value."""
         if cls.enabled_by is None:
             return True
         name, value = cls.enabled_by
         return name in self.settings and self[name] == value
 
     def environment(self) -> dict[str, str]:
-        """The variables that pass the settings to a process.
+        """Return the variables that pass the settings to a process.
 
         They contain the options that were set, and the defaults of groups that are enabled by a switch.
         """
@@ -97,7 +97,7 @@ class Resolution:
         return (*self.file_notes, *retired, *(note for note in idle if note is not None))
 
     def _idle_note(self, group: type[OptionGroup]) -> str | None:
-        """The note about flags, or keys of a file, that belong to a disabled group."""
+        """Return the note about flags, or keys of a file, that belong to a disabled group."""
         settings = [self.settings[opt.name] for opt in group.options()]
         given = [setting for setting in settings if setting.source in (Source.COMMAND_LINE, Source.CONFIG_FILE)]
         # An undecided switch, such as the precision, may still be set by the script.
@@ -107,7 +107,7 @@ class Resolution:
         return f"{given[0].where}{more} has no effect without {group.switch()}"
 
     def changed(self, *settings: Setting) -> Resolution:
-        """A copy with some settings replaced."""
+        """Return a copy with some settings replaced."""
         return replace(self, settings={**self.settings, **{setting.option.name: setting for setting in settings}})
 
 
@@ -165,7 +165,7 @@ def _resolve_option(
 
 
 def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
-    """The file's entry under the option's key, or under a key of another version; both must agree."""
+    """Return the file's entry under the option's key, or under a key of another version; both must agree."""
     entries = [entry for key in opt.keys if (entry := config.entry(key)) is not None and entry.value not in (None, "")]
     for other in entries[1:]:
         first = entries[0]
@@ -181,7 +181,7 @@ def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
 def _implied(
     setting: Setting, name: str, values: tuple[Any, ...], settings: Mapping[str, Setting], config: ConfigFile | None
 ) -> Setting:
-    """The setting that another option, or a section of the file, implies, unless the setting itself is stronger."""
+    """Return the setting that another option or a section of the file implies, unless it is stronger itself."""
     if name in settings:
         cause = settings[name]
         # Of equal strength, the cause wins: files hold `use_cpu: false` next to `distributed_type: MULTI_CPU`.

@@ -17,7 +17,7 @@ from .shared import SharedState
 
 
 def _from_partial(name: str, description: str) -> Any:
-    """An attribute of the PartialState."""
+    """Return an attribute of the PartialState."""
     return property(
         lambda self: getattr(PartialState(), name),
         lambda self, value: setattr(PartialState(), name, value),
@@ -26,7 +26,7 @@ def _from_partial(name: str, description: str) -> Any:
 
 
 def _plugin(name: str, description: str) -> Any:
-    """An entry of :attr:`AcceleratorState.plugins`; None if there is none."""
+    """Return an entry of :attr:`AcceleratorState.plugins`; None if there is none."""
 
     def set_plugin(self: AcceleratorState, plugin: Any) -> None:
         self.plugins.pop(name, None)
@@ -139,7 +139,7 @@ class AcceleratorState(ProcessControl, SharedState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP 2."""
+        """True if models are sharded by FSDP 2."""
         return getattr(self.fsdp_plugin, "fsdp_version", None) == 2
 
     @property
@@ -151,7 +151,7 @@ class AcceleratorState(ProcessControl, SharedState):
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed plugin of a name.
+        """Return the DeepSpeed plugin of a name.
 
         Raises:
             ConfigurationError: the name is unknown.

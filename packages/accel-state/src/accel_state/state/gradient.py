@@ -71,17 +71,17 @@ class GradientState(SharedState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count calls during accumulation, which do not change the learning rate."""
+        """True if schedulers count calls during accumulation, which do not change the learning rate."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the end of a loader ends the accumulation window."""
+        """True if the end of a loader ends the accumulation window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are synchronized in every micro batch."""
+        """True if gradients are synchronized in every micro batch."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -102,7 +102,7 @@ class GradientState(SharedState):
 
     @property
     def has_several_dataloaders(self) -> bool:
-        """Whether several prepared loaders are being iterated."""
+        """True if several prepared loaders are being iterated."""
         return len(self._loaders) > 1
 
     @property
@@ -116,12 +116,12 @@ class GradientState(SharedState):
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """True if a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last one of the active loader."""
+        """True if the current batch is the last one of the active loader."""
         loader = self.active_dataloader
         return False if loader is None else bool(loader.end_of_dataloader)
 

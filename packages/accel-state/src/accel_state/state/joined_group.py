@@ -53,12 +53,12 @@ class _Place:
 
 
 def is_joined() -> bool:
-    """Whether a process group exists in this process."""
+    """Return True if a process group exists in this process."""
     return dist.is_available() and dist.is_initialized()
 
 
 def environment_of_group() -> Environment:
-    """Where the processes of the default group are. Every rank must call it.
+    """Return where the processes of the default group are. Every rank must call it.
 
     The launcher's variables are used if they are complete and agree with the group. Otherwise the ranks exchange their
     host names. Ranks on a host are numbered in the order of their ranks, unless each of them has a LOCAL_RANK.
@@ -92,7 +92,7 @@ def environment_of_group() -> Environment:
 
 
 def local_rank_is_known(environment: Environment, variables: Variables | None = None) -> bool:
-    """Whether the launcher's variables say where all processes are, instead of only their ranks."""
+    """Return True if the launcher's variables say where all processes are, instead of only their ranks."""
     variables = variables or Variables()
     # LOCAL_SIZE is that of DeepSpeed's launcher, whose nodes may be on one host.
     sized = "LOCAL_WORLD_SIZE" in variables or "LOCAL_SIZE" in variables
@@ -100,7 +100,7 @@ def local_rank_is_known(environment: Environment, variables: Variables | None = 
 
 
 def _launched(variables: Variables, rank: int, world_size: int) -> Environment | None:
-    """What the launcher's variables say, if it agrees with the group."""
+    """Return what the launcher's variables say, if it agrees with the group."""
     try:
         environment = detect()
     except ConfigurationError as error:
@@ -141,7 +141,7 @@ def _local_rank(variables: Variables, launched: Environment | None, rank: int) -
 
 
 def _host() -> str:
-    """The host name, and the boot id: clones of a machine may have the same name."""
+    """Return the host name, and the boot id: clones of a machine may have the same name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     try:
         boot = boot_id.read_text().strip()
@@ -193,7 +193,7 @@ def _address(variables: Variables) -> tuple[str | None, int | None]:
 
 
 def _locate(places: list[_Place], rank: int, address: tuple[str | None, int | None]) -> Environment:
-    """The environment of a rank, given the place of each."""
+    """Return the environment of a rank, given the place of each."""
     hosts = list(dict.fromkeys(place.host for place in places))
     host = places[rank].host
     here = [other for other, place in enumerate(places) if place.host == host]

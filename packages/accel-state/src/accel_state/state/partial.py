@@ -144,7 +144,7 @@ class PartialState(ProcessControl, SharedState):
         self.distributed_type = backend.distributed_type if self.num_processes > 1 else backend.single_type
 
     def _locate(self, backend: Device, kwargs: dict[str, Any]) -> Environment:
-        """The ranks of this process; before its device is chosen, which depends on the local rank."""
+        """Return the ranks of this process; before its device is chosen, which depends on the local rank."""
         if backend.collectives != "torch":
             return environments.detect()
         if not is_joined():
@@ -206,7 +206,9 @@ class PartialState(ProcessControl, SharedState):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """The communication backend and the type of a distributed run here; libraries read them before they start one.
+        """Return the communication backend and the type of a distributed run here.
+
+        Libraries read them before they start one.
 
         Raises:
             ConfigurationError: SageMaker's own data parallelism was asked for, which needs its library.
@@ -220,7 +222,7 @@ class PartialState(ProcessControl, SharedState):
 
     @property
     def has_reconnected(self) -> bool:
-        """Whether the process group is not the first one: what a library keeps of the first one cannot be used."""
+        """True if the process group is not the first one: what a library keeps of the first one cannot be used."""
         return self._times_destroyed > 0
 
     @property
@@ -264,7 +266,7 @@ class PartialState(ProcessControl, SharedState):
         if self._store is None or is_joined():
             return
         self._times_destroyed += 1
-        # The keys of the groups before are still in the store, with addresses where nobody listens.
+        # The keys of the groups before are still in the store, with addresses where nothing listens.
         store = dist.PrefixStore(f"accel_{self._times_destroyed}", self._store)
         options = {name: value for name, value in kwargs.items() if name != "init_method"}
         _init_process_group(self.environment, {**options, "store": store}, self.device_backend, self.device)
@@ -299,7 +301,7 @@ def _bound_device() -> torch.device | None:
 
 
 def _backend_of_group(device: torch.device) -> tuple[str, torch.device]:
-    """The name of the group's backend, and the device whose tensors it moves."""
+    """Return the name of the group's backend, and the device whose tensors it moves."""
     name: str = dist.get_backend()
     if name == "undefined":
         # A group made without a backend has one for each type of device.
@@ -337,7 +339,7 @@ def _init_process_group(
 
 
 def _init_method(environment: Environment) -> str:
-    """The rendezvous address, for launchers that do not set torch's variables."""
+    """Return the rendezvous address, for launchers that do not set torch's variables."""
     if environment.main_address is None or environment.main_port is None:
         raise ConfigurationError(
             f"{environment.name} started {environment.world_size} processes, but the address of rank 0 is unknown. Set "
@@ -347,13 +349,16 @@ def _init_method(environment: Environment) -> str:
 
 
 def _serves_loopback(environment: Environment) -> bool:
-    """Whether rank 0 serves the store of processes that are all on this machine. Launchers like torchrun serve it."""
+    """Return True if rank 0 serves the store of processes that are all on this machine.
+
+    Launchers like torchrun serve it.
+    """
     served = env.parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE")
     return not served and is_loopback(str(environment.main_address))
 
 
 def _loopback_store(environment: Environment, timeout: timedelta | None) -> dist.Store:
-    """The store of these processes. torch's own would listen at all addresses of this machine."""
+    """Return the store of these processes. torch's own would listen at all addresses of this machine."""
     host, port = str(environment.main_address), int(environment.main_port or 0)
     timeout = timeout or _STORE_TIMEOUT
     if environment.rank == 0:

@@ -25,7 +25,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def skipped(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function with the same name and docstring that does nothing."""
+    """Return a function with the same name and docstring that does nothing."""
 
     @wraps(function)
     def skip(*args: Any, **kwargs: Any) -> None: ...
@@ -53,22 +53,22 @@ class ProcessControl:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self.process_index == 0 and not self.stands_by
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is local rank 0, the first process of its node."""
+        """True if this is local rank 0, the first process of its node."""
         return self.local_process_index == 0 and not self.stands_by
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """True if this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
     @overload
@@ -76,7 +76,7 @@ class ProcessControl:
     @overload
     def on_main_process(self, function: None = None) -> RunsOnSome: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorator: run the function on rank 0 only; elsewhere it returns None."""
+        """Run the decorated function on rank 0 only; elsewhere it returns None."""
         return self._only_if(self.is_main_process, function)
 
     @overload
@@ -84,11 +84,11 @@ class ProcessControl:
     @overload
     def on_local_main_process(self, function: None = None) -> RunsOnSome: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorator: run the function on the first process of each node only; elsewhere it returns None."""
+        """Run the decorated function on the first process of each node only; elsewhere it returns None."""
         return self._only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """Decorator: run the function on the highest rank only; elsewhere it returns None."""
+        """Run the decorated function on the highest rank only; elsewhere it returns None."""
         decorated: Callable[P, T | None] = self._only_if(self.is_last_process, function)
         return decorated
 
@@ -97,7 +97,7 @@ class ProcessControl:
     @overload
     def on_process(self, function: None = None, process_index: int | None = None) -> RunsOnSome: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on one rank only; elsewhere it returns None.
+        """Run the decorated function on one rank only; elsewhere it returns None.
 
         Args:
             function: the function to decorate; None to pass the rank first: ``@on_process(process_index=1)``.
@@ -121,7 +121,7 @@ class ProcessControl:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: run the function on one local rank of each node only; elsewhere it returns None."""
+        """Run the decorated function on one local rank of each node only; elsewhere it returns None."""
         _check_index("local_process_index", local_process_index, self.num_processes)
         return self._only_if(self.local_process_index == local_process_index, function)
 

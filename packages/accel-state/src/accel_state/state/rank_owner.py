@@ -26,7 +26,7 @@ def release_rank() -> None:
 
 
 def owner_of_rank(environment: Environment) -> int | None:
-    """The process id of the process that has this rank, if that is not this one; None without such a process."""
+    """Return the process id of the process that has this rank, if that is not this one; None without such a process."""
     pid, _, identity = (read_str(OWNER_VARIABLE) or "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or identity != _identity(environment):
         return None

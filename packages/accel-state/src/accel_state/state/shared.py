@@ -22,7 +22,7 @@ class _SharedStateType(type):
 
     @_shared_state.setter
     def _shared_state(cls, attributes: dict[str, Any]) -> None:
-        # Scripts set it to {} to start anew; instances that exist keep what they have.
+        # Scripts set it to {} to start over; instances that exist keep what they have.
         setattr(context.current(), cls._slot, attributes)  # type: ignore[attr-defined]
 
 
@@ -46,7 +46,7 @@ class SharedState(metaclass=_SharedStateType):
 
     @property
     def initialized(self) -> bool:
-        """Whether the shared attributes have been set."""
+        """True if the shared attributes have been set."""
         return bool(self.__dict__)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ class _S3:
 
 @contextmanager
 def transfer(system: Any) -> Iterator[_FileSystem | _S3]:
-    """What sends and fetches files, from several threads.
+    """Yield what sends and fetches files, from several threads.
 
     Args:
         system: the file system of fsspec.
@@ -68,7 +68,7 @@ def transfer(system: Any) -> Iterator[_FileSystem | _S3]:
 
 
 def _client_for(system: Any) -> Any:
-    """A client of botocore, made once; None where only fsspec can transfer."""
+    """Return a client of botocore, made once; None where only fsspec can transfer."""
     global _client
     if not hasattr(system, "call_s3") or set(system.storage_options) - _KNOWN_OPTIONS:
         return None

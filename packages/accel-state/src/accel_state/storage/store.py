@@ -33,7 +33,7 @@ _TRANSFERS = 8  # files at once; each is sent in parts at once
 # Errors that another attempt does not change.
 _FINAL = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, ValueError,
           TypeError, NotImplementedError, ImportError)  # fmt: skip
-# Of a store that does not answer; seconds. The libraries of stores wait longer, or for ever.
+# Of a store that does not answer; seconds. The libraries of stores wait longer, or forever.
 _TIMEOUTS: Mapping[str, Mapping[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
     "sftp": {"timeout": 10},
@@ -41,7 +41,7 @@ _TIMEOUTS: Mapping[str, Mapping[str, Any]] = {
 }
 _SFTP_SECONDS = 60
 
-# These have one connection for all threads, and wait for ever if two of them use it at the same time.
+# These have one connection for all threads, and wait forever if two of them use it at the same time.
 _ONE_CONNECTION = threading.Lock()
 _WITH_ONE_CONNECTION = {"sftp", "ssh", "ftp"}
 # In these, a directory is a part of a file's name, and what is missing is the bucket.
@@ -64,7 +64,7 @@ class StoreError(AccelError, RuntimeError):
 
 
 def _failed(what: str, place: RemotePath, path: str, error: BaseException, attempts: int) -> StoreError:
-    """The error of an operation; credentials in the store's own message are hidden."""
+    """Return the error of an operation; credentials in the store's own message are hidden."""
     tried = f" ({attempts} attempts)" if attempts > 1 else ""
     where = f"{place}/{path}" if path else str(place)
     advice = "An older checkpoint there is unchanged."
@@ -137,7 +137,7 @@ class Store:
         raise AssertionError
 
     def read(self, path: str) -> bytes | None:
-        """The contents of a file; None if there is none."""
+        """Return the contents of a file; None if there is none."""
         try:
             return bytes(self._call("reading", path, lambda: self._fs.cat_file(self._at(path))))
         except FileNotFoundError:
@@ -220,7 +220,7 @@ class Store:
             raise _failed("writing", self.place, path, error, 1) from error
 
     def _version(self, path: str) -> str | None:
-        """What tells the versions of a file apart ("" where the store has none); None if there is no file."""
+        """Return what tells the versions of a file apart ("" where the store has none); None if there is no file."""
 
         def version() -> str:
             self._fs.invalidate_cache()
@@ -253,7 +253,7 @@ class Store:
         self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
 
     def _compares(self, probe: str) -> bool:
-        """Whether an S3 server honours conditions: some ignore them, and old clients do not send them."""
+        """Return True if an S3 server honours conditions: some ignore them, and old clients do not send them."""
         where = f"{self._fs.s3.meta.endpoint_url} {self._root.partition('/')[0]}"
         if where not in _comparing:
             at = self._at(probe)
@@ -309,7 +309,7 @@ class Store:
                     future.cancel()
 
     def files(self, path: str = "") -> list[Entry]:
-        """All files below a directory."""
+        """Return all files below a directory."""
         root = self._at(path)
 
         def find() -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Store:
         return entries
 
     def names(self, path: str = "") -> list[str]:
-        """The names in a directory."""
+        """Return the names in a directory."""
 
         def listing() -> list[str]:
             self._fs.invalidate_cache()
@@ -385,7 +385,7 @@ class Store:
         """Abort multi-part uploads that killed processes have begun, which are stored and cost money.
 
         Args:
-            is_dead: whether nobody continues the upload of a path below this place.
+            is_dead: whether no process continues the upload of a path below this place.
 
         Returns:
             How many there were. Stores other than S3 drop such uploads themselves after some days.
@@ -422,7 +422,7 @@ class Store:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a store has refused, rather than failed."""
+    """Return True if a store has refused, rather than failed."""
     status = _status(error)
     if status:
         return 400 <= status < 500 and status not in (408, 409, 429)
@@ -431,7 +431,7 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an S3 server has answered with; 0 if it has not."""
+    """Return the status of HTTP that an S3 server has answered with; 0 if it has not."""
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
@@ -446,12 +446,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def owner() -> str:
-    """This process, so that another one on the machine can tell whether it still runs."""
+    """Return this process, so that another one on the machine can tell whether it still runs."""
     return f"{_machine()}:{os.getpid()}:{_start_time(os.getpid())}"
 
 
 def is_gone(name: str) -> bool | None:
-    """Whether the process of an owner's name has ended; None if it runs, or ran, on another machine."""
+    """Return True if the process of an owner's name has ended; None if it runs, or ran, on another machine."""
     host, _, rest = name.partition(":")
     number, _, started = rest.partition(":")
     if host != _machine() or not number.isdigit():
@@ -460,7 +460,7 @@ def is_gone(name: str) -> bool | None:
 
 
 def _machine() -> str:
-    """The machine, or the container on it that has process numbers of its own."""
+    """Return the machine, or the container on it that has process numbers of its own."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:

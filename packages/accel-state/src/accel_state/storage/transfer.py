@@ -24,7 +24,7 @@ _copies: dict[tuple[str, tuple[str, ...] | None], Path] = {}
 
 @contextmanager
 def written_directory(place: Location, is_stale: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
-    """A directory to write into, whose files are sent when the block has ended without an error.
+    """Yield a directory to write into; its files are sent when the block ends without an error.
 
     Args:
         place: the directory itself, which is made, or a place in a store.

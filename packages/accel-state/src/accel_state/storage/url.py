@@ -82,6 +82,6 @@ Location = Path | RemotePath
 
 
 def is_url(value: Any) -> bool:
-    """Whether a path is a URL of a store."""
+    """Return True if a path is a URL of a store."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     return isinstance(text, str) and _URL.fullmatch(text) is not None

@@ -40,7 +40,7 @@ class TensorBoardTracker(SdkTracker):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether TensorBoard or tensorboardX is installed."""
+        """Return True if TensorBoard or tensorboardX is installed."""
         return is_package_available("tensorboard") or is_package_available("tensorboardX")
 
     @property

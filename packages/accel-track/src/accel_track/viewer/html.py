@@ -56,7 +56,7 @@ def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, pattern
 
 
 def _short_names(names: Sequence[str]) -> dict[str, str]:
-    """Names without the project, where that leaves them distinct."""
+    """Return the names without the project, where that leaves them distinct."""
     short = [name.rpartition("/")[2] for name in names]
     return {name: end if short.count(end) == 1 else name for name, end in zip(names, short, strict=True)}
 
@@ -64,7 +64,7 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
 def _rows(
     runs: Sequence[Run], colors: Mapping[str, int], names: Mapping[str, str], patterns: Sequence[str]
 ) -> tuple[dict[str, str], list[dict[str, Cell]]]:
-    """The columns, by key, and the rows of the table: settings that differ, last values, and facts."""
+    """Return the columns, by key, and the rows of the table: settings that differ, last values, and facts."""
     configs = [_flat(run.facts.get("config")) for run in runs]
     differing = []
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -100,7 +100,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested configuration, with keys joined by dots."""
+    """Return a nested configuration, with keys joined by dots."""
     if not isinstance(config, dict):
         return {}
     flat: dict[str, Any] = {}

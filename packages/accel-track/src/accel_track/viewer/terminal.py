@@ -23,7 +23,7 @@ class Chart:
 
     @property
     def is_point(self) -> bool:
-        """Whether all finite values are at one step."""
+        """True if all finite values are at one step."""
         return len({step for curve in self.curves.values() for step, value in curve if math.isfinite(value)}) == 1
 
     def limits(self) -> tuple[float, float, float, float]:
@@ -47,7 +47,7 @@ def fraction(value: float, low: float, high: float) -> float:
 
 
 def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.0) -> list[Chart]:
-    """A chart for every metric that matches a shell pattern, smoothed with ``weight``, in the order of first values."""
+    """Return a chart per metric that matches a shell pattern, smoothed with ``weight``, by first values."""
     series = {run.name: run.series() for run in runs}
     names = list(dict.fromkeys(name for metrics in series.values() for name in metrics))
     selected = [name for name in names if matches(name, patterns)]
@@ -75,7 +75,7 @@ def smooth(points: Points, weight: float) -> Points:
 
 
 def text_of(number: float) -> str:
-    """A number with four significant digits."""
+    """Return a number with four significant digits."""
     return f"{number:.4g}"
 
 
@@ -92,7 +92,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
-    """A chart as lines of text."""
+    """Return a chart as lines of text."""
     first, last, low, high = chart.limits()
     labels = [text_of(high), *[""] * (height - 2), text_of(low)]
     margin = max(map(len, labels)) + 1
@@ -118,7 +118,7 @@ def draw(chart: Chart, width: int, height: int, braille: bool) -> str:
 def _pixels(
     points: list[tuple[float, float]], limits: tuple[float, float, float, float], wide: int, tall: int
 ) -> set[tuple[int, int]]:
-    """The cells (x, y) that a curve passes through, counted from the upper left."""
+    """Return the cells (x, y) that a curve passes through, counted from the upper left."""
     first, last, low, high = limits
     pixels: set[tuple[int, int]] = set()
     before: tuple[int, int] | None = None

@@ -27,7 +27,7 @@ _WINDOW_FIELDS = ("divisor", "position", "by_items", "items", "normaliser")
 
 
 def capture(accumulation: Accumulation, loaders: Sequence[Any], models: Sequence[nn.Module]) -> dict[str, Any] | None:
-    """The open windows and their gradients, as tensors and plain values; None if there is nothing to save."""
+    """Return the open windows and their gradients, as tensors and plain values; None if there is nothing to save."""
     windows = []
     for loader, window in _open_windows(accumulation, loaders):
         indices = [i for i, model in enumerate(models) if any(model is other for other in window.models)]
@@ -71,14 +71,14 @@ def _open_windows(accumulation: Accumulation, loaders: Sequence[Any]) -> list[tu
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether a parameter and its gradient are ordinary tensors, which are complete on this rank."""
+    """Return True if a parameter and its gradient are ordinary tensors, which are complete on this rank."""
     gradient = parameter.grad
     plain = type(parameter) in (nn.Parameter, torch.Tensor) and type(parameter.data) is torch.Tensor
     return plain and (gradient is None or (gradient.layout is torch.strided and gradient.shape == parameter.shape))
 
 
 def combine(saved: Sequence[dict[str, Any]], num_processes: int) -> dict[str, Any]:
-    """The share that each of ``num_processes`` ranks takes of the windows of all ranks that saved."""
+    """Return the share that each of ``num_processes`` ranks takes of the windows of all ranks that saved."""
     windows = [dict(window) for window in saved[0]["windows"]]
     # Ranks that shared their samples had the same items.
     before = saved[0].get("averaging_ranks", len(saved))

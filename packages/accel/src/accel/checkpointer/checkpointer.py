@@ -132,13 +132,13 @@ class Checkpointer:
         return writer.target
 
     def count_save(self, output_dir: str | os.PathLike[str] | None) -> Location:
-        """The path of a state that another process saves."""
+        """Return the path of a state that another process saves."""
         target = self._target(output_dir)
         self.project.iteration += 1
         return target
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Location:
-        """The path of the next state; raises ConfigurationError for settings that no state can be saved with."""
+        """Return the path of the next state; raises ConfigurationError for settings that no state can be saved with."""
         project = self.project
         if self._strategy.shards_parameters or self._strategy.uses_engine:
             weights_io.refuse_each_node(self._process, project.save_on_each_node)
@@ -170,7 +170,7 @@ class Checkpointer:
 
     @property
     def _is_writer(self) -> bool:
-        """Whether this process writes what is common to all ranks (of its node, with ``save_on_each_node``)."""
+        """True if this process writes what is common to all ranks (of its node, with ``save_on_each_node``)."""
         process = self._process
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
@@ -228,7 +228,7 @@ class Checkpointer:
         }
 
     def _upload(self) -> Uploader:
-        """What copies checkpoints into a store, on the process that writes."""
+        """Return what copies checkpoints into a store, on the process that writes."""
         project = self.project
         if self._uploader is None:
             assert project.upload_to is not None
@@ -237,7 +237,7 @@ class Checkpointer:
         return self._uploader
 
     def _copy_of(self, target: Location) -> RemotePath | None:
-        """The place of a checkpoint's copy: under the same name as in the project directory."""
+        """Return the place of a checkpoint's copy: under the same name as in the project directory."""
         project = self.project
         if project.upload_to is None:
             return None
@@ -443,7 +443,10 @@ class Checkpointer:
         reader.restore_rng(reader.own)
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> tuple[Location, Identity]:
-        """The path of the checkpoint to load, of the newest one on the main process only; and what this rank sees."""
+        """Return the path of the checkpoint to load, of the newest one on the main process only.
+
+        And what this rank sees.
+        """
         automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
@@ -476,7 +479,7 @@ class Checkpointer:
         return newest_saved(as_location("project_dir", self.project.project_dir))
 
     def _newest_of_both(self) -> Location | None:
-        """The newest complete checkpoint of the project directory and of its copies in a store."""
+        """Return the newest complete checkpoint of the project directory and of its copies in a store."""
         assert self.project.project_dir is not None and self.project.upload_to is not None
         folder, place = Path(self.project.project_dir), RemotePath(self.project.upload_to)
         if self.project.automatic_checkpoint_naming:
@@ -487,7 +490,10 @@ class Checkpointer:
         return self._newest_found
 
     def newest(self, output_dir: str | os.PathLike[str] | None) -> Location | None:
-        """The newest complete checkpoint, the same on all ranks; None if there is none. See ``Accelerator.resume``."""
+        """Return the newest complete checkpoint, the same on all ranks; None if there is none.
+
+        See ``Accelerator.resume``.
+        """
         collectives = self._process.collectives
         with on_all_ranks(collectives, "looking for a state to resume from") as outcome:
             if self.project.automatic_checkpoint_naming:

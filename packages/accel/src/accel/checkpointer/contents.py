@@ -54,7 +54,7 @@ def collect(
     with_manifest: bool = False,
     averages: Sequence[dict[str, Any]] = (),
 ) -> list[Part]:
-    """The files of a checkpoint. Every rank must call it."""
+    """Return the files of a checkpoint. Every rank must call it."""
     parts: list[Part] = []
     for index, state_dict in enumerate(weights):
         if safe_serialization:
@@ -97,17 +97,17 @@ def collect(
 
 
 def custom_part(index: int, obj: Any) -> Part:
-    """The file of a registered object."""
+    """Return the file of a registered object."""
     return Part(custom_file(index), obj.state_dict(), f"the registered object {index} ({get_pretty_name(obj)})")
 
 
 def get_pretty_name(obj: Any) -> str:
-    """A name for an object in messages: its own, or that of its class."""
+    """Return a name for an object in messages: its own, or that of its class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def seeded_samplers(dataloaders: Sequence[Any]) -> dict[int, SeedableRandomSampler]:
-    """The samplers whose order follows from a seed and the epoch, by the index of their loader."""
+    """Return the samplers whose order follows from a seed and the epoch, by the index of their loader."""
     samplers = {index: get_sampler(loader) for index, loader in enumerate(dataloaders)}
     return {index: sampler for index, sampler in samplers.items() if isinstance(sampler, SeedableRandomSampler)}

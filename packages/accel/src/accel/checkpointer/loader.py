@@ -190,7 +190,7 @@ class StateReader(CheckpointReader):
             self._left[kind] = f"{saved - present} of {counted(saved, kind)}"
 
     def read_trackers(self, name: str) -> dict[str, Any] | None:
-        """The runs of trackers, from a file of the checkpoint; None without it."""
+        """Return the runs of trackers, from a file of the checkpoint; None without it."""
         if name not in self.names:
             return None
         try:
@@ -297,7 +297,7 @@ class StateReader(CheckpointReader):
         self._read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> list[tuple[Any, Any, Path]]:
-        """The objects of a kind, what was saved of them, and where."""
+        """Return the objects of a kind, what was saved of them, and where."""
         self.check_count(stem, len(numbered_files(self.names, stem, "bin")), len(objects))
         read = []
         for index, obj in enumerate(objects):

@@ -47,7 +47,7 @@ def _merge_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         "accel merge-weights",
         description="Merge the weights that FSDP saved with SHARDED_STATE_DICT, or a LoRA adapter into its base model.",

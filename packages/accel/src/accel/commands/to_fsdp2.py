@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
 
 
 def build_parser() -> ConfigParser:
-    """The parser."""
+    """Return the parser."""
     parser = ConfigParser(
         prog="accel to-fsdp2",
         description="Convert a configuration file from FSDP 1 to FSDP 2. Prints each change.",

@@ -25,12 +25,12 @@ class AccumulatedGradients:
         extract_model_from_parallel(model).zero_grad(set_to_none=True)
 
     def shapes(self, model: nn.Module) -> dict[str, torch.Size]:
-        """The full shapes of a model's gradients by name."""
+        """Return the full shapes of a model's gradients by name."""
         named = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
         return {clean_name(name): parameter.shape for name, parameter in named}
 
     def gather(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full gradients of a sharded model by name, averaged over the ranks; empty except on rank 0.
+        """Return the full gradients of a sharded model by name, averaged over the ranks; empty except on rank 0.
 
         Every rank must call it. It is called if the strategy shards parameters.
         """

@@ -91,7 +91,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def wraps(self, optimizer: Any) -> bool:
-        """Whether this is the prepared form of an optimizer."""
+        """Return True if this is the prepared form of an optimizer."""
         return optimizer is self or optimizer is self.optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state."""
+        """Return the wrapped optimizer's state."""
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -243,7 +243,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped: gradients had overflowed, or a replica had failed."""
+        """True if the last step was skipped: gradients had overflowed, or a replica had failed."""
         return self._is_overflow
 
     def __getattr__(self, name: str) -> Any:
@@ -287,7 +287,7 @@ def warn_about_gradients(optimizer: Optimizer, state: GradientState) -> None:
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step method that sets ``accelerated_optimizer._step_called`` when it is called."""
+    """Return a step method that sets ``accelerated_optimizer._step_called`` when it is called."""
 
     @functools.wraps(method)
     def patched_step(*args: Any, **kwargs: Any) -> Any:

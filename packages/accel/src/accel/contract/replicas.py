@@ -13,7 +13,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def follow(self, accelerator: Any) -> None:
-        """Called once, when the Accelerator is complete."""
+        """Run once, when the Accelerator is complete."""
 
     @abstractmethod
     def join_run(self) -> bool:
@@ -21,15 +21,15 @@ class Replicas(ABC):
 
     @abstractmethod
     def applies_step(self) -> bool:
-        """Whether the replicas apply the step; asked by a prepared optimizer, which skips it otherwise."""
+        """Return True if the replicas apply the step; asked by a prepared optimizer, which skips it otherwise."""
 
     @abstractmethod
     def share_loader(self, loader: Any, split_batches: bool, even_batches: bool) -> Any:
-        """The loader to return from ``prepare``, given the one for this process."""
+        """Return the loader to return from ``prepare``, given the one for this process."""
 
     @abstractmethod
     def share_tracking(self, run: TrackerRun) -> TrackerRun:
-        """The trackers to log to, given those of this process."""
+        """Return the trackers to log to, given those of this process."""
 
     @property
     @abstractmethod

@@ -75,12 +75,12 @@ class AcceleratedScheduler:
         return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates of the last step."""
+        """Return the learning rates of the last step."""
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> list[float]:
-        """The learning rates as the wrapped scheduler computes them."""
+        """Return the learning rates as the wrapped scheduler computes them."""
         rates: list[float] = self.scheduler.get_lr()
         return rates
 
@@ -92,7 +92,7 @@ class AcceleratedScheduler:
             PartialState().print(f"Adjusting learning rates to {self.get_last_lr()}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state."""
+        """Return the wrapped scheduler's state."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
@@ -107,7 +107,7 @@ class AcceleratedScheduler:
 
 
 def _takes_metric(scheduler: Any) -> bool:
-    """Whether the first argument of ``step`` is a metric: it is required, or named ``metrics``."""
+    """Return True if the first argument of ``step`` is a metric: it is required, or named ``metrics``."""
     parameters = list(inspect.signature(scheduler.step).parameters.values())
     if not parameters:
         return False

@@ -18,7 +18,7 @@ class Sequences:
         buffer_seq_dims: list[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[None]:
-        """A block in which buffers are split; see :meth:`accel.Accelerator.maybe_context_parallel`."""
+        """Return a block in which buffers are split; see :meth:`accel.Accelerator.maybe_context_parallel`."""
         return nullcontext()
 
     def whole(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
@@ -26,5 +26,5 @@ class Sequences:
         return tensor
 
     def split_loader(self, loader: Any, model: nn.Module) -> Any:
-        """A loader whose batches hold this rank's part of the sequences."""
+        """Return a loader whose batches hold this rank's part of the sequences."""
         return loader

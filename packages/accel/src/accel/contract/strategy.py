@@ -94,7 +94,10 @@ class Strategy:
             self.attach(state, handlers)
 
     def default_settings(self) -> Any:
-        """The plugin with the launcher's values, for a strategy that is given by name; None if there is no plugin."""
+        """Return the plugin with the launcher's values, for a strategy that is given by name.
+
+        None if there is no plugin.
+        """
         return None
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -112,11 +115,11 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether ranks hold parts of a model's tensors."""
+        """True if ranks hold parts of a model's tensors."""
         return False
 
     def axis_rank(self, axis: str) -> int:
-        """This process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp").
+        """Return this process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp").
 
         It is 0 on an axis of size 1.
         """
@@ -161,11 +164,11 @@ class Strategy:
     # -- models and optimizers ---------------------------------------------------------------------------------------
 
     def handles_precision(self, mixed_precision: str) -> bool:
-        """Whether the strategy computes in this precision itself, so that the model's forward is not wrapped."""
+        """Return True if the strategy computes in this precision itself, so that the model's forward is not wrapped."""
         return False
 
     def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        """The settings of gradient accumulation to use, given those of the Accelerator."""
+        """Return the settings of gradient accumulation to use, given those of the Accelerator."""
         return plugin
 
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
@@ -212,32 +215,32 @@ class Strategy:
         """
 
     def has_replaced(self, parameter: torch.Tensor) -> bool:
-        """True if :meth:`wrap` has put another parameter in the place of this one."""
+        """Return True if :meth:`wrap` has put another parameter in the place of this one."""
         return False
 
     def is_wrapped(self, model: nn.Module) -> bool:
-        """Whether a model was returned by :meth:`wrap`."""
+        """Return True if a model was returned by :meth:`wrap`."""
         return False
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """The user's model inside the wrappers; see :func:`accel.core.unwrap.extract_model_from_parallel`."""
+        """Return the user's model inside the wrappers; see :func:`accel.core.unwrap.extract_model_from_parallel`."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def join(self, models: list[Any]) -> AbstractContextManager[None] | None:
-        """A block in which ranks may leave the loop at different times; None if they cannot."""
+        """Return a block in which ranks may leave the loop at different times; None if they cannot."""
         return None
 
     def forget(self) -> None:
         """Drop references to prepared objects."""
 
     def finish(self) -> None:
-        """Called when training has ended, before saves and trackers are finished."""
+        """Run when training has ended, before saves and trackers are finished."""
 
     def close(self) -> None:
         """Release what must be released before the process group is destroyed."""
 
     def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A block in which the parameters of a prepared model, or of a module in it, are whole; see the Accelerator."""
+        """Gather the parameters of a prepared model, or of a module in it, for the block; see the Accelerator."""
         if self.shards_parameters:
             raise ConfigurationError(
                 f"gathered_parameters has not been compared with one process under {type(self).__name__}. Use the "
@@ -248,22 +251,22 @@ class Strategy:
     # -- moving averages of weights ----------------------------------------------------------------------------------
 
     def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters of which this rank averages its parts, by name; see :meth:`reshard`."""
+        """Return the parameters of which this rank averages its parts, by name; see :meth:`reshard`."""
         return {clean_name(name): parameter for name, parameter in innermost_model(model).named_parameters()}
 
     def updates(self, optimizer: Optimizer, model: nn.Module) -> bool:
-        """True if a prepared optimizer updates a model, also where it has no parameter of this rank."""
+        """Return True if a prepared optimizer updates a model, also where it has no parameter of this rank."""
         own = set(map(id, model.parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def averages_written(self, model: nn.Module) -> None:
-        """Called after other values were written into :meth:`averaged_parameters`. Every rank must call it."""
+        """Run after other values were written into :meth:`averaged_parameters`. Every rank must call it."""
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, so that the model has the sharded ones and its next call gathers their values."""
 
     def average_state(self, average: Any) -> dict[str, Any]:
-        """A :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
+        """Return a :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
         average.synchronise()
         return dict(average.averages)
 
@@ -302,7 +305,7 @@ class Strategy:
         return None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward passes accumulate gradients locally."""
+        """Return a block whose backward passes accumulate gradients locally."""
         return nullcontext()
 
     def reduce_in_order(self) -> ShardReduction:
@@ -317,7 +320,7 @@ class Strategy:
         )
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward passes synchronise gradients although their forward ran under :meth:`no_sync`."""
+        """Synchronise gradients in backward passes whose forward ran under :meth:`no_sync`."""
         return nullcontext()
 
     def check_reduced(self, model: nn.Module) -> None:
@@ -346,11 +349,11 @@ class Strategy:
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state, under the names of the user's own model unless ``unwrap`` is off."""
+        """Return the model's state, under the names of the user's own model unless ``unwrap`` is off."""
         return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
-        """The weights of a model for a checkpoint. Every rank must call it."""
+        """Return the weights of a model for a checkpoint. Every rank must call it."""
         return self.state_dict(model)
 
     def gather_state(
@@ -370,7 +373,9 @@ class Strategy:
     def plan_state(
         self, reader: Any, models: Sequence[nn.Module], options: dict[str, Any]
     ) -> list[Callable[[], Any]] | None:
-        """The calls that load the engines' own state, which every rank makes in this order; None without engines.
+        """Return the calls that load the engines' own state, which every rank makes in this order.
+
+        None without engines.
 
         Args:
             reader: the :class:`accel.checkpointer.loader.StateReader` of the checkpoint.
@@ -380,12 +385,12 @@ class Strategy:
         return None
 
     def layout(self, model: nn.Module) -> Layout:
-        """How a model's tensors are distributed, for loading files of any strategy. Every rank must call it."""
+        """Return how a model's tensors are distributed, for loading files of any strategy. Every rank must call it."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         state = parameter_state_dict(inner)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         return Layout(inner, tensors, tied_names(inner))
 
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
-        """The names of an optimizer's parameters, in the order of its state dict."""
+        """Return the names of an optimizer's parameters, in the order of its state dict."""
         return names_in_order(extract_model_from_parallel(model, keep_torch_compile=False), optimizer)

@@ -67,17 +67,17 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def compiles(self) -> bool:
-        """Whether models are compiled."""
+        """True if models are compiled."""
         return self.backend != DynamoBackend.NO and not self.disable
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, with torch's name of the back end."""
+        """Return all settings, with torch's name of the back end."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["backend"] = str(self.backend).lower()
         return values
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments for ``torch.compile`` that differ from its own defaults."""
+        """Return the arguments for ``torch.compile`` that differ from its own defaults."""
         defaults = {"backend": "no", "mode": "default", "fullgraph": False, "disable": False}
         values = self.to_dict()
         del values["use_regional_compilation"]
@@ -92,12 +92,12 @@ def _first(*values: Any) -> Any:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a module is a list of several modules of one class, such as the layers of a transformer."""
+    """Return True if a module is a list of several modules of one class, such as the layers of a transformer."""
     return isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a module contains repeated blocks."""
+    """Return True if a module contains repeated blocks."""
     return any(is_repeated_blocks(child) for child in module.modules())
 
 
@@ -130,7 +130,7 @@ compile_regions_fsdp2 = compile_regions
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """The same as :func:`compile_regions`, without a result."""
+    """Compile regions as :func:`compile_regions` does, in place."""
     compile_regions(module, **compile_kwargs)
 
 
@@ -148,7 +148,7 @@ def _regions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a submodule is compiled and the module as a whole is not."""
+    """Return True if a submodule is compiled and the module as a whole is not."""
     return not is_compiled_module(module) and any(
         is_compiled_module(child) for child in module.modules() if child is not module
     )

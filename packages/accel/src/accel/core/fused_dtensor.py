@@ -27,7 +27,7 @@ def remember_packed(module: nn.Module, name: str, shape: torch.Size) -> None:
 
 
 def packed_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The saved shapes of all fused parameters of a model, by name."""
+    """Return the saved shapes of all fused parameters of a model, by name."""
     return {
         clean_name(f"{prefix}.{name}" if prefix else name): shape
         for prefix, module in model.named_modules()
@@ -62,7 +62,7 @@ class Packed(torch.Tensor):
 
 
 def pack(value: Any, shape: torch.Size | None) -> Any:
-    """A DTensor as it is saved; other values, and DTensors that have that shape, unchanged."""
+    """Return a DTensor as it is saved; other values, and DTensors that have that shape, unchanged."""
     if shape is None or not isinstance(value, DTensor):
         return value
     is_fused = value.ndim == len(shape) + 1 and value.numel() == shape.numel()
@@ -70,17 +70,20 @@ def pack(value: Any, shape: torch.Size | None) -> Any:
 
 
 def pack_state(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """A state by name, as it is saved."""
+    """Return a state by name, as it is saved."""
     return {name: pack(value, shapes.get(name)) for name, value in state.items()}
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of :func:`pack`."""
+    """Return the inverse of :func:`pack`."""
     return value.tensor if isinstance(value, Packed) else value
 
 
 def full_tensor(value: Any) -> Any:
-    """A sharded tensor in full, in the shape in which it is saved; other values unchanged. Every rank must call it."""
+    """Return a sharded tensor in full, in the shape in which it is saved; other values unchanged.
+
+    Every rank must call it.
+    """
     if isinstance(value, Packed):
         return value.full_tensor()
     if not isinstance(value, DTensor):

@@ -15,7 +15,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def groups_over(tensor: torch.Tensor) -> Groups:
-    """The process groups over which a tensor is sharded; none for a plain tensor and for replicas."""
+    """Return the process groups over which a tensor is sharded; none for a plain tensor and for replicas."""
     if not isinstance(tensor, DTensor):
         return ()
     sharded = (axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
@@ -29,7 +29,7 @@ def power_sum(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts of all ranks of the groups.
+    """Return the sum of ``|x| ** norm_type`` (for ``inf`` the largest ``|x|``) over all parts on all ranks.
 
     Args:
         parts: what this rank holds; may be empty.
@@ -49,7 +49,7 @@ def power_sum(
 
 
 def norm_of(totals: Sequence[torch.Tensor], norm_type: float, stages: Groups, device: torch.device) -> torch.Tensor:
-    """The norm, from power sums of disjoint sets of elements."""
+    """Return the norm, from power sums of disjoint sets of elements."""
     stacked = torch.stack(list(totals)) if totals else torch.zeros(1, device=device)
     is_inf = math.isinf(norm_type)
     total = stacked.max() if is_inf else stacked.sum()

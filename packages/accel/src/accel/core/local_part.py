@@ -8,7 +8,7 @@ import torch
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, in the same memory; a plain tensor is its own part."""
+    """Return this rank's part of a tensor, in the same memory; a plain tensor is its own part."""
     # Known by its method: every Accelerator loads this module, and torch.distributed.tensor takes a second to import.
     sharded: Any = tensor
     if not hasattr(sharded, "to_local"):

@@ -32,12 +32,12 @@ TABLE: Final = "_nf4_table"
 
 
 def is_nf4(tensor: object) -> bool:
-    """Whether a tensor is an ``NF4Tensor`` of torchao."""
+    """Return True if a tensor is an ``NF4Tensor`` of torchao."""
     return type(tensor).__name__ == "NF4Tensor" and type(tensor).__module__.startswith("torchao.")
 
 
 def has_nf4(model: nn.Module) -> bool:
-    """Whether a model has weights in 4 bits of torchao, as they are loaded or as bytes."""
+    """Return True if a model has weights in 4 bits of torchao, as they are loaded or as bytes."""
     return any(_LAYOUTS in vars(module) or any(map(is_nf4, module._parameters.values())) for module in model.modules())
 
 
@@ -52,7 +52,7 @@ def check_nf4(model: nn.Module, strategy: Any) -> None:
 
 
 def is_stored_in_nf4(module: Any, name: str = "weight") -> bool:
-    """Whether a module's parameter of this name has become parameters of bytes."""
+    """Return True if a module's parameter of this name has become parameters of bytes."""
     return isinstance(module, nn.Module) and name in vars(module).get(_LAYOUTS, ())
 
 
@@ -80,7 +80,7 @@ def store_as_bytes(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def layout_of(module: nn.Module, name: str = "weight") -> Layout:
-    """What a parameter that was stored as bytes is made of."""
+    """Return what a parameter that was stored as bytes is made of."""
     layouts: dict[str, Layout] = getattr(module, _LAYOUTS)
     return layouts[name]
 
@@ -93,7 +93,7 @@ def keep_part(module: nn.Module, dim: int, begin: int, size: int, name: str = "w
 
 @cache
 def _reading(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """The class whose attribute of this name is read from the bytes."""
+    """Return the class whose attribute of this name is read from the bytes."""
 
     def read(module: nn.Module) -> torch.Tensor:
         layout = layout_of(module, name)
@@ -104,7 +104,7 @@ def _reading(cls: type[nn.Module], name: str) -> type[nn.Module]:
         return layout.unpack(stored, stored[0].device)
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
-        """What pickle and copy need: the class is made when it is needed, and has the name of the one below it."""
+        """Return what pickle and copy need: the class is made on demand, and has the name of the one below it."""
         make, arguments, *state = super(made, module).__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             make, arguments = _remade, (cls, name)
@@ -118,7 +118,7 @@ def _reading(cls: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def _remade(cls: type[nn.Module], *names: str) -> nn.Module:
-    """A module of such a class, without its state."""
+    """Return a module of such a class, without its state."""
     for name in names:
         cls = _reading(cls, name)  # type: ignore[arg-type]
     return cls.__new__(cls)
@@ -163,7 +163,7 @@ class Layout:
         return int(self.context["block_size"])
 
     def pack(self, tensor: Any) -> dict[str, torch.Tensor]:
-        """The bytes of a weight, by the suffixes of their names."""
+        """Return the bytes of a weight, by the suffixes of their names."""
         rest = [_bytes(getattr(tensor, name)) for name, _, _ in self.table]
         codes, scales = (_bytes(getattr(tensor, name)) for name in (_CODES, _SCALES))
         return {CODES: codes, SCALES: scales, TABLE: torch.cat(rest)}
@@ -176,14 +176,14 @@ class Layout:
         return torch.Size(self.part[2] if dim == self.part[0] else size for dim, size in enumerate(self.shape))
 
     def on_meta(self) -> list[torch.Tensor]:
-        """Bytes without values, as :meth:`unpack` takes them."""
+        """Return bytes without values, as :meth:`unpack` takes them."""
         elements = self.shape_here.numel()
         table = sum(shape.numel() * dtype.itemsize for _, shape, dtype in self.table)
         sizes = (elements // 2, elements // self.block_size, table)
         return [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
 
     def unpack(self, stored: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The weight, or its part, in the memory of its codes, scales and table."""
+        """Return the weight, or its part, in the memory of its codes, scales and table."""
         codes, scales, table = stored
         sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in self.table]
         inner = {_CODES: codes.detach().reshape(-1), _SCALES: scales.detach().reshape(-1).view(torch.int8)}
@@ -202,7 +202,7 @@ class Layout:
         return weight
 
     def _blocks(self, part: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-        """The numbers of a part's blocks in the whole weight."""
+        """Return the numbers of a part's blocks in the whole weight."""
         dim, begin, size = part
         outputs, in_row = self.shape[0], self.shape[1] // self.block_size
         numbers = torch.arange(outputs * in_row, device=device).view(outputs, in_row)

@@ -23,7 +23,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _makes_parameters(device: torch.device) -> bool:
-    """Whether ``to`` gives modules new parameters, which an optimizer does not know.
+    """Return True if ``to`` gives modules new parameters, which an optimizer does not know.
 
     That is so with ``torch.__future__.set_overwrite_module_params_on_conversion``, and on devices whose tensors cannot
     take the place of others (XLA, and plug-ins that do not implement ``_has_compatible_shallow_copy_type``).

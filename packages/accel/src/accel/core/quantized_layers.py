@@ -18,7 +18,7 @@ logger: Final = get_logger(__name__)
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers of bitsandbytes in a model, with their names."""
+    """Return the layers of bitsandbytes in a model, with their names."""
     if "bitsandbytes" not in sys.modules:  # then no object of its classes exists
         return []
     return [
@@ -66,7 +66,7 @@ def start_with_scales_of_rank_0(model: nn.Module, collectives: Collectives) -> N
 
 
 def _description(layer: Any) -> Any:
-    """What describes the 4-bit weight of a layer; None in 8 bits. Under FSDP it is at the layer alone."""
+    """Return what describes the 4-bit weight of a layer; None in 8 bits. Under FSDP it is at the layer alone."""
     return getattr(layer, "quant_state", None) or getattr(layer.weight, "quant_state", None)
 
 

@@ -27,7 +27,7 @@ class Layout:
     local_names: Mapping[str, str] = field(default_factory=dict)
 
     def shape(self, name: str) -> torch.Size:
-        """The shape in which a tensor is saved."""
+        """Return the shape in which a tensor is saved."""
         return self.packed.get(name, self.tensors[name].shape)
 
 

@@ -27,7 +27,7 @@ _WRAPPERS = (
 
 
 def is_prepared(obj: Any) -> bool:
-    """Whether ``prepare`` has returned this object, or a library has set the mark that says so."""
+    """Return True if ``prepare`` has returned this object, or a library has marked it as prepared."""
     # Without __getattr__: a wrapper that forwards attributes, such as a PEFT model, is not prepared itself.
     if inspect.getattr_static(obj, PREPARED, False) is True:
         return True
@@ -36,7 +36,7 @@ def is_prepared(obj: Any) -> bool:
 
 
 def _is_instance(module: nn.Module, *classes: tuple[str, str]) -> bool:
-    """Whether a module is an instance of one of the classes, given as (module, name)."""
+    """Return True if a module is an instance of one of the classes, given as (module, name)."""
     for module_name, class_name in classes:
         loaded = sys.modules.get(module_name)
         if loaded is not None and isinstance(module, getattr(loaded, class_name)):
@@ -45,12 +45,12 @@ def _is_instance(module: nn.Module, *classes: tuple[str, str]) -> bool:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` or ``module.compile()`` was applied to the module as a whole."""
+    """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to the module as a whole."""
     return getattr(module, COMPILED_CALL) is not None or _is_instance(module, OPTIMIZED_MODULE)
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
+    """Return True if a module is the wrapper that ``torch.compile(module)`` returns."""
     return _is_instance(module, OPTIMIZED_MODULE)
 
 
@@ -68,7 +68,7 @@ def extract_model_from_parallel(
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's model inside the wrappers of distributed training.
+    """Return the user's model inside the wrappers of distributed training.
 
     Args:
         model: any model, wrapped or not.
@@ -92,12 +92,12 @@ def extract_model_from_parallel(
 
 
 def innermost_model(model: nn.Module) -> nn.Module:
-    """The user's own model, for its parameters and buffers: compiled ones are not copied."""
+    """Return the user's own model, for its parameters and buffers: compiled ones are not copied."""
     return _peel(model)[0]
 
 
 def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
-    """The user's model, and the innermost compiled wrapper around it, or None."""
+    """Return the user's model, and the innermost compiled wrapper around it, or None."""
     compiled: nn.Module | None = None
     while True:
         is_wrapper = is_compiled_wrapper(model)
@@ -130,7 +130,7 @@ def _restore_forward(model: nn.Module) -> None:
 
 
 def _with_compilation(inner: nn.Module, compiled: Any) -> nn.Module:
-    """The user's model, compiled with the settings of a compiled wrapper around it."""
+    """Return the user's model, compiled with the settings of a compiled wrapper around it."""
     if not is_compiled_wrapper(compiled):
         inner.compile(**getattr(compiled, "_accel_compile_kwargs", {}))
         return inner
@@ -156,14 +156,14 @@ def parameter_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes of wrappers around its modules."""
+    """Return a parameter's name without the prefixes of wrappers around its modules."""
     for prefix in NAME_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that refer to the same parameter."""
+    """Return groups of names that refer to the same parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(clean_name(name))
@@ -171,12 +171,12 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters in the order of its groups."""
+    """Return the names of an optimizer's parameters in the order of its groups."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model, wrapped or not, is a PeftModel of the package peft."""
+    """Return True if a model, wrapped or not, is a PeftModel of the package peft."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

@@ -100,7 +100,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def check_shard_size(max_shard_size: int | str) -> int:
-    """The largest size of a file in bytes; raises ConfigurationError if it is not a positive size."""
+    """Return the largest size of a file in bytes; raises ConfigurationError if it is not a positive size."""
     try:
         size = 0 if isinstance(max_shard_size, bool) else convert_file_size_to_int(max_shard_size)
     except (ValueError, TypeError, OverflowError, AttributeError):
@@ -149,7 +149,7 @@ def save_model_weights(
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether :func:`save_model_weights` gives files this name."""
+    """Return True if :func:`save_model_weights` gives files this name."""
     return _WEIGHTS_FILE.fullmatch(name) is not None
 
 

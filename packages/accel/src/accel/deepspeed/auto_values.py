@@ -143,7 +143,7 @@ def _fill_batch_sizes(config: dict[str, Any], facts: PreparedFacts, name: str, s
 def _derive_micro_batch(
     train: int | None, steps: int, facts: PreparedFacts, sizes: list[int], name: str, smallest: bool
 ) -> tuple[int, str]:
-    """Samples per process and batch, and how the number was determined."""
+    """Return the samples per process and batch, and how the number was determined."""
     if sizes:
         size = (min if smallest else max)(sizes)
         return size, f"the loader's batch size of {size}"
@@ -163,7 +163,7 @@ def _derive_micro_batch(
 
 
 def hidden_size(model: Any) -> int | None:
-    """The largest hidden size in ``model.config`` or its ``text_config`` (``hidden_size`` or ``hidden_sizes``)."""
+    """Return the largest hidden size in ``model.config`` or its ``text_config`` (``hidden_size``, ``hidden_sizes``)."""
     config = getattr(model, "config", None)
     for section in (config, _read_key(config, "text_config")):
         size, sizes = _read_key(section, "hidden_size"), _read_key(section, "hidden_sizes")

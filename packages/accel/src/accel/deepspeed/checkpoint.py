@@ -74,13 +74,13 @@ class _CapturingWriter(_CheckpointEngine):
         self.parts.append(Part(f"{file.parent.name}/{file.name}", state_dict, each_rank=True))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Does nothing: directories are created when the parts are written."""
+        """Do nothing: directories are created when the parts are written."""
 
     def create(self, info: Any) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def commit(self, info: Any) -> bool:
-        """Does nothing: a checkpoint is complete when its manifest is written."""
+        """Do nothing: a checkpoint is complete when its manifest is written."""
         return True
 
 

@@ -63,7 +63,10 @@ class ConfigSource(NamedTuple):
 
 
 def explicit_setting(field: str, value: Any) -> Setting | None:
-    """The value of a plugin field as set in the script (``value``) or else by the launcher; None if neither set it."""
+    """Return the value of a plugin field as set in the script (``value``) or else by the launcher.
+
+    None if neither set it.
+    """
     opt = _OPTIONS[_OPTION_NAMES.get(field, field)]
     if value is not None and value not in (AUTO, _UNSET.get(field, AUTO)):
         source = f"DeepSpeedPlugin({field}={value!r})"
@@ -128,7 +131,7 @@ _PRECISION_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None
 
 
 def enabled_precision(config: Mapping[str, Any]) -> str | None:
-    """The precision that the configuration enables: "fp16", "bf16" or None."""
+    """Return the precision that the configuration enables: "fp16", "bf16" or None."""
     return next((name for name in ("fp16", "bf16") if get_value(config, f"{name}.enabled") is True), None)
 
 
@@ -165,7 +168,7 @@ class FilledValues:
         self._filled: Mapping[str, Any] = {}
 
     def revert(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration before values were filled in, with all changes that were made since."""
+        """Return the configuration before values were filled in, with all changes that were made since."""
         reverted: dict[str, Any] = copy_config(self._original)
         for path in dict.fromkeys((*leaf_paths(self._filled), *leaf_paths(config))):
             value = get_value(config, path, MISSING)
@@ -218,7 +221,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def automatic_config() -> dict[str, Any]:
-    """The configuration that is used without a JSON: "auto" for every known setting."""
+    """Return the configuration that is used without a JSON: "auto" for every known setting."""
     config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
     for path in FILE_PATHS.values():
         set_value(config, path, AUTO)
@@ -297,13 +300,13 @@ class HfDeepSpeedConfig:
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section of a dotted key (None if there is none), and the last part of the key."""
+        """Return the section of a dotted key (None if there is none), and the last part of the key."""
         section, _, key = ds_key_long.rpartition(".")
         node = get_value(self.config, section) if section else self.config
         return (node if isinstance(node, dict) else None), key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key, or ``default``."""
+        """Return the value of a dotted key, or ``default``."""
         return get_value(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
@@ -321,22 +324,22 @@ class HfDeepSpeedConfig:
             )
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the value of a dotted key is truthy; False if it is missing."""
+        """Return True if the value of a dotted key is truthy; False if it is missing."""
         return bool(self.get_value(ds_key_long, False))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the value of a dotted key is falsy; False if it is missing or null."""
+        """Return True if the value of a dotted key is falsy; False if it is missing or null."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether the ZeRO stage is 2."""
+        """Return True if the ZeRO stage is 2."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether the ZeRO stage is 3."""
+        """Return True if the ZeRO stage is 3."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters are offloaded to CPU memory or NVMe."""
+        """Return True if optimizer states or parameters are offloaded to CPU memory or NVMe."""
         return self._offload

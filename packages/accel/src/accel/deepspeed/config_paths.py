@@ -10,7 +10,7 @@ MISSING: Any = object()
 
 
 def get_value(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a path, or ``default``."""
+    """Return the value at a path, or ``default``."""
     node: Any = config
     for key in path.split("."):
         if not isinstance(node, Mapping) or key not in node:
@@ -39,14 +39,14 @@ def delete_value(config: dict[str, Any], path: str) -> None:
 
 
 def copy_config(config: Any) -> Any:
-    """A deep copy in which no two sections are the same object (``copy.deepcopy`` keeps such aliases)."""
+    """Return a deep copy in which no two sections are the same object (``copy.deepcopy`` keeps such aliases)."""
     if isinstance(config, Mapping):
         return {key: copy_config(value) for key, value in config.items()}
     return [copy_config(value) for value in config] if isinstance(config, list) else config
 
 
 def auto_paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of all values that are "auto"; list elements are addressed by index."""
+    """Yield the paths of all values that are "auto"; list elements are addressed by index."""
     items: Any = enumerate(config) if isinstance(config, list) else ()
     if isinstance(config, Mapping):
         items = config.items()
@@ -59,7 +59,7 @@ def auto_paths(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def leaf_paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The paths of all values that are not sections."""
+    """Yield the paths of all values that are not sections."""
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:

@@ -93,7 +93,7 @@ class DeepSpeedEngineWrapper:
 
     @contextmanager
     def joint_backward(self) -> Iterator[None]:
-        """A block in which the backward pass of another engine also computes this one's gradients."""
+        """Let the backward pass of another engine compute this one's gradients too."""
         engine = self.engine
         if not hasattr(engine, "_running_engine_backward_count"):
             raise ConfigurationError(
@@ -143,7 +143,7 @@ class DeepSpeedEngineWrapper:
         self._has_gradients, self._norm = False, None
 
     def get_global_grad_norm(self) -> float | None:
-        """The global gradient norm of a finished window, or else of the last step; None before the first."""
+        """Return the global gradient norm of a finished window, or else of the last step; None before the first."""
         if self._has_gradients and self.engine.is_gradient_accumulation_boundary() and self._norm is None:
             norm = gradients.gradient_norm(self.engine)
             self._norm = None if norm is None else float(norm)
@@ -154,7 +154,7 @@ class DeepSpeedEngineWrapper:
 
 
 def engines_of_loss(loss: torch.Tensor, wrappers: Sequence[DeepSpeedEngineWrapper]) -> list[DeepSpeedEngineWrapper]:
-    """The engines that ``loss.backward()`` computes gradients for, in the order of ``wrappers``."""
+    """Return the engines that ``loss.backward()`` computes gradients for, in the order of ``wrappers``."""
     owner = {
         id(parameter): index
         for index, wrapper in enumerate(wrappers)
@@ -208,7 +208,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         return inner
 
     def wraps(self, optimizer: Any) -> bool:
-        """Whether this is the prepared form of an optimizer."""
+        """Return True if this is the prepared form of an optimizer."""
         return super().wraps(optimizer) or optimizer is self.original or optimizer is self._innermost
 
     def share_groups(self) -> None:
@@ -256,7 +256,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers, step_with_optimizer=True, split_batches=True)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the engine has advanced the scheduler."""
+        """Do nothing: the engine has advanced the scheduler."""
 
 
 @dataclass
@@ -303,7 +303,7 @@ def _find_group(optimizer: Optimizer | DummyOptim, groups: Sequence[ModelGroup])
 
 
 def missing_model_error(optimizer: Any) -> ConfigurationError:
-    """The error for an optimizer that is prepared without its model."""
+    """Return the error for an optimizer that is prepared without its model."""
     return ConfigurationError(
         f"{type(optimizer).__name__} was passed to prepare without the model that it updates. DeepSpeed creates one "
         "engine from both: pass them in one call, in any order: accelerator.prepare(model, optimizer, loader)."
@@ -413,7 +413,7 @@ class EngineBuilder:
         )
 
     def _micro_batch(self, loader: Any) -> int | None:
-        """Samples per process and batch; None if the loader does not say."""
+        """Return the samples per process and batch; None if the loader does not say."""
         processes = self.state.num_processes
         if any(loader is prepared for prepared in self.preparation.dataloaders):
             try:

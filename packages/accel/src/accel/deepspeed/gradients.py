@@ -25,7 +25,7 @@ from ..core.grad_norm import distinct
 
 
 def gradient_tensors(engine: Any) -> list[torch.Tensor]:
-    """The tensors that hold an engine's gradients of the current window, each storage once."""
+    """Return the tensors that hold an engine's gradients of the current window, each storage once."""
     optimizer = engine.optimizer
     found: list[Any] = []
     for parameter in engine.module.parameters():
@@ -51,7 +51,10 @@ def scale_gradients(engine: Any, factor: float | torch.Tensor) -> None:
 
 
 def gradient_norm(engine: Any) -> torch.Tensor | None:
-    """The unscaled 2-norm of all gradients of a finished window; None if known only after the step. A collective."""
+    """Return the unscaled 2-norm of all gradients of a finished window; None if known only after the step.
+
+    A collective.
+    """
     optimizer = engine.optimizer
     if hasattr(optimizer, "_get_norm_groups"):  # stage 3
         groups = [group.float() for group in optimizer._get_norm_groups()]

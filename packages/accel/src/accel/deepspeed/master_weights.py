@@ -31,7 +31,7 @@ _PARTS = {
 
 
 def updates_parameters(engine: Any) -> bool:
-    """True if the optimizer updates the parameters of the model themselves (stage 0)."""
+    """Return True if the optimizer updates the parameters of the model themselves (stage 0)."""
     return isinstance(engine.optimizer, Optimizer)
 
 

@@ -101,7 +101,7 @@ class LateAdagrad(Optimizer):
 
 
 def groups_of(optimizer: Optimizer | DummyOptim) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer or its placeholder."""
+    """Return the parameter groups of an optimizer or its placeholder."""
     if isinstance(optimizer, Optimizer):
         return optimizer.param_groups
     if not isinstance(optimizer.params, list):
@@ -116,7 +116,7 @@ def groups_of(optimizer: Optimizer | DummyOptim) -> list[dict[str, Any]]:
 
 
 def parameters_of(optimizer: Optimizer | DummyOptim) -> Iterable[nn.Parameter]:
-    """All parameters of an optimizer or its placeholder."""
+    """Return all parameters of an optimizer or its placeholder."""
     return (parameter for group in groups_of(optimizer) for parameter in group["params"])
 
 
@@ -154,7 +154,7 @@ def _is_deepspeed_optimizer(optimizer: Optimizer) -> bool:
 
 
 def _unsupported_option(optimizer: Optimizer) -> str:
-    """The first option of an optimizer that DeepSpeed's CPU optimizers do not support, or ""."""
+    """Return the first option of an optimizer that DeepSpeed's CPU optimizers do not support, or ""."""
     for name in ("maximize", "amsgrad", "lr_decay", "initial_accumulator_value"):
         for settings in (optimizer.defaults, *optimizer.param_groups):
             if settings.get(name):
@@ -163,7 +163,7 @@ def _unsupported_option(optimizer: Optimizer) -> str:
 
 
 def optimizer_for_engine(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """The script's optimizer in a form that an engine can shard and offload."""
+    """Return the script's optimizer in a form that an engine can shard and offload."""
     device = get_value(config, "zero_optimization.offload_optimizer.device", "none")
     if device not in (None, "none") and config.get("zero_force_ds_cpu_optimizer") is not False:
         kind, original = type(optimizer).__name__, optimizer

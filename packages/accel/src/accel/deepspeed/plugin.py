@@ -184,11 +184,11 @@ class DeepSpeedPlugin:
         return min((size for size in sizes if isinstance(size, int)), default=None)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the value of a dotted key is "auto"."""
+        """Return True if the value of a dotted key is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key in ``deepspeed_config``."""
+        """Return the value of a dotted key in ``deepspeed_config``."""
         return get_value(self.deepspeed_config, ds_key_long, default)
 
     def fill_match(
@@ -241,7 +241,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether the next model is prepared with this plugin."""
+        """True if the next model is prepared with this plugin."""
         return self._selected
 
     @selected.setter
@@ -251,7 +251,7 @@ class DeepSpeedPlugin:
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Called by ``accelerator.state.select_deepspeed_plugin(name)``."""
+        """Run by ``accelerator.state.select_deepspeed_plugin(name)``."""
         if not _from_accelerator_state:
             raise ConfigurationError(
                 "a plugin is selected by its name: call accelerator.state.select_deepspeed_plugin(name)."
@@ -273,7 +273,7 @@ class DeepSpeedPlugin:
             runtime.disable_sharded_init()
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether Transformers creates sharded models while this plugin is selected."""
+        """Return True if Transformers creates sharded models while this plugin is selected."""
         return self.zero3_init_flag
 
     @contextmanager

@@ -54,7 +54,7 @@ def load_deepspeed(state: PartialState) -> Any:
 
 
 def is_engine(model: object) -> bool:
-    """Whether a model is a DeepSpeed engine. Does not import deepspeed."""
+    """Return True if a model is a DeepSpeed engine. Does not import deepspeed."""
     engine = sys.modules.get("deepspeed.runtime.engine")
     return engine is not None and isinstance(model, engine.DeepSpeedEngine)
 
@@ -159,7 +159,7 @@ class EngineRegistry:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The DeepSpeedPlugin that the next model is prepared with.
+    """Return the DeepSpeedPlugin that the next model is prepared with.
 
     Args:
         state: an AcceleratorState.
@@ -249,13 +249,13 @@ def disable_sharded_init() -> None:
 
 
 def _published(module: Any) -> Any:
-    """The configuration that Transformers has; None without one."""
+    """Return the configuration that Transformers has; None without one."""
     reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
     return None if reference is None else reference()
 
 
 def sharded_init_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without "auto" for ``deepspeed.zero.Init``, which requires batch sizes but does not use them."""
+    """Return a copy without "auto" for ``deepspeed.zero.Init``, which requires batch sizes but does not use them."""
     ready = copy_config(config)
     train, micro, steps = COUNTS
     if any(ready.get(key) in (None, AUTO) for key in COUNTS):

@@ -125,7 +125,7 @@ def check_optimizer_state(engine: Any, state: Any, path: Path, shapes: bool = Tr
 
 @contextmanager
 def _with_parameters(optimizer: Any) -> Iterator[None]:
-    """A block in which the groups of torch's optimizer have their parameters, which stage 3 takes out."""
+    """Put the parameters, which stage 3 takes out, back into the groups of torch's optimizer."""
     if not hasattr(optimizer, "_set_fp32_optimizer_param_groups"):
         yield
         return

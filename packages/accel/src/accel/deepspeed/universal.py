@@ -26,7 +26,7 @@ logger: Final = get_logger(__name__)
 
 
 def universal_info(engine: Any) -> dict[str, Any]:
-    """The client state that makes an engine's checkpoint convertible."""
+    """Return the client state that makes an engine's checkpoint convertible."""
     if not engine.zero_optimization():
         return {}
     names = importlib.import_module("deepspeed.checkpoint.constants")
@@ -99,7 +99,7 @@ class Conversion:
 
     @contextmanager
     def loading(self, engine: Any) -> Iterator[Path]:
-        """A block in which an engine loads from the directory that it yields."""
+        """Yield the directory that an engine loads from."""
         before = engine._config.load_universal_checkpoint
         engine._config.load_universal_checkpoint = True
         try:

@@ -1,4 +1,4 @@
-"""Notices that the lighthouse has ended. torchft does not say so: it silently uses the next one."""
+"""Notices that the lighthouse has ended. torchft silently uses the next one."""
 
 from __future__ import annotations
 

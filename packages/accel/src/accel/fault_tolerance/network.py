@@ -31,7 +31,7 @@ class Network:
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def port(self) -> int:
-        """A port for a server on the loopback address; 0, for any, if no tunnel leads to it."""
+        """Return a port for a server on the loopback address; 0, for any, if no tunnel leads to it."""
         return get_free_port() if self._has_tunnels else 0
 
     def open(self, *ports: int) -> None:
@@ -40,7 +40,7 @@ class Network:
             self._servers += [TunnelServer(self.host, port, port, self.token) for port in ports]
 
     def reach(self, purpose: str, address: str) -> str:
-        """How this process reaches a server.
+        """Return how this process reaches a server.
 
         Args:
             purpose: what for; the former way for the same purpose is closed.

@@ -36,7 +36,7 @@ class ReplicaCollectives(Collectives):
 
     @classmethod
     def alone(cls) -> ReplicaCollectives:
-        """Those of a replica that has not joined the others yet."""
+        """Return those of a replica that has not joined the others yet."""
         return cls(None, 0, 1, lambda: False, lambda error: None)
 
     @property

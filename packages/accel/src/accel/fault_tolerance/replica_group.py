@@ -91,7 +91,7 @@ class _FreshKeys:
         pg.configure = self.configure
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *arguments: Any) -> None:
-        """Called by torchft's manager when the quorum has changed."""
+        """Run by torchft's manager when the quorum has changed."""
         address, _, name = store_addr.partition("/")
         reached = self._network.reach("store", address)
         store = self._connect(f"{reached}/accel/ticket", timeout=self._timeout)
@@ -115,7 +115,7 @@ class _FreshKeys:
                 raise run_token.TokenError(f"member {other} of {world_size} does not have the token of this run")
 
     def take_back(self) -> None:
-        """Called before each quorum."""
+        """Run before each quorum."""
         if self._issued is not None:
             store, name = self._issued
             store.delete_key(name)
@@ -197,7 +197,7 @@ class ReplicaGroup:
         self._watch = LighthouseWatch(env.read_str(LIGHTHOUSE) or "", self._on_lighthouse_end)
 
     def _on_lighthouse_end(self) -> None:
-        """The next lighthouse counts quorums from 1 again, so a number that is known means nothing."""
+        """Forget the number of the quorum: the next lighthouse counts from 1 again."""
         self._lighthouse_ended = True
         forget_quorum(self.manager)
 
@@ -233,7 +233,7 @@ class ReplicaGroup:
         self._report("computes", manager.current_step())
 
     def _missing(self, seconds: float) -> Exception | None:
-        """Which live replica is not in the quorum, and must be waited for.
+        """Return which live replica is not in the quorum, so that the others must wait for it.
 
         Replicas that were restarted could otherwise begin a run of their own while the others compute a step. And the
         first replica that reaches a new lighthouse, which knows of no other, could run ahead of the others.
@@ -256,7 +256,7 @@ class ReplicaGroup:
         return None
 
     def _live(self) -> Iterator[int]:
-        """The steps of the live replicas that train, by their reports; those on other machines are a second old.
+        """Yield the steps of the live replicas that train, by their reports; those on other machines are a second old.
 
         The launcher removes the reports of the dead.
         """
@@ -278,7 +278,7 @@ class ReplicaGroup:
         self.pg.abort()
 
     def vote(self) -> bool:
-        """Whether the step in progress is committed; it is if no collective of this replica has failed."""
+        """Return True if the step in progress is committed; it is if no collective of this replica has failed."""
         self._is_current = bool(self.manager.should_commit())
         return self._is_current
 

@@ -31,11 +31,11 @@ class Member(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this replica logs."""
+        """True if this replica logs."""
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is being computed, which may or may not be committed."""
+        """True if a step is being computed, which may or may not be committed."""
 
     @property
     def steps(self) -> int:
@@ -67,7 +67,7 @@ class Recent:
             self._before = max(self._before, self._rows.popleft().step)
 
     def rows_to_repeat(self) -> tuple[int | None, list[Row]]:
-        """A step, and all rows of the run after it; None if no step is known.
+        """Return a step, and all rows of the run after it; None if no step is known.
 
         Of the steps for which that can be said it is the earliest. A script may log some values by the step and others
         by the epoch, so rows after a step need not be the latest ones.
@@ -86,7 +86,7 @@ class Recent:
         return None if highest == -math.inf else int(highest), rows[begin:]
 
     def dump(self) -> tuple[float, list[bytes]]:
-        """The rows, for a replica that joins: those after the last one that cannot be sent."""
+        """Return the rows, for a replica that joins: those after the last one that cannot be sent."""
         sent: deque[bytes] = deque()
         for index in range(len(self._rows) - 1, -1, -1):
             try:

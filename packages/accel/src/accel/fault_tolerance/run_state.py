@@ -74,7 +74,7 @@ def _weights(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _local(value: Any) -> Any:
-    """A state with this process's part of each tensor."""
+    """Return a state with this process's part of each tensor."""
     if isinstance(value, torch.Tensor):
         return local(value)
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def _local(value: Any) -> Any:
 
 
 def _sharded(values: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer from :func:`_local`, with the parts of sharded parameters as sharded tensors."""
+    """Return the state of an optimizer from :func:`_local`, with the parts of sharded parameters as sharded tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def shard(parameter: torch.Tensor, item: Any) -> Any:

@@ -39,7 +39,7 @@ class StateError(ConfigurationError):
 
 
 def pack(value: Any) -> bytes:
-    """A value in torch's format.
+    """Return a value in torch's format.
 
     Raises:
         StateError: :func:`unpack` would refuse it.
@@ -54,7 +54,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """A value that :func:`pack` has written: tensors, plain values and containers of them.
+    """Return a value that :func:`pack` has written: tensors, plain values and containers of them.
 
     Raises:
         StateError: it holds objects of other types, whose reading could run code.
@@ -122,11 +122,11 @@ class StateTransport:
         self._served: _Served | None = None
         self._sending = 0
         self._is_closed = False
-        self._strangers: set[str] = set()
+        self._unknown_peers: set[str] = set()
         threading.Thread(target=self._accept, name="accel state", daemon=True).start()
 
     def metadata(self) -> str:
-        """Where to get the state of this replica."""
+        """Return where to get the state of this replica."""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     # -- the replica that has the state ------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ class StateTransport:
         return _Placeholders(tensors).put_back(unpack(rest))
 
     def _warn(self, address: str, what: str) -> None:
-        if address not in self._strangers:
-            self._strangers.add(address)
+        if address not in self._unknown_peers:
+            self._unknown_peers.add(address)
             logger.warning(
                 "%s, which does not have the token of this run (%s), %s. It was refused.",
                 address,
@@ -253,7 +253,7 @@ class StateTransport:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 

@@ -24,12 +24,12 @@ Gradients = dict[str, torch.Tensor]
 
 
 def named_once(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name, tied ones by their first name."""
+    """Return the parameters of a model by name, tied ones by their first name."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def average(tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
-    """The average of a tensor over ranks, in fp32 or wider."""
+    """Return the average of a tensor over ranks, in fp32 or wider."""
     total = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
     return collectives.all_reduce(total).div_(collectives.world_size)
 

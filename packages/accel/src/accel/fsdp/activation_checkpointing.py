@@ -154,7 +154,7 @@ def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _kept_in(unit: nn.Module) -> tuple[str, ...]:
-    """The operators whose results a unit keeps.
+    """Return the operators whose results a unit keeps.
 
     Experts of Transformers with biases (GPT-OSS) add these to their grouped products in place, so that what was kept
     would be another result: those products are computed again.
@@ -176,7 +176,7 @@ def _is_one_of(kept: tuple[str, ...], operator: Any) -> bool:
 
 
 def checkpoints_in(model: nn.Module) -> dict[int, nn.Module]:
-    """The outermost checkpoint around each module that has one, by the module's id."""
+    """Return the outermost checkpoint around each module that has one, by the module's id."""
     direct = {}
     for module in model.modules():
         inner = checkpointed_module(module)

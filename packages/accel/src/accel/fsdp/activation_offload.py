@@ -60,7 +60,7 @@ class _Offloaded:
         self._arrival.record(stream)
 
     def take(self) -> torch.Tensor:
-        """The tensor on the device, for work that the current stream gets from now on."""
+        """Return the tensor on the device, for work that the current stream gets from now on."""
         self.fetch()
         tensor, self._back = self._back, None
         assert tensor is not None
@@ -82,7 +82,7 @@ class _Copies:
         self.blocks: list[weakref.ref[_Block]] = []
 
     def before(self, block: _Block) -> _Block | None:
-        """The block that the backward pass reaches after this one; blocks behind it are forgotten."""
+        """Return the block that the backward pass reaches after this one; blocks behind it are forgotten."""
         while self.blocks and self.blocks.pop()() is not block:
             pass
         return self.blocks[-1]() if self.blocks else None
@@ -96,7 +96,7 @@ class _Block:
         self._copies: _Copies | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is kept of a saved tensor; those that are not in a device's memory stay as they are."""
+        """Return what is kept of a saved tensor; those that are not in a device's memory stay as they are."""
         if tensor.device.type == "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
             return tensor
         copies = _copies_of(tensor.device)

@@ -74,7 +74,7 @@ def merge_fsdp_weights(
 
 @contextmanager
 def _shards(place: Location) -> Iterator[tuple[Path, Callable[[], Source | None]]]:
-    """The directory of a model's shards, or of its metadata, and what makes a reader of the files."""
+    """Yield the directory of a model's shards, or of its metadata, and what makes a reader of the files."""
     if not isinstance(place, RemotePath):
         yield _find_shards(place), lambda: None
         return

@@ -18,7 +18,7 @@ Owner = tuple[nn.Module, str]
 
 
 def own_parameters(modules: Iterable[nn.Module]) -> dict[Owner, nn.Parameter]:
-    """The parameters that modules hold directly, tied ones under each owner."""
+    """Return the parameters that modules hold directly, tied ones under each owner."""
     owners: dict[Owner, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -27,7 +27,7 @@ def own_parameters(modules: Iterable[nn.Module]) -> dict[Owner, nn.Parameter]:
 
 
 def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
-    """The owners of each parameter of a model, by the parameter's id; several where weights are tied."""
+    """Return the owners of each parameter of a model, by the parameter's id; several where weights are tied."""
     owners: dict[int, list[Owner]] = {}
     for owner, parameter in own_parameters(model.modules()).items():
         owners.setdefault(id(parameter), []).append(owner)
@@ -35,7 +35,7 @@ def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
 
 
 def has_meta(module: nn.Module) -> bool:
-    """Whether a module holds a parameter or buffer on the meta device directly."""
+    """Return True if a module holds a parameter or buffer on the meta device directly."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(tensor.is_meta for tensor in tensors)
 
@@ -78,7 +78,7 @@ def allocate_and_fill(
     settings: FullyShardedDataParallelPlugin,
     owners: Mapping[int, list[Owner]],
 ) -> None:
-    """The ``param_init_fn`` of ``FullyShardedDataParallel``, called where a unit has parameters on the meta device.
+    """Serve as ``param_init_fn`` of ``FullyShardedDataParallel``, for units with parameters on the meta device.
 
     Tied weights stay tied: on a rank that has two of them FSDP would expect more values than rank 0 sends.
     """
@@ -124,12 +124,12 @@ class Materialiser:
                 fill(module, self.settings)
 
     def whole(self, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The parameters on the meta device whose materialised ones were not sharded, with these."""
+        """Return the parameters on the meta device whose materialised ones were not sharded, with these."""
         present = set(model.parameters())
         return [(old, new) for old, new in self._replaced.items() if new in present]
 
     def origin(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter on the meta device that this one has replaced, or itself."""
+        """Return the parameter on the meta device that this one has replaced, or itself."""
         return next((old for old, new in self._replaced.items() if new is parameter), parameter)
 
 

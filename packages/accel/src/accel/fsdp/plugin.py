@@ -36,7 +36,7 @@ _PRECISION_KEYS = {
 
 
 def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """The value in upper case, given by name or by its position counted from 1."""
+    """Return the value in upper case, given by name or by its position counted from 1."""
     names = list(allowed)
     text = str(getattr(value, "name", value)).strip()
     index = int(text) - 1 if text.isdigit() else -1
@@ -343,7 +343,7 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = self.policy_for(model)
 
     def ignored_in(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of a model that are not sharded.
+        """Return the modules of a model that are not sharded.
 
         Raises:
             ConfigurationError: the regular expression is invalid.
@@ -411,7 +411,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are kept in CPU memory."""
+        """True if parameters are kept in CPU memory."""
         if self.fsdp_version == 1:
             return bool(self.cpu_offload.offload_params)
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -460,7 +460,7 @@ class FullyShardedDataParallelPlugin:
         )
 
     def precision_policy(self, mixed_precision: str) -> MixedPrecision | MixedPrecisionPolicy | None:
-        """The policy for an Accelerator of this precision; None if nothing is cast."""
+        """Return the policy for an Accelerator of this precision; None if nothing is cast."""
         if self.mixed_precision_policy is not None:
             return self.mixed_precision_policy
         # Around 8-bit layers, operations compute in bf16.

@@ -72,7 +72,7 @@ def _is_quantized(parameter: torch.Tensor, block: int) -> bool:
 
 
 def _has_whole_blocks(parameter: DTensor, block: int) -> bool:
-    """Whether this rank has whole blocks of consecutive elements of a parameter."""
+    """Return True if this rank has whole blocks of consecutive elements of a parameter."""
     rows = [one for one in parameter.placements if isinstance(one, Shard) and one.dim != 0]
     local = parameter.to_local()
     return local.numel() % block == 0 and not rows

@@ -19,7 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 
 
 def find_units(model: nn.Module, policy: Any, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """The submodules that a policy makes units of their own, inner ones first, without the model itself."""
+    """Return the submodules that a policy makes units of their own, inner ones first, without the model itself."""
     if policy is None:
         return []
     skipped = {id(inner) for module in ignored for inner in module.modules()}
@@ -52,7 +52,7 @@ def _apply_policy(module: nn.Module, policy: Callable[..., bool], skipped: set[i
 
 
 def _find_torn(model: nn.Module, units: list[nn.Module]) -> tuple[nn.Module, str] | None:
-    """A unit with a parameter that another part of the model shares: sharded apart, the tied weights would diverge."""
+    """Return a unit that shares a parameter with another part: sharded apart, tied weights would diverge."""
     holders: dict[int, set[int]] = {}
     for index, modules in enumerate(owned_by(model, units)):
         for module in modules:
@@ -65,7 +65,7 @@ def _find_torn(model: nn.Module, units: list[nn.Module]) -> tuple[nn.Module, str
 
 
 def owned_by(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The modules of each unit that are in no inner unit, and at the end those of the model that are in no unit."""
+    """Return the modules of each unit outside its inner units, and at the end the model's outside all units."""
     indices = {id(unit): index for index, unit in enumerate(units)}
     owned: list[list[nn.Module]] = [[] for _ in [*units, model]]
     seen: set[int] = set()
@@ -88,7 +88,10 @@ def transformer_policy(
     names: Sequence[str] | None,
     setting: str = "transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)",
 ) -> Callable[..., bool]:
-    """A policy that makes every module of the named classes a unit; ``setting`` is what names them, for messages."""
+    """Return a policy that makes every module of the named classes a unit.
+
+    ``setting`` is what names them, for messages.
+    """
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     wanted = list(names) if names else list(getattr(model, "_no_split_modules", None) or ())
@@ -111,7 +114,7 @@ def transformer_policy(
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """The class names of the blocks that a model repeats, the largest first: siblings of one class with children."""
+    """Return the class names of the model's repeated blocks, largest first: siblings of one class with children."""
     sizes: dict[str, int] = {}
     for parent in model.modules():
         counts: dict[type, list[nn.Module]] = {}
@@ -131,7 +134,7 @@ def _blocks_hint(model: nn.Module) -> str:
 
 
 def size_policy(min_num_params: int) -> Callable[..., bool]:
-    """A policy that makes units of at least ``min_num_params`` parameter elements."""
+    """Return a policy that makes units of at least ``min_num_params`` parameter elements."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)

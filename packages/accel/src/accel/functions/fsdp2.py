@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter of a model is a DTensor: sharded or replicated over a mesh."""
+    """Return True if any parameter of a model is a DTensor: sharded or replicated over a mesh."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -170,7 +170,7 @@ def fsdp2_load_full_state_dict(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], Any]:
-    """A ``param_init_fn`` that keeps tied weights of a model tied.
+    """Return a ``param_init_fn`` that keeps tied weights of a model tied.
 
     Allocating modules on the meta device makes a new tensor for each of them, which unties weights.
 
@@ -204,7 +204,7 @@ def ensure_weights_retied(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """The fp16 loss scaler for sharded gradients: an overflow on one rank skips the step on all ranks.
+    """Return the fp16 loss scaler for sharded gradients: an overflow on one rank skips the step on all ranks.
 
     Args:
         **kwargs: for ``torch.amp.GradScaler``; the device defaults to that of this process.
@@ -219,7 +219,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """The parameters of some modules, which are moved to a device.
+    """Return the parameters of some modules, which are moved to a device.
 
     Args:
         modules: modules, or a regular expression that matches full names of modules in ``model``; None for no modules.
@@ -235,7 +235,7 @@ def get_parameters_from_modules(
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """A function that says of each submodule of a model whether ``fully_shard`` is applied to it on its own.
+    """Return a function that says of each submodule of a model whether ``fully_shard`` is applied to it on its own.
 
     Args:
         fsdp2_plugin: the settings, of which ``auto_wrap_policy`` and ``ignored_modules`` are used.
@@ -252,5 +252,5 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class called ``name`` of a module or of one of its submodules; None if there is none."""
+    """Return the class called ``name`` of a module or of one of its submodules; None if there is none."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

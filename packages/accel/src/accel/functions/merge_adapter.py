@@ -159,7 +159,7 @@ class _Merge:
         self._match(adapter)
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """The tensors to write, on the meta device."""
+        """Return the tensors to write, on the meta device."""
         statistics = {name for names in self.four_bit.values() for name in names}
         found = {}
         for name in self.base.names():
@@ -169,7 +169,7 @@ class _Merge:
         return found
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """The merged values of some tensors."""
+        """Return the merged values of some tensors."""
         return {name: self._merged(name) for name in names}
 
     def _merged(self, name: str) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _Merge:
     # -- weights in 4 bits -------------------------------------------------------------------------------------------
 
     def _find_four_bit(self, base: Path) -> dict[str, list[str]]:
-        """The weights in 4 bits, with the names of what describes each."""
+        """Return the weights in 4 bits, with the names of what describes each."""
         names, found = self.base.names(), {}
         for name in names:
             weight, mark, _ = name.partition(".quant_state.bitsandbytes__")
@@ -271,7 +271,7 @@ class _Merge:
         self.low_rank[weight] = _LowRank(first, second, scale, fits[0] if len(fits) == 1 else given)
 
     def _replace(self, module: str, name: str) -> None:
-        """A tensor that was trained itself: of ``modules_to_save``, or a bias."""
+        """Replace a tensor that was trained itself: one of ``modules_to_save``, or a bias."""
         self._require(module, name)
         if self.adapter.shape(name) != self._described(module)[0]:
             raise ConfigurationError(

@@ -54,7 +54,7 @@ class ActivationCheckpointingKwargs(KwargsHandler):
 
     @classmethod
     def launched(cls) -> ActivationCheckpointingKwargs | None:
-        """The settings that ``accel launch`` has passed, if it turned activation checkpointing on."""
+        """Return the settings that ``accel launch`` has passed, if it turned activation checkpointing on."""
         options = CheckpointingOptions.from_environment()
         if not options.activation_checkpointing:
             return None

@@ -21,11 +21,11 @@ class KwargsHandler:
         check_flags(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, as a deep copy."""
+        """Return all settings, as a deep copy."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The settings that differ from their defaults."""
+        """Return the settings that differ from their defaults."""
         default = type(self)()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -60,7 +60,7 @@ class Handlers:
         self._by_type.setdefault(type(handler), handler)
 
     def get(self, kind: type[H]) -> H:
-        """The handler of a type (or of one derived from it), or one with default settings."""
+        """Return the handler of a type (or of one derived from it), or one with default settings."""
         for handler in self._by_type.values():
             if isinstance(handler, kind):
                 return handler

@@ -142,11 +142,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """All settings except those of the communication hook, which DDP does not take."""
+        """Return all settings except those of the communication hook, which DDP does not take."""
         return {key: value for key, value in super().to_dict().items() if key not in ignore_keys}
 
     def ddp_arguments(self) -> dict[str, Any]:
-        """The arguments for DDP: those that differ from the defaults here."""
+        """Return the arguments for DDP: those that differ from the defaults here."""
         return {key: value for key, value in self.to_kwargs().items() if key in self.to_dict()}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:

@@ -28,7 +28,7 @@ class FP8Kwargs(KwargsHandler):
             setattr(self, field.name, None if value is None else checked(field.name, value))
 
     def recipe_settings(self) -> dict[str, Any]:
-        """The settings by the names of ``accel_fp8.FP8Recipe``."""
+        """Return the settings by the names of ``accel_fp8.FP8Recipe``."""
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"backend": self.backend_name, **settings} if self.backend_name else settings
 

@@ -34,7 +34,7 @@ class AutocastKwargs(KwargsHandler):
     outputs_to_fp32: bool = True
 
     def to_autocast(self) -> dict[str, Any]:
-        """The arguments for ``torch.autocast``."""
+        """Return the arguments for ``torch.autocast``."""
         return {"enabled": self.enabled, "cache_enabled": self.cache_enabled}
 
 
@@ -198,5 +198,5 @@ class TrackingKwargs(KwargsHandler):
     finish_timeout: float = Delivery.finish_timeout
 
     def to_delivery(self) -> Delivery:
-        """The settings in accel_track's form."""
+        """Return the settings in accel_track's form."""
         return Delivery(**asdict(self))

@@ -61,7 +61,7 @@ class OverlappedProducts:
         return outputs
 
     def scattered(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of the sum over the ranks of ``x @ matrix``."""
+        """Return this rank's positions of the sum over the ranks of ``x @ matrix``."""
         output: torch.Tensor = _ScatteredProduct.apply(self.mesh, *in_autocast_dtype([x, matrix]))
         return output
 

@@ -60,14 +60,14 @@ def check_attention(config: Any, length: int, allowed: str) -> bool:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """The number of positions that a layer attends to, its own included; None for all before it."""
+    """Return the number of positions that a layer attends to, its own included; None for all before it."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     return window if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
 def window_of_layer(module: nn.Module, passed: int | None, length: int) -> int | None:
-    """The window of an attention layer of Transformers; None if it is not shorter than the sequence.
+    """Return the window of an attention layer of Transformers; None if it is not shorter than the sequence.
 
     Args:
         module: the layer.

@@ -21,7 +21,7 @@ SCHEDULES: Mapping[str, str] = {
 """Schedules of torch.distributed.pipelining, by name."""
 
 INTERLEAVED = frozenset({"interleaved1f1b", "interleaved_zero_bubble"})
-"""Schedules with several stages on a rank, dealt to the ranks in turns."""
+"""Schedules with several stages on a rank, assigned to the ranks in turns."""
 
 V_SHAPED = frozenset({"zbv", "dualpipev"})
 """Schedules with two stages on a rank: the stages go from the first rank to the last one, and back."""
@@ -170,12 +170,12 @@ class PipelineParallelConfig:
             )
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """The stages of a rank in a pipeline of ``ranks``, in order."""
+        """Return the stages of a rank in a pipeline of ``ranks``, in order."""
         count = ranks * (self.stages_per_rank or 1)
         return [rank, count - 1 - rank] if self.schedule in V_SHAPED else list(range(rank, count, ranks))
 
     def check_batch(self, samples: int, ranks: int) -> int:
-        """The number of micro-batches for a batch of ``samples`` on a pipeline of ``ranks``.
+        """Return the number of micro-batches for a batch of ``samples`` on a pipeline of ``ranks``.
 
         Raises:
             ConfigurationError: the batch cannot be split into that number, or the schedule does not allow it.
@@ -199,7 +199,10 @@ class PipelineParallelConfig:
         )
 
     def label(self, name: str, value: Any = None) -> str:
-        """A setting in messages; by default with its own value. A subclass may name the option that it comes from."""
+        """Return a setting in messages; by default with its own value.
+
+        A subclass may name the option that it comes from.
+        """
         return f"{name}={getattr(self, name) if value is None else value!r}"
 
 
@@ -228,7 +231,7 @@ class ExpertParallelConfig:
 
 
 def positive(name: str, value: Any) -> int:
-    """The value of a setting, if it is a positive integer."""
+    """Return the value of a setting, if it is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         kind = ConfigurationError if isinstance(value, int) else ArgumentTypeError
         raise kind(f"{name}={value!r} must be a positive integer.")
@@ -236,12 +239,12 @@ def positive(name: str, value: Any) -> int:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """What the launcher allows for a setting."""
+    """Return what the launcher allows for a setting."""
     return next(opt.choices or () for opt in ParallelismOptions.options() if opt.field == name)
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """The value of a setting, if it is one of those that are allowed."""
+    """Return the value of a setting, if it is one of those that are allowed."""
     if value not in allowed:
         raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
     return str(value)

@@ -29,7 +29,7 @@ def chunked_causal_lm_loss(
     z_loss: float = 0.0,
     shifted: bool = False,
 ) -> torch.Tensor:
-    """The loss of :func:`causal_lm_loss` on ``hidden @ weight.T + bias``, for vocabularies whose logits do not fit.
+    """Return :func:`causal_lm_loss` of ``hidden @ weight.T + bias``, for vocabularies whose logits do not fit.
 
     Call it in the model's ``forward``, where DDP and FSDP see its weights. It computes the gradients in the forward
     pass, chunk by chunk, with the three products of the plain loss, and none twice. It holds the gradient of the
@@ -151,7 +151,7 @@ class _Chunk:
         self._log_z = (logits.gather(-1, self._label) - self._log_p.gather(-1, self._label)) if z_loss else None
 
     def loss(self) -> torch.Tensor:
-        """The sum of the losses."""
+        """Return the sum of the losses."""
         losses = (self._smoothing - 1) * self._log_p.gather(-1, self._label)
         if self._smoothing:
             losses = losses - self._smoothing * self._log_p.mean(-1, keepdim=True)
@@ -160,7 +160,7 @@ class _Chunk:
         return torch.where(self.kept, losses.squeeze(-1), 0).sum()
 
     def gradient(self) -> torch.Tensor:
-        """That of a loss with respect to its logits, in the memory of what the loss needs; also of those left out."""
+        """Return a loss's gradient with respect to its logits, in the memory of what the loss needs."""
         gradient = self._log_p.exp_()
         if self._log_z is not None:
             gradient *= 1 + 2 * self._z_loss * self._log_z

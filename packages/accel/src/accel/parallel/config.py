@@ -162,7 +162,7 @@ class ParallelismConfig:
             )
 
     def size(self, axis: str) -> int:
-        """The size of an axis of :data:`accel.parallel.axes.AXES`, or of "ep"."""
+        """Return the size of an axis of :data:`accel.parallel.axes.AXES`, or of "ep"."""
         return int(getattr(self, f"{axis}_size"))
 
     @property
@@ -173,7 +173,7 @@ class ParallelismConfig:
         return "mesh_ddp" if self.active_mesh_dims == ["dp_replicate"] else "mesh"
 
     def for_world(self, num_processes: int) -> ParallelismConfig:
-        """This configuration, if it describes ``num_processes`` processes.
+        """Return this configuration, if it describes ``num_processes`` processes.
 
         Raises:
             ConfigurationError: the product of the sizes is another number; the message names every factor.
@@ -237,37 +237,37 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
+        """True if there are several copies of the model."""
         return self.size("dp_replicate") > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether each copy of the model is sharded."""
+        """True if each copy of the model is sharded."""
         return self.size("dp_shard") > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are sharded."""
+        """True if layers are sharded."""
         return self.size("tp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split by context parallelism."""
+        """True if sequences are split by context parallelism."""
         return self.size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split by sequence parallelism."""
+        """True if sequences are split by sequence parallelism."""
         return self.size("sp") > 1
 
     @property
     def ep_enabled(self) -> bool:
-        """Whether experts are distributed."""
+        """True if experts are distributed."""
         return self.size("ep") > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether the model is a pipeline."""
+        """True if the model is a pipeline."""
         return self.size("pp") > 1
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -289,7 +289,7 @@ class ParallelismConfig:
         return self.device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh; it is built first if a device type is given and there is none yet.
+        """Return the mesh; it is built first if a device type is given and there is none yet.
 
         Raises:
             ConfigurationError: there is no mesh yet, and no device type was given; or as in
@@ -344,7 +344,7 @@ class TorchTensorParallelPlugin:
         return "mesh"
 
     def for_world(self, num_processes: int) -> ParallelismConfig:
-        """The configuration of this plugin for ``num_processes`` processes.
+        """Return the configuration of this plugin for ``num_processes`` processes.
 
         Raises:
             ConfigurationError: ``tp_size`` does not divide the number of processes, or the mesh does not fit it.
@@ -363,5 +363,5 @@ class TorchTensorParallelPlugin:
 
 
 def _sizes(given: Mapping[str, int]) -> dict[str, Any]:
-    """A size for every axis, so that none comes from the launcher."""
+    """Return a size for every axis, so that none comes from the launcher."""
     return {f"{axis}_size": given.get(axis, 1) for axis in (*AXES, "ep")}

@@ -39,7 +39,7 @@ class RingAttention:
         self._in_layer = False
 
     def layer(self, inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' function of an attention layer, which calls this object: it knows the layer's window.
+        """Return Transformers' function of an attention layer, which calls this object: it knows the layer's window.
 
         The mask that the layer is given is that of a shard, in which windows are others.
         """
@@ -164,7 +164,7 @@ def _check_call(
 
 
 def _sums_are_padded(query: torch.Tensor) -> bool:
-    """Whether the fused kernel for this dtype returns sums for more queries than it is given.
+    """Return True if the fused kernel for this dtype returns sums for more queries than it is given.
 
     The memory-efficient one, which float32 takes, pads them to a multiple of 32, and torch's ring cannot merge these
     with others. It computes a rank's part of a sequence, and halves of it.
@@ -283,7 +283,7 @@ class ContextParallel:
                         tensor.data = data
 
     def _documents_to_balance(self, full: Sequence[torch.Tensor], dims: Sequence[int]) -> Documents | None:
-        """The documents that positions among the buffers tell apart, if their work is to be balanced."""
+        """Return the documents that positions among the buffers tell apart, if their work is to be balanced."""
         if self.balance != "documents":
             return None
         whole = (tensor for tensor, dim in zip(full, dims, strict=True) if dim == tensor.ndim - 1)
@@ -310,7 +310,7 @@ class ContextParallel:
         seq_dims: Sequence[int] | None,
         no_restore: set[torch.Tensor] | None,
     ) -> list[int]:
-        """The sequence dimension of each buffer, not negative."""
+        """Return the sequence dimension of each buffer, not negative."""
         if self.shard is not None:
             raise ConfigurationError(
                 "maybe_context_parallel was entered within its own block. Use one block for forward and backward of a "
@@ -355,7 +355,7 @@ class ContextParallel:
             )
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """The full sequences, in order, on every rank of the axis, without a gradient."""
+        """Return the full sequences, in order, on every rank of the axis, without a gradient."""
         if self.shard is None and self._left_by_work:
             raise ConfigurationError(
                 "sequences were split by the work of their documents, which differs from batch to batch, so shards can "
@@ -388,7 +388,7 @@ def _shard_of_buffers(
 
 
 def positions_of(rank: int, size: int, length: int) -> torch.Tensor:
-    """The positions of a rank: a piece from the front and its mirror image, so that ranks have equal causal work."""
+    """Return a rank's positions: a piece from the front and its mirror image, so that ranks have equal causal work."""
     pieces = torch.arange(length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 

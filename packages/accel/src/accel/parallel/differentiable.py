@@ -11,7 +11,7 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 def differentiable(x: torch.Tensor, forward: Collective, backward: Collective) -> torch.Tensor:
-    """The result of ``forward(x)``; the gradient of x is ``backward`` of that of the result.
+    """Return the result of ``forward(x)``; the gradient of x is ``backward`` of that of the result.
 
     Neither function may hold a tensor, which would be kept until the backward pass.
     """
@@ -20,7 +20,7 @@ def differentiable(x: torch.Tensor, forward: Collective, backward: Collective) -
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for a function of which only the gradient is special."""
+    """Return the tensor itself, for a function of which only the gradient is special."""
     return x.view_as(x)
 
 

@@ -45,7 +45,7 @@ class Documents:
 
     @classmethod
     def of_boundaries(cls, boundaries: torch.Tensor, length: int) -> Documents:
-        """The documents of one sequence of which the first tokens, and its length at the end, are given (cu_seqlens).
+        """Return the documents of a sequence, given their first tokens and its length at the end (cu_seqlens).
 
         Raises:
             ValueError: the boundaries do not go from 0 to the length, or not upwards.
@@ -56,7 +56,7 @@ class Documents:
         return cls(torch.repeat_interleave(boundaries.diff().long()).unsqueeze(0))
 
     def positions(self) -> torch.Tensor:
-        """The place of each token in its document: ``[batch, length]``."""
+        """Return the place of each token in its document: ``[batch, length]``."""
         places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         begins = functional.pad(self.ids.diff(dim=-1) != 0, (1, 0), value=True)
         return places - torch.where(begins, places, 0).cummax(-1).values
@@ -137,7 +137,7 @@ class Documents:
         return self._masks[kind, window]
 
     def split_evenly(self, size: int, block: int = 1) -> torch.Tensor:
-        """The positions of each rank, ``[size, length / size]``, with about the same work.
+        """Return the positions of each rank, ``[size, length / size]``, with about the same work.
 
         The heaviest piece of the sequence goes to the rank with the least work that has room (longest processing time
         first: Graham, Bounds on multiprocessing timing anomalies, 1969).
@@ -166,12 +166,12 @@ class Documents:
 
 
 def in_reach(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Whether tokens attend to others, by their positions."""
+    """Return whether tokens attend to others, by their positions."""
     return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 
 def flex_mask(ids: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> Any:
-    """The same mask for flex attention, which leaves out blocks that it hides."""
+    """Return the same mask for flex attention, which leaves out blocks that it hides."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def attends(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _flex_attention() -> Any:
 
 
 def are_packed_positions(tensor: torch.Tensor) -> bool:
-    """Whether values begin at 0, and count up by one or begin again, at least once: ``[batch, length]``."""
+    """Return True if values begin at 0, and count up by one or begin again, at least once: ``[batch, length]``."""
     if tensor.ndim != 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
     begins = tensor.diff(dim=-1) != 1

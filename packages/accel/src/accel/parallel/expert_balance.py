@@ -70,7 +70,7 @@ class ExpertLoad:
     dropped: int
 
     def values(self) -> dict[str, float]:
-        """What trackers can log.
+        """Return what trackers can log.
 
         Returns:
             ``experts/tokens`` (all of them), ``experts/dropped_tokens``, ``experts/imbalance`` (tokens of the busiest
@@ -97,7 +97,7 @@ BALANCERS: Any = WeakIdKeyDictionary()
 
 
 def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
-    """How many tokens went to each expert of a prepared model in training, summed over ranks.
+    """Return how many tokens went to each expert of a prepared model in training, summed over ranks.
 
     Every rank must call it. ``accelerator.log(expert_load(model).values())`` logs what matters of it.
 
@@ -138,7 +138,7 @@ class ExpertBalancer:
             counter.needs_gradients = True
 
     def load(self, reset: bool = True) -> ExpertLoad:
-        """The load since the last call with ``reset``, of all ranks. Every rank must call it."""
+        """Return the load since the last call with ``reset``, of all ranks. Every rank must call it."""
         tokens, dropped = {}, 0
         for name, counter in self._counters.items():
             counts = counter.counts
@@ -246,7 +246,7 @@ def _global_loss(
     attention_mask: torch.Tensor | None,
     ranks: Collectives,
 ) -> torch.Tensor:
-    """The loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) over all layers and the tokens of all ranks.
+    """Return the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) over all layers, tokens and ranks.
 
     Its value is the same on all ranks. Its gradient is scaled by their number, since gradients of ranks are averaged.
     """

@@ -20,7 +20,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def dispatched(
     compute: Compute, hidden: torch.Tensor, index: torch.Tensor, experts: int, mesh: DeviceMesh
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of the experts that each token was routed to. Every rank of the axis must call it.
+    """Return the outputs of the experts that each token was routed to. Every rank of the axis must call it.
 
     Args:
         compute: computes the rows that this rank receives.
@@ -58,7 +58,7 @@ def dispatched(
 def _even_routing(
     flat: torch.Tensor, experts: int, mesh: DeviceMesh
 ) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
-    """The counts of a rank and the sizes of its messages where tokens have no values (``accel plan``): all alike."""
+    """Return a rank's counts and message sizes where tokens have no values (``accel plan``): all alike."""
     each, more = divmod(flat.numel(), mesh.size())
     sizes = [each + (rank < more) for rank in range(mesh.size())]
     counts = flat.new_zeros(experts)
@@ -77,7 +77,7 @@ def exchanged(
 
 
 def scaled_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same tensor, with its gradient multiplied by a factor."""
+    """Return the same tensor, with its gradient multiplied by a factor."""
     return x if factor == 1 else differentiable(x, same, partial(torch.mul, other=factor))
 
 

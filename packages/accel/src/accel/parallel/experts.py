@@ -48,12 +48,12 @@ COMPARED = frozenset(
 
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that hold the stacked weights of experts, by name."""
+    """Return the modules of a model that hold the stacked weights of experts, by name."""
     return {name: module for name, module in model.named_modules() if _is_stack(module)}
 
 
 def parameters_of_experts(model: nn.Module) -> list[str]:
-    """The names of the modules of :func:`experts_in` and of their parameters."""
+    """Return the names of the modules of :func:`experts_in` and of their parameters."""
     return [
         name
         for prefix, module in experts_in(model).items()
@@ -141,7 +141,7 @@ class ExpertParallel:
                 )
 
     def _dimension(self, shape: torch.Size) -> int | None:
-        """The dimension that fully_shard shards: not the first, which ep does, and evenly, as torch requires."""
+        """Return the dimension that fully_shard shards: not the first, which ep does, and evenly, as torch requires."""
         return next((dim for dim in range(1, len(shape)) if shape[dim] % self.sharding.size(-1) == 0), None)
 
     def placement(self, parameter: nn.Parameter) -> Shard | None:
@@ -184,7 +184,7 @@ class ExpertParallel:
             BALANCERS[model].after_step(optimizer)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a module is one of :func:`experts_in`, below a checkpoint or not."""
+        """Return True if a module is one of :func:`experts_in`, below a checkpoint or not."""
         return _is_stack(module)
 
     def shard(self, module: nn.Module) -> None:
@@ -250,7 +250,7 @@ class ExpertParallel:
         block.forward = forward
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of those that the ranks of tp have in common."""
+        """Return this rank's tokens of those that the ranks of tp have in common."""
         return x if self._tp is None else part(x, self._tp, dim=0)
 
     def _whole(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ class ExpertParallel:
 
     @contextmanager
     def _local_weights(self, module: nn.Module) -> Iterator[None]:
-        """The weights of this rank's experts as plain tensors."""
+        """Make the weights of this rank's experts plain tensors."""
         held: Mapping[str, Any] = dict(module._parameters)
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
@@ -283,7 +283,7 @@ class ExpertParallel:
             active.pop()
 
     def _adapted(self, weight: torch.Tensor, adapter: Any, names: Iterable[str]) -> torch.Tensor:
-        """The weights of this rank's experts with the changes of an adapter.
+        """Return the weights of this rank's experts with the changes of an adapter.
 
         Every rank has the factors of all experts, and their gradients of its own; FSDP's mean over the ranks is right.
         """
@@ -304,7 +304,7 @@ def _adapters_of(module: nn.Module, model: nn.Module) -> list[Any]:
 
 
 def _parent_of(name: str) -> str:
-    """The name of the block of a module of experts, which adapters may wrap."""
+    """Return the name of the block of a module of experts, which adapters may wrap."""
     while name.endswith(".base_layer"):
         name = name.removesuffix(".base_layer")
     return name.rpartition(".")[0]

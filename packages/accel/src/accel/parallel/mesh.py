@@ -33,7 +33,7 @@ _WORLDS: Any = WeakIdKeyDictionary()
 
 
 def build(sizes: Mapping[str, int], check_world: Callable[[int], Any], device_type: str) -> DeviceMesh:
-    """A mesh of the axes with more than one rank; every rank must call it."""
+    """Return a mesh of the axes with more than one rank; every rank must call it."""
     if not dist.is_initialized() and environments.detect().world_size > 1:
         PartialState(cpu=device_type == "cpu")  # creates the process group
     if not dist.is_initialized():
@@ -74,7 +74,7 @@ def adopt(mesh: DeviceMesh, tp_size: int) -> dict[str, int]:
 
 
 def is_alive(mesh: DeviceMesh | None) -> bool:
-    """Whether the process group that a mesh was created from still exists."""
+    """Return True if the process group that a mesh was created from still exists."""
     world = _WORLDS.get(mesh) if mesh is not None else None
     return world is not None and dist.is_initialized() and world() is dist.group.WORLD
 
@@ -90,14 +90,17 @@ def _flatten(mesh: DeviceMesh) -> None:
 
 
 def coordinate(mesh: DeviceMesh | None, axis: str) -> int:
-    """This process's coordinate on an axis; 0 on an axis that the mesh does not have."""
+    """Return this process's coordinate on an axis; 0 on an axis that the mesh does not have."""
     if mesh is None or axis not in (mesh.mesh_dim_names or ()):
         return 0
     return mesh.get_local_rank(axis)
 
 
 def collectives_over(mesh: DeviceMesh, name: str, state: PartialState) -> Collectives:
-    """The collectives along an axis or a group of axes; those of a single process where the mesh has none of them."""
+    """Return the collectives along an axis or a group of axes.
+
+    Those of a single process where the mesh has none of them.
+    """
     part = sub_mesh(mesh, name)
     if part is None or part.size() == 1:
         return Collectives()
@@ -107,14 +110,14 @@ def collectives_over(mesh: DeviceMesh, name: str, state: PartialState) -> Collec
 
 
 def sub_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The part of the mesh along an axis or a group of axes; None where it has none of them."""
+    """Return the part of the mesh along an axis or a group of axes; None where it has none of them."""
     if name in _GROUPED:
         return _FLATTENED[mesh].get(name)
     return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh for ``fully_shard``: the ranks that parameters are sharded over, by the copies, or None."""
+    """Return the mesh for ``fully_shard``: the ranks that parameters are sharded over, by the copies, or None."""
     names = mesh.mesh_dim_names or ()
     sharding = [axis for axis in names if axis in SHARDING_AXES]
     if not sharding:
@@ -129,7 +132,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def expert_mesh(mesh: DeviceMesh, ep_size: int) -> DeviceMesh:
-    """The same ranks in the same order, with dp_shard, cp and tp divided into "efsdp" and "ep" instead.
+    """Return the same ranks in the same order, with dp_shard, cp and tp divided into "efsdp" and "ep" instead.
 
     Ranks of "ep" are consecutive, since they exchange tokens in every layer; each expert is sharded over "efsdp". A
     collective call, once for each mesh.

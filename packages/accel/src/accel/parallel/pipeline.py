@@ -33,7 +33,7 @@ from .sequence_inputs import IGNORED, SequenceCalls, shift_labels
 
 
 def block_ranges(model: nn.Module, stages: int) -> tuple[str, tuple[range, ...]]:
-    """The name of the model's list of blocks, and the blocks of each stage: earlier stages get one more if needed."""
+    """Return the name of the model's list of blocks, and each stage's blocks: earlier stages get one more if needed."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigurationError(
             f"{type(model).__name__} has an encoder and a decoder, and a pipeline trains causal models. Train it with "
@@ -80,7 +80,7 @@ class PipelineOutput:
     logits: torch.Tensor | None  # of the whole batch, in evaluation; None in training, where they stay on the last rank
 
     def __getitem__(self, key: str | int) -> torch.Tensor | None:
-        """A value by name; or by number, of those that are not None."""
+        """Return a value by name; or by number, of those that are not None."""
         values = vars(self)
         return values[key] if isinstance(key, str) else [value for value in values.values() if value is not None][key]
 
@@ -89,7 +89,7 @@ class PipelineOutput:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model is a ``PreTrainedModel``, without importing Transformers."""
+    """Return True if a model is a ``PreTrainedModel``, without importing Transformers."""
     return hasattr(model, "config") and hasattr(model, "base_model_prefix")
 
 
@@ -184,13 +184,16 @@ class TrainingPipeline:
     def split_model(
         self, model: nn.Module, forward: Callable[..., Any], points: list[str], units: list[str], example: Any
     ) -> PipelineSplit:
-        """The split of the model into stages; ``points`` are the first modules of the second and later ones."""
+        """Return the split of the model into stages; ``points`` are the first modules of the second and later ones."""
         return split_model(model, forward, points, units, example, self.count)
 
     def outputs_of_example(
         self, model: nn.Module, forward: Callable[..., Any], example: tuple[Any, Any]
     ) -> Sequence[Any] | None:
-        """The recorded outputs. None where sharding will change their dtypes: the first micro-batch tells them."""
+        """Return the recorded outputs.
+
+        None where sharding will change their dtypes: the first micro-batch tells them.
+        """
         return self.split.outputs if self.compute_dtype is None else None
 
     def _make_stage(self, model: nn.Module, part: nn.Module, number: int) -> Stage:
@@ -213,7 +216,7 @@ class TrainingPipeline:
         return stage
 
     def assemble(self) -> nn.Module:
-        """A model of the user's class with the modules of this rank, whose forward runs the pipeline."""
+        """Return a model of the user's class with the modules of this rank, whose forward runs the pipeline."""
         assert self._model is not None
         model = extract(self._model, self.split, self.numbers, self.device)
         modules = dict(model.named_modules())
@@ -245,7 +248,7 @@ class TrainingPipeline:
     # Weights that the first and the last stage share
 
     def _tied(self) -> list[nn.Parameter]:
-        """This rank's copies of tied parameters, in the same order on the ranks of the first and the last stage."""
+        """Return this rank's copies of tied parameters, in one order on the ranks of the first and the last stage."""
         first, last = self.places[0], self.places[-1]
         if first == last:  # they are the same objects there
             return []
@@ -256,11 +259,11 @@ class TrainingPipeline:
         return []
 
     def name_in_model(self, name: str) -> str:
-        """The name of a parameter of this rank in the whole model, where a tied one has its first name only."""
+        """Return the name of a parameter of this rank in the whole model, where a tied one has its first name only."""
         return next((first for first, last in self.ties.items() if last == name), name)
 
     def saved_names(self) -> dict[str, str]:
-        """The parameters whose optimizer state this rank saves, each with its name in the whole model."""
+        """Return the parameters whose optimizer state this rank saves, each with its name in the whole model."""
         names = [name for part in self.parts.values() for name, _ in part.named_parameters()]
         copies = set(self.ties.values()) if self.rank == self.places[-1] else set()
         return {clean_name(name): clean_name(name) for name in names if name not in copies}
@@ -293,7 +296,7 @@ class TrainingPipeline:
                 parameter.grad = gradient
 
     def _swapped(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """What the other one of the first and the last rank sends in exchange for tensors."""
+        """Return what the other one of the first and the last rank sends in exchange for tensors."""
         peer = self.size - 1 - self.rank
         received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         sends = [dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=peer) for tensor in tensors]
@@ -402,7 +405,7 @@ class TrainingPipeline:
         return loss
 
     def _share_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """The loss of the last stage, on every rank: in one message, after the first one has told its dtype.
+        """Return the loss of the last stage, on every rank: in one message, after the first one has told its dtype.
 
         It is sent whether or not it is read: a script may read it on some ranks only, which must not wait for others.
         """
@@ -417,7 +420,7 @@ class TrainingPipeline:
         return shared
 
     def share(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of the rank of the last stage, on every rank."""
+        """Return the tensor of the rank of the last stage, on every rank."""
         source = self.places[-1]
         meta: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(meta, group_src=source, group=self.group)
@@ -442,7 +445,7 @@ def _refuse_to_generate(*_: Any, **__: Any) -> None:
 
 
 def _find_ties(parts: Sequence[nn.Module]) -> dict[str, str]:
-    """Names of parameters of the first stage that the last one has too, with their names there."""
+    """Return the names of parameters of the first stage that the last one has too, with their names there."""
     first = dict(parts[0].named_parameters())
     last = {id(parameter): name for name, parameter in parts[-1].named_parameters()}
     seen = {id(parameter) for parameter in first.values()} | set(last)

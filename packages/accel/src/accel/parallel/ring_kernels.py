@@ -21,7 +21,7 @@ def repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _add_heads(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of a head that was repeated: the sum of the gradients of its copies."""
+    """Return the gradient of a head that was repeated: the sum of the gradients of its copies."""
     return gradient if gradient.shape == like.shape else gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 

@@ -23,22 +23,25 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def rows_per_rank(length: int, mesh: DeviceMesh) -> int:
-    """The positions of each rank, padding included, of sequences of ``length`` positions."""
+    """Return the positions of each rank, padding included, of sequences of ``length`` positions."""
     return -(-length // mesh.size())
 
 
 def split(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a replicated tensor; the gradient is gathered."""
+    """Return this rank's rows of a replicated tensor; the gradient is gathered."""
     return differentiable(x, partial(_own_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
 
 
 def join(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-    """The rows of all ranks, for computations that are replicated; the gradient is this rank's rows of it."""
+    """Return the rows of all ranks, for computations that are replicated; the gradient is this rank's rows of it."""
     return differentiable(x, _gathers(mesh, length), partial(_own_rows, mesh=mesh))
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-    """The rows of all ranks, for computations that are sharded; the gradient is summed over the ranks and scattered."""
+    """Return the rows of all ranks, for computations that are sharded.
+
+    The gradient is summed over the ranks and scattered.
+    """
     return differentiable(x, _gathers(mesh, length), partial(summed_rows, mesh=mesh))
 
 

@@ -28,7 +28,9 @@ _PADDING: Any = WeakTensorKeyDictionary()
 
 
 def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-    """The label of each position's prediction, which is the next token: ``[..., length]``; the last position has none.
+    """Return the label of each position's prediction, which is the next token: ``[..., length]``.
+
+    The last position has none.
 
     Shift labels before sequences are split: a shard's last position predicts the first token of another shard.
 
@@ -40,7 +42,7 @@ def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Ten
 
 
 def gather_shards(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """The shards of all ranks of an axis, concatenated along a dimension, without a gradient."""
+    """Return the shards of all ranks of an axis, concatenated along a dimension, without a gradient."""
     local = tensor.detach().contiguous()
     shards = [torch.empty_like(local) for _ in range(mesh.size())]
     dist.all_gather(shards, local, group=mesh.get_group())
@@ -48,7 +50,7 @@ def gather_shards(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Ten
 
 
 def padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """What a model's mask says about padding: of split sequences, the mask that the user passed."""
+    """Return what a model's mask says about padding: of split sequences, the mask that the user passed."""
     return mask if mask is None else _PADDING.get(mask, mask)
 
 
@@ -74,7 +76,7 @@ class SequenceShard:
     undivided: Documents | None = None
     windowed: Documents | None = None  # one document, for layers that attend to windows of it
     has_windows: bool = False  # whether some layers do
-    counted: torch.Tensor | None = None  # positions that were made here, so that nobody needs to look at them
+    counted: torch.Tensor | None = None  # positions that were made here, so that they need no checks
 
     def pack(self, documents: Documents) -> None:
         """Attend within documents from here on.
@@ -92,7 +94,7 @@ class SequenceShard:
         self.documents = known or documents
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The full tensor of a shard; the tensor itself if it has the full length; None if it is not known."""
+        """Return the full tensor of a shard; the tensor itself if it has the full length; None if it is not known."""
         if tensor.shape[-1] == self.length:
             return tensor
         return next((full for shard, full in self.tensors if shard is tensor), None)
@@ -149,7 +151,7 @@ class SequenceCalls:
 
     @property
     def packed(self) -> bool:
-        """Whether a call is going on whose sequences consist of documents."""
+        """True if a call is going on whose sequences consist of documents."""
         return self._shard is not None and self._shard.documents is not None
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,7 +218,7 @@ class SequenceCalls:
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, as far as they have one."""
+    """Return the arguments of a call by name, as far as they have one."""
     signature = inspect.signature(module.forward)
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     if is_compiled_wrapper(module) or inspect.Parameter.VAR_POSITIONAL in kinds:
@@ -255,7 +257,7 @@ class ShardedCall:
         return self._tensor("labels") is not None
 
     def correct(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments to call the model with; None if they may stay as they are."""
+        """Return the arguments to call the model with; None if they may stay as they are."""
         config = getattr(self.model, "config", None)
         if hasattr(config, "_attn_implementation"):
             self.shard.has_windows |= check_attention(config, self.shard.length, self.attention)
@@ -306,7 +308,10 @@ class ShardedCall:
             self._arguments[argument] = documents
 
     def _take_boundaries(self, tokens: torch.Tensor) -> Documents | None:
-        """The documents by their boundaries, for kernels that take those; each rank's attention gets documents."""
+        """Return the documents by their boundaries, for kernels that take those.
+
+        Each rank's attention gets documents.
+        """
         marks = [name for name in DOCUMENT_ARGUMENTS if self._arguments.get(name) is not None]
         if not marks:
             return None
@@ -355,7 +360,7 @@ class ShardedCall:
         if whole_mask is not None and whole_mask.ndim == 2 and whole_mask.shape == values.shape:
             wrong = wrong & whole_mask[:, 1:].bool()  # positions of padding do not matter
         if full is not None and values.ndim == 2 and mask is None and not isinstance(wrong, FakeTensor):
-            # The device is waited for, but only by those who pass positions.
+            # Only scripts that pass positions wait for the device.
             if bool(wrong.any()):
                 self.shard.pack(Documents.of_positions(values))
             return
@@ -416,7 +421,7 @@ class ShardedCall:
 
 
 def _begin_alike(numbers: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Whether two numberings of the tokens of a sequence change at the same ones."""
+    """Return True if two numberings of the tokens of a sequence change at the same ones."""
     same_shape = numbers.shape == ids.shape
     return same_shape and torch.equal(numbers.diff(dim=-1) != 0, (ids.diff(dim=-1) != 0).to(numbers.device))
 

@@ -42,7 +42,7 @@ class BlockStructure:
 
 
 def find_structure(model: nn.Module, plan: Mapping[str, Any]) -> list[BlockStructure]:
-    """The blocks of a model, in order.
+    """Return the blocks of a model, in order.
 
     Args:
         model: the model, before its layers are sharded.
@@ -67,7 +67,7 @@ def find_structure(model: nn.Module, plan: Mapping[str, Any]) -> list[BlockStruc
 
 
 def _list_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The name of the outermost list that contains a module, or of a dictionary of blocks of one class."""
+    """Return the name of the outermost list that contains a module, or of a dictionary of blocks of one class."""
     parts = name.split(".")
     prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
     return next((prefix for prefix in prefixes if _holds_blocks(modules[prefix])), None)
@@ -81,7 +81,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _caller(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The name of the module whose forward calls a module: containers have no forward."""
+    """Return the name of the module whose forward calls a module: containers have no forward."""
     while type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
         pass
     return name
@@ -127,7 +127,7 @@ def _check_own(name: str, block: nn.Module) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises each position by itself."""
+    """Return True if a module normalises each position by itself."""
     named = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
     vectors = all(parameter.ndim == 1 for parameter in module.parameters(recurse=False))
     return (isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or named) and vectors

@@ -34,7 +34,7 @@ are compared with one process in tests."""
 
 
 def find_sharded_head(model: nn.Module, is_gathered: Callable[[str], bool]) -> nn.Module | None:
-    """The output layer of a causal language model, if its logits may stay sharded.
+    """Return the output layer of a causal language model, if its logits may stay sharded.
 
     Args:
         model: the model that is prepared. Of a model inside another one, other code may read the logits.
@@ -66,7 +66,7 @@ class ShardedLogits:
         model.register_forward_hook(self._end, always_call=True)
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
-        """What the output layer returns for this rank's columns."""
+        """Return what the output layer returns for this rank's columns."""
         return x if self._active else joined(x, self.mesh, self.vocabulary.size)
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class _Shard(dict[str, Any]):
 
 
 def _sharded_output(kind: Any, vocabulary: Vocabulary) -> Any:
-    """A class of outputs of a model whose ``logits`` are gathered when they are read.
+    """Return a class of outputs of a model whose ``logits`` are gathered when they are read.
 
     FSDP and others take outputs apart and make new ones of their tensors, so how logits are sharded is part of the
     class.

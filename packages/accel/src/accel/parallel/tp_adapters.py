@@ -21,18 +21,18 @@ _UP: Final = ".lora_B."
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether a module is a layer of PEFT with low-rank adapters."""
+    """Return True if a module is a layer of PEFT with low-rank adapters."""
     named = hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "lora_B")
     return named and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def base_of(module: Any) -> Any:
-    """The layer that adapters are added to, or the module itself."""
+    """Return the layer that adapters are added to, or the module itself."""
     return module.base_layer if is_adapted(module) else module
 
 
 def plan_with_adapters(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan with base layers and factors in the place of layers that have adapters.
+    """Return a plan with base layers and factors in the place of layers that have adapters.
 
     Raises:
         ConfigurationError: an adapter computes something else than a product with two factors.
@@ -68,7 +68,7 @@ def _check(name: str, module: Any, style: Any) -> None:
 
 
 def input_name(name: str) -> str | None:
-    """The name of the layer that gets the input of a column-wise one; None if that input is its own.
+    """Return the name of the layer that gets the input of a column-wise one; None if that input is its own.
 
     A base layer gets that of the layer with adapters. The second factor gets the output of the first one.
     """

@@ -26,7 +26,7 @@ def _share(width: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An input that is replicated on all ranks; its gradient is the sum over the ranks."""
+    """Return an input that is replicated on all ranks; its gradient is the sum over the ranks."""
     return differentiable(x, same, partial(_all_reduced, mesh=mesh))
 
 
@@ -44,7 +44,7 @@ class SharedInput:
         module.register_forward_hook(self._end, always_call=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of ``mark`` (by default :func:`shared`), computed once for the same tensor within one forward."""
+        """Return the result of ``mark`` (default :func:`shared`), computed once per tensor and forward."""
         if not self._open or x.is_inference():
             return self._mark(x)
         known, key = self._known, (x._version, torch.is_grad_enabled())
@@ -77,7 +77,7 @@ def joined(x: torch.Tensor, mesh: DeviceMesh, width: int, dim: int = -1) -> torc
 
 
 def part(x: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> torch.Tensor:
-    """This rank's columns of a replicated input, or its part along another dimension."""
+    """Return this rank's columns of a replicated input, or its part along another dimension."""
     join = partial(_all_joined, mesh=mesh, width=x.shape[dim], dim=dim)
     return differentiable(x, partial(_columns, mesh=mesh, dim=dim), join)
 

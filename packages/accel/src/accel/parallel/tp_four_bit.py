@@ -25,7 +25,7 @@ _STATE: Final = "_accel_tp_quant_state"
 
 
 def is_four_bit(module: Any) -> bool:
-    """Whether a module is a quantized ``Linear4bit``, or a part of one."""
+    """Return True if a module is a quantized ``Linear4bit``, or a part of one."""
     names = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
     is_layer = "bitsandbytes.nn.modules.Linear4bit" in names
     return is_layer and (hasattr(module, _STATE) or getattr(module.weight, "quant_state", None) is not None)
@@ -83,7 +83,7 @@ def _part(state: Any, scales: torch.Tensor, shape: torch.Size, device: torch.dev
 
 
 def four_bit_product(module: Any, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """The product with this rank's part of the weight, in the type that the layer computes in."""
+    """Return the product with this rank's part of the weight, in the type that the layer computes in."""
     import bitsandbytes
 
     if not module.compute_type_is_set:

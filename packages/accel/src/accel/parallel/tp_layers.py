@@ -37,7 +37,7 @@ Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether a module is Transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    """Return True if a module is Transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
     return (
         type(module).__name__ == "Conv1D"
         and hasattr(module, "nf")
@@ -46,19 +46,19 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module computes exactly a linear layer; low-rank and most quantized subclasses do not."""
+    """Return True if a module computes exactly a linear layer; low-rank and most quantized subclasses do not."""
     if is_conv1d(module) or is_four_bit(module):
         return True
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def is_in_blocks(module: Any) -> bool:
-    """Whether a module's weight is in 4 bits, of bitsandbytes or torchao, with scales of blocks."""
+    """Return True if a module's weight is in 4 bits, of bitsandbytes or torchao, with scales of blocks."""
     return is_four_bit(module) or is_stored_in_nf4(module)
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether a module is an embedding of Transformers that multiplies its output by ``embed_scale`` (Gemma, BART)."""
+    """Return True if a module is an embedding that multiplies its output by ``embed_scale`` (Gemma, BART)."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).__name__.endswith("ScaledWordEmbedding")
@@ -77,7 +77,7 @@ class Style:
     supported: ClassVar[str] = ""  # the kinds of modules that it can shard, for messages
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether a module can be sharded this way."""
+        """Return True if a module can be sharded this way."""
         return is_linear(module)
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sharder: ParameterSharder) -> None:
@@ -104,11 +104,11 @@ class WholeSequences:
         self.mesh = mesh
 
     def computed(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The product of a column-wise layer without its bias, where that was computed before the call."""
+        """Return the product of a column-wise layer without its bias, where that was computed before the call."""
         return None
 
     def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of the products of a row-wise layer."""
+        """Return the sum over the ranks of the products of a row-wise layer."""
         return reduced_product(layer, x, collectives_of_sum(self.mesh))
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -141,11 +141,11 @@ class ParameterSharder:
         self._inputs.update(inputs_of(self._inputs))
 
     def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that marks a layer's input as replicated."""
+        """Return the function that marks a layer's input as replicated."""
         return self._inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def region_of(self, module: nn.Module) -> Region:
-        """How a layer computes its products, and what happens to them."""
+        """Return how a layer computes its products, and what happens to them."""
         return self._regions.get(module) or WholeSequences(self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
@@ -183,18 +183,18 @@ class ParameterSharder:
 
 
 def _local(parameter: Any) -> Any:
-    """This rank's shard, through which gradients flow, or the parameter itself."""
+    """Return this rank's shard, through which gradients flow, or the parameter itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def matrix_of(module: nn.Module) -> torch.Tensor:
-    """This rank's shard of the weight, as a matrix of (inputs, outputs)."""
+    """Return this rank's shard of the weight, as a matrix of (inputs, outputs)."""
     weight: torch.Tensor = _local(module.weight)
     return weight.flatten(1) if is_conv1d(module) else weight.flatten(0, -2).t()
 
 
 def product(module: nn.Module, x: torch.Tensor, bias: Any) -> torch.Tensor:
-    """The product with this rank's shard of the weight."""
+    """Return the product with this rank's shard of the weight."""
     weight = _local(module.weight)
     if is_stored_in_nf4(module):
         return nn.functional.linear(x, weight, bias)

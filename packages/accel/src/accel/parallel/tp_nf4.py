@@ -20,7 +20,7 @@ from .tp_collectives import share_of
 
 
 def parts_of_nf4(module: nn.Module, dim: int, mesh: DeviceMesh) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that are sharded along a dimension of the weight, as matrices, by name.
+    """Yield the parameters that are sharded along a dimension of the weight, as matrices, by name.
 
     Args:
         module: a layer whose weight is stored as bytes; from now on it reads this rank's part of it.

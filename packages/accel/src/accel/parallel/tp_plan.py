@@ -65,7 +65,7 @@ _PER_RANK = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_he
 def plan_of(
     model: nn.Module, given: Mapping[str, Any] | None, size: int, distributed: Collection[str] = ()
 ) -> tuple[TensorParallelPlan, bool]:
-    """The plan of a model: the user's, the model's own, or one derived from the shape of its blocks.
+    """Return the plan of a model: the user's, the model's own, or one derived from the shape of its blocks.
 
     ``distributed`` names parameters that another axis shards (experts), and their modules: the model's own plan for
     them is left out.
@@ -90,7 +90,10 @@ def plan_of(
 
 
 def _owner_of_plan(model: nn.Module) -> tuple[str, nn.Module]:
-    """The module that a model's own plan belongs to, after the beginning of the names in it; PEFT's models wrap it."""
+    """Return the module that a model's own plan belongs to, after the beginning of the names in it.
+
+    PEFT's models wrap it.
+    """
     for name, module in model.named_modules():
         if inspect.getattr_static(module, "_tp_plan", None):
             return f"{name}." if name else "", module
@@ -98,7 +101,7 @@ def _owner_of_plan(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _without(plan: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The entries of a plan of Transformers that match none of the names; patterns may begin below the model."""
+    """Return the entries of a plan of Transformers that match none of the names; patterns may begin below the model."""
     kept = {}
     for pattern, style in plan.items():
         anywhere = f"*.{pattern}"
@@ -221,7 +224,7 @@ def count_parts(model: nn.Module, plan: TensorParallelPlan, size: int) -> None:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """The number of ranks that a model's layers are sharded over; None without tensor parallelism.
+    """Return the number of ranks that a model's layers are sharded over; None without tensor parallelism.
 
     Args:
         model: any model, prepared by accel or loaded by Transformers with a plan.

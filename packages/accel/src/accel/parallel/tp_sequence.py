@@ -117,23 +117,26 @@ class SequenceRegion:
         return rows_per_rank(self.length, self.mesh)
 
     def is_shard(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is this rank's rows of hidden states."""
+        """Return True if a tensor is this rank's rows of hidden states."""
         return bool(self.length) and x.ndim == 3 and x.shape[1] == self.rows
 
     def input_of(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """The input of a column-wise layer in a module whose input has been gathered; ``layer`` marks it otherwise."""
+        """Return the input of a column-wise layer in a module whose input has been gathered.
+
+        ``layer`` marks it otherwise.
+        """
         return x if self.length else layer(x)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of a column-wise layer that a block calls itself."""
+        """Return the input of a column-wise layer that a block calls itself."""
         return gather(x, self.mesh, self.length) if self.is_shard(self._noted(x)) else shared(x, self.mesh)
 
     def computed(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The product of a column-wise layer without its bias, where its input was gathered together with it."""
+        """Return the product of a column-wise layer without its bias, where its input was gathered together with it."""
         return self._products.pop(layer, None) if x is self._gathered else None
 
     def reduce(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of the products of a row-wise layer."""
+        """Return the sum over the ranks of the products of a row-wise layer."""
         if self._overlaps() and self._overlapped is not None:
             return self._overlapped.scattered(x, matrix_of(layer))
         length = x.shape[1]
@@ -142,7 +145,7 @@ class SequenceRegion:
         )
 
     def parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter that is used on this rank's rows."""
+        """Return a parameter that is used on this rank's rows."""
         return shared(parameter, self.mesh) if self.length and parameter.requires_grad else parameter
 
     # Hooks
@@ -200,7 +203,7 @@ class SequenceRegion:
         return _with_hidden(args, kwargs, self._gathered)
 
     def _overlaps(self) -> bool:
-        """Whether the ranks have equal parts of the sequence, as the overlapped products need."""
+        """Return True if the ranks have equal parts of the sequence, as the overlapped products need."""
         return self._overlapped is not None and bool(self.length) and self.length % self.mesh.size() == 0
 
     def _check_products(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -229,7 +232,7 @@ class SequenceRegion:
         return length
 
     def _noted(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor, after its length has become that of the forward under way, if it is marked with one."""
+        """Return the tensor, after its length has become that of the forward under way, if it is marked with one."""
         known = self._known(x)
         self._length = self._length if known is None else known
         return x
@@ -237,7 +240,10 @@ class SequenceRegion:
     # Comparison with whole hidden states
 
     def _verify(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a block computes each position by itself outside of its sharded modules; every rank of the axis."""
+        """Return True if a block computes each position by itself outside of its sharded modules.
+
+        Every rank of the axis.
+        """
         self._unverified.discard(block)
         x, length = _hidden(args, kwargs).detach(), self.length
         if isinstance(x, FakeTensor):
@@ -288,7 +294,7 @@ def _output(output: Any) -> torch.Tensor:
 
 
 def _call(block: nn.Module, args: Any, kwargs: dict[str, Any], x: torch.Tensor) -> Any:
-    """The block's forward without its hooks, which have run."""
+    """Return the block's forward without its hooks, which have run."""
     args, kwargs = _with_hidden(args, kwargs, x)
     return block.forward(*args, **kwargs)
 
@@ -305,7 +311,7 @@ def _in_eval_mode(block: nn.Module) -> Iterator[None]:
 
 
 def _with_summed_gradients(region: SequenceRegion, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a norm, whose parameters' gradients are summed over the ranks."""
+    """Return the forward of a norm, whose parameters' gradients are summed over the ranks."""
 
     def norm(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         region._noted(x)
@@ -323,7 +329,7 @@ def _with_summed_gradients(region: SequenceRegion, forward: Callable[..., Any]) 
 
 
 def _same_dropout(region: SequenceRegion, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a dropout, which drops from a shard what it would drop from full sequences."""
+    """Return the forward of a dropout, which drops from a shard what it would drop from full sequences."""
 
     def dropout(module: Any, x: torch.Tensor) -> Any:
         region._noted(x)
@@ -338,7 +344,7 @@ def _same_dropout(region: SequenceRegion, forward: Callable[..., Any]) -> Callab
 def region_inputs(
     region: SequenceRegion, item: BlockStructure, fallback: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]
 ) -> dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """How the column-wise layers of a block mark their inputs.
+    """Return how the column-wise layers of a block mark their inputs.
 
     Args:
         fallback: how they do where hidden states are whole.

@@ -180,7 +180,7 @@ class SequenceParallel:
             )
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
-        """The full sequences on every rank of the axis, without a gradient."""
+        """Return the full sequences on every rank of the axis, without a gradient."""
         return gather_shards(tensor, self.mesh, seq_dim)
 
 

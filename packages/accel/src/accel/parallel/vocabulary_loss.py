@@ -44,7 +44,7 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     shifted: bool = False,
 ) -> torch.Tensor:
-    """The mean cross entropy of next tokens in float32, in one process and where logits are sharded.
+    """Return the mean cross entropy of next tokens in float32, in one process and where logits are sharded.
 
     With ``tp_size``, pass the output of the model and not its logits: reading ``output.logits`` gathers them.
 
@@ -83,13 +83,13 @@ def check_settings(label_smoothing: float, z_loss: float) -> None:
 def divide_by_items(
     total: torch.Tensor, target: torch.Tensor, num_items: torch.Tensor | float | None, ignore_index: int
 ) -> torch.Tensor:
-    """A sum of losses divided by a number of labels, or else by that of the batch."""
+    """Return a sum of losses divided by a number of labels, or else by that of the batch."""
     count = (target != ignore_index).sum() if num_items is None else num_items
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
 
 
 def shard_of(output: Any) -> tuple[torch.Tensor, Vocabulary]:
-    """This rank's logits of an output, and how they are sharded."""
+    """Return this rank's logits of an output, and how they are sharded."""
     vocabulary = getattr(output, "accel_vocabulary", None)
     if vocabulary is not None:
         return dict(output.items())["logits"], vocabulary

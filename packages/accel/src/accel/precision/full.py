@@ -34,11 +34,11 @@ class Precision:
 
     @property
     def is_native(self) -> bool:
-        """Whether torch's own autocast does the work."""
+        """True if torch's own autocast does the work."""
         return False
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context manager that computes in this precision.
+        """Return a context manager that computes in this precision.
 
         Args:
             settings: override those of the Accelerator.
@@ -54,7 +54,7 @@ class Precision:
         return objects
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Called with each prepared optimizer."""
+        """Run with each prepared optimizer."""
 
     def check_uneven_inputs(self) -> None:
         """Raise ConfigurationError if this precision needs all ranks at every step, so none may end early."""

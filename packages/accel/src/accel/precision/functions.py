@@ -16,7 +16,7 @@ from .scaler import SharedGradScaler
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler for this process's device.
+    """Return a loss scaler for this process's device.
 
     Args:
         distributed_type: not used; all types take the same scaler.
@@ -28,7 +28,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[None]:
-    """A context manager that computes in the precision of the current Accelerator.
+    """Return a context manager that computes in the precision of the current Accelerator.
 
     Args:
         native_amp: use torch's autocast; otherwise compute in full precision.

@@ -70,7 +70,7 @@ class SharedGradScaler(torch.amp.GradScaler):
         return overflows
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients have been divided by the scale already."""
+        """Return True if the optimizer's gradients have been divided by the scale already."""
         return is_unscaled(self, optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -37,7 +37,7 @@ class LoopEnd:
                 self._states.append((obj, copy.deepcopy(obj.state_dict())))
 
     def is_current(self, prepared: Preparation) -> bool:
-        """Whether no optimizer has stepped since."""
+        """Return True if no optimizer has stepped since."""
         return self._steps == [optimizer.steps_taken for optimizer in prepared.optimizers]
 
     def restore(self, prepared: Preparation) -> None:

@@ -100,7 +100,7 @@ _UNCATCHABLE = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasa
 
 
 def resolve(value: Any) -> SaveOnSignal | None:
-    """The settings for the argument ``save_on_signal`` of the Accelerator; None if it is off."""
+    """Return the settings for the argument ``save_on_signal`` of the Accelerator; None if it is off."""
     if value is None or value is False:
         return None
     if value is True:
@@ -255,7 +255,7 @@ class PreemptionHandler:
         self._stop_if_agreed(loader, begins=True)
 
     def step(self, loader: PreparedLoader) -> None:
-        """A loop asks the loader for its next batch."""
+        """Begin a step: a loop asks the loader for its next batch."""
         run = self._run()
         if loader.end_of_dataloader and run is not None and _is_training(run):
             self._loop_end = LoopEnd(run.prepared, run._custom_objects, run.process_state.device_backend)
@@ -315,7 +315,7 @@ class PreemptionHandler:
 
 
 def _is_training(run: TrainingRun) -> bool:
-    """Whether the current loop trains: it computes gradients, and some model is in training mode."""
+    """Return True if the current loop trains: it computes gradients, and some model is in training mode."""
     models = run.prepared.models
     return torch.is_grad_enabled() and (not models or any(model.training for model in models))
 
@@ -334,7 +334,7 @@ def check_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> No
 
 
 def target_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> Location | None:
-    """The directory to save in; None for a numbered one."""
+    """Return the directory to save in; None for a numbered one."""
     if project.automatic_checkpoint_naming:
         return None
     if settings.output_dir is not None:

@@ -86,7 +86,7 @@ class StopAgreement:
         return max(1, min(2 * self._length, LONGEST_LEASE, int(INTERVAL_SECONDS / seconds_a_step)))
 
     def _decide(self, proposal: str) -> str:
-        """The decision at the next open point: the proposal, or that of another rank that was there first."""
+        """Return the decision at the next open point: the proposal, or that of another rank that was there first."""
         try:
             with quiet_cpp_logs():
                 decision: bytes = self._store.compare_set(_key(self._lease), "", proposal)
@@ -121,7 +121,7 @@ class StopAgreement:
             return missing
 
     def answers(self) -> bool:
-        """Whether the store answers."""
+        """Return True if the store answers."""
         try:
             with quiet_cpp_logs():
                 self._store.check([_key(self._lease)])
@@ -135,7 +135,7 @@ def _key(lease: int) -> str:
 
 
 def stop_agreement(rank: int, world_size: int) -> StopAgreement | None:
-    """The agreement of this process group; None for a single process."""
+    """Return the agreement of this process group; None for a single process."""
     if world_size == 1:
         return None
     from torch.distributed import PrefixStore

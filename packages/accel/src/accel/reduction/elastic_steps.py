@@ -24,7 +24,7 @@ from .shard_reduction import OUTSIDE, ShardReduction
 
 
 def _no_loader() -> None:
-    """The weak reference to a loader that was collected."""
+    """Return None, as a weak reference to a loader that was collected."""
 
 
 class ElasticSteps:
@@ -101,7 +101,7 @@ class ElasticSteps:
                 self._stack.enter_context(self.strategy.no_sync(model))
 
     def end(self) -> None:
-        """The loop over an elastic loader has ended."""
+        """Note that the loop over an elastic loader has ended."""
         self._stack.close()
         self._shard, self._loader = None, _no_loader
         self.gradient_state.sync_gradients, self.gradient_state.keeps_gradients = True, None

@@ -135,7 +135,7 @@ class ShardReduction:
             parameter.grad = gradient
 
     def _floating(self) -> list[tuple[torch.Tensor, int]]:
-        """The floating point buffers, with their numbers among all buffers."""
+        """Return the floating point buffers, with their numbers among all buffers."""
         return [(buffer, number) for number, buffer in enumerate(self._buffers) if buffer.is_floating_point()]
 
     def _restore_buffers(self, floating_only: bool) -> None:
@@ -159,7 +159,7 @@ class ShardReduction:
         self._size = -(-used // world) * world
 
     def _packed(self, weight: float) -> torch.Tensor:
-        """One vector of a shard's gradients, the changes of the buffers, and facts about them.
+        """Return one vector of a shard's gradients, the changes of the buffers, and facts about them.
 
         The facts are whether each parameter has a gradient, whether the losses were weighted by items, and how many.
         """
@@ -180,7 +180,7 @@ class ShardReduction:
         return vector
 
     def _flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter's gradient, in one dimension."""
+        """Return what this rank has of a parameter's gradient, in one dimension."""
         if parameter.grad is None:
             return torch.zeros(local(parameter).numel(), dtype=self._dtype, device=self._device)
         gradient = local(parameter.grad)
@@ -212,7 +212,7 @@ class ShardReduction:
             self._before[number] = buffer.detach().clone()
 
     def _per_item(self, by_items: float, items: float, count: int) -> torch.Tensor:
-        """What turns gradients of the sum over all items into those of their mean."""
+        """Return what turns gradients of the sum over all items into those of their mean."""
         world = self.averaging.world_size
         sums = self.averaging.all_reduce(torch.tensor([by_items, items], dtype=torch.float64))
         if sums[0].item() != count * world:
@@ -223,7 +223,7 @@ class ShardReduction:
         return (world / sums[1].clamp_(min=1)).float()
 
     def _exchange(self, tree: TreeSum, count: int) -> torch.Tensor:
-        """The sum over all shards. Each rank adds up one part of the vector, and sends it to the others."""
+        """Return the sum over all shards. Each rank adds up one part of the vector, and sends it to the others."""
         collectives = self.collectives
         world = collectives.world_size
         if world == 1:
@@ -252,7 +252,7 @@ class ShardReduction:
 
 
 def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient, as a tensor of the parameter's kind."""
+    """Return this rank's part of a gradient, as a tensor of the parameter's kind."""
     if local(parameter) is parameter:
         return values
     sharded: Any = parameter
@@ -276,7 +276,7 @@ class OrderedReduceScatter:
         self._calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for torch to fill."""
+        """Return a buffer for torch to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -33,7 +33,7 @@ class TreeSum:
         self._add_run(shard % self.classes, shard // self.classes, 1, vector)
 
     def items(self) -> list[tuple[Key, Any]]:
-        """The partial sums held, for :meth:`insert` in another tree."""
+        """Return the partial sums held, for :meth:`insert` in another tree."""
         runs = [((0, kind, 0, length), total) for kind, (length, total) in self._runs.items()]
         loose = [((0, kind, first, 1), vector) for (kind, first), vector in self._loose.items()]
         nodes = [((level + 1, kind, 0, 0), total) for (level, kind), total in self._nodes.items()]
@@ -48,7 +48,7 @@ class TreeSum:
             self._lift(level - 1, kind, vector)
 
     def total(self) -> Any:
-        """The sum of all shards, when they were added."""
+        """Return the sum of all shards, when they were added."""
         ((_, total),) = self._nodes.items()
         return total
 
@@ -89,7 +89,7 @@ class _Symbol:
 
 @lru_cache(maxsize=1024)
 def keys_of_rank(count: int, num_processes: int, rank: int) -> tuple[Key, ...]:
-    """The keys of the partial sums that a rank holds when it has added its shards: every ``num_processes``-th one."""
+    """Return the keys of a rank's partial sums after adding its shards: every ``num_processes``-th one."""
     tree = TreeSum(count)
     for shard in range(rank, count, num_processes):
         tree.add(shard, _Symbol())

@@ -49,7 +49,7 @@ def _require(accelerator: Accelerator, name: str) -> None:
 
 
 def _report(accelerator: Accelerator, checks: list[str]) -> str:
-    """A row of docs/hardware.md."""
+    """Return a row of docs/hardware.md."""
     backend = accelerator.state.backend or "none"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     where = f"{platform.system()} {platform.machine()}, PyTorch {torch.__version__}, Python {platform.python_version()}"

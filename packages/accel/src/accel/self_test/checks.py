@@ -70,7 +70,7 @@ def check_process_control(accelerator: Accelerator) -> None:
 
 
 def check_loaders(accelerator: Accelerator) -> None:
-    """Each epoch of a prepared loader yields every sample once."""
+    """Check that each epoch of a prepared loader yields every sample once."""
     for shuffle in (False, True):
         loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=shuffle)
         prepared = accelerator.prepare(loader)
@@ -99,7 +99,7 @@ def check_training(accelerator: Accelerator) -> None:
 
 
 def make_model() -> nn.Module:
-    """The same small network on every process."""
+    """Return the same small network on every process."""
     set_seed(42)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -165,7 +165,7 @@ def check_checkpoint(accelerator: Accelerator) -> None:
 
 
 def take_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
-    """One optimizer step on constant inputs, which differ between processes as those of a loader do."""
+    """Take one optimizer step on constant inputs, which differ between processes as those of a loader do."""
     inputs = torch.full((BATCH, 3), 1.0 + accelerator.process_index, device=accelerator.device)
     accelerator.backward(model(inputs).float().square().mean())
     optimizer.step()
@@ -173,7 +173,7 @@ def take_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Non
 
 
 def weight_values(accelerator: Accelerator, model: nn.Module) -> list[list[float]]:
-    """All weights as Python numbers."""
+    """Return all weights as Python numbers."""
     state = accelerator.get_state_dict(model) or {}
     return [weight.detach().float().flatten().tolist() for weight in state.values()]
 

@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; unknown options are passed to ``accel launch``."""
+    """Return the parser; unknown options are passed to ``accel launch``."""
     parser = ConfigParser(
         prog="accel test",
         usage="accel test [--config_file FILE] [--device NAME] [--report FILE] [options of accel launch]",

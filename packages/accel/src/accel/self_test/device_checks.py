@@ -21,12 +21,12 @@ ELEMENTS = 1 << 16
 
 
 def device_of(accelerator: Accelerator) -> Device:
-    """What accel knows about the device of this process."""
+    """Return what accel knows about the device of this process."""
     return devices.get(accelerator.device.type)
 
 
 def check_identity(accelerator: Accelerator) -> None:
-    """The process computes on its own device, which is the current one."""
+    """Check that the process computes on its own device, which is the current one."""
     device = device_of(accelerator)
     expect_equal("the current device", device.current(), accelerator.device)
     made = torch.ones(1, device=accelerator.device.type)
@@ -96,7 +96,7 @@ def check_autocast(accelerator: Accelerator) -> None:
 
 
 def check_copies(accelerator: Accelerator) -> None:
-    """What is sent without waiting arrives, in order with what is computed."""
+    """Check that copies without waiting arrive in order with computation."""
     device = device_of(accelerator)
     for step in range(4):
         source = torch.full((ELEMENTS,), float(step))
@@ -109,7 +109,7 @@ def check_copies(accelerator: Accelerator) -> None:
 
 
 def check_offload(accelerator: Accelerator) -> None:
-    """A model whose weights are in host memory computes what it computes on the device."""
+    """Check that a model with weights in host memory computes what it computes on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     inputs = torch.ones(2, 32, device=accelerator.device)
@@ -121,7 +121,7 @@ def check_offload(accelerator: Accelerator) -> None:
 
 
 def check_background_save(accelerator: Accelerator) -> None:
-    """A checkpoint that is written while training continues contains the weights of its moment."""
+    """Check that a checkpoint written while training continues contains the weights of its moment."""
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     directory = broadcast_object_list([tempfile.mkdtemp(prefix="accel_test_")])[0]

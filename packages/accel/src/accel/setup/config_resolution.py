@@ -117,7 +117,7 @@ def _check_checkpointing(
 
 
 def _precision_of(settings: Any, mixed_precision: Any, launched: str | None) -> Any:
-    """The precision given, or that in the settings of the strategy, such as a DeepSpeed configuration."""
+    """Return the precision given, or that in the settings of the strategy, such as a DeepSpeed configuration."""
     # The launcher passes "no" where nothing was chosen.
     given = None if launched == "no" else launched
     source = f"environment variable ACCELERATE_MIXED_PRECISION={launched}"
@@ -197,7 +197,7 @@ def release_state(owner: object) -> None:
 def accumulation_settings(
     steps: int, plugin: GradientAccumulationPlugin | None, launched: int | None
 ) -> GradientAccumulationPlugin:
-    """Settings of gradient accumulation; the launcher's number of steps overrides the script's."""
+    """Return the settings of gradient accumulation; the launcher's number of steps overrides the script's."""
     check_steps("gradient_accumulation_steps", steps)
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=launched or steps)
@@ -212,7 +212,7 @@ def accumulation_settings(
 
 
 def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    """Settings of the loaders, with the Accelerator's older argument merged in."""
+    """Return the settings of the loaders, with the Accelerator's older argument merged in."""
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         hint = "DataLoaderConfiguration(**settings)" if isinstance(config, dict) else "a DataLoaderConfiguration"
         raise ConfigurationError(f"dataloader_config is a {type(config).__name__}. Pass {hint}.")
@@ -228,7 +228,7 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Settings of compilation."""
+    """Return the settings of compilation."""
     if plugin is not None and backend is not None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
@@ -275,7 +275,7 @@ def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> P
 
 
 def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType | str]:
-    """The generators that loaders synchronise at each epoch; by default the sampler's own."""
+    """Return the generators that loaders synchronise at each epoch; by default the sampler's own."""
     if isinstance(rng_types, str):
         raise ConfigurationError(f"rng_types={str(rng_types)!r} must be a list: rng_types=[{str(rng_types)!r}].")
     if rng_types is not None and not isinstance(rng_types, (list, tuple, set, frozenset)):

@@ -261,7 +261,7 @@ def _add(prepared: list[Any], obj: Any) -> Any:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether a model was dispatched over several devices or offloaded, so that it must not be moved as a whole."""
+    """Return True if a model was dispatched or offloaded, so that it must not be moved as a whole."""
     devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(devices) > 1 or "disk" in devices:
         return True
@@ -274,7 +274,7 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def is_scheduler(obj: Any) -> bool:
-    """Whether an object is a learning rate scheduler, of torch or with the same interface."""
+    """Return True if an object is a learning rate scheduler, of torch or with the same interface."""
     if isinstance(obj, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return True
     # A wrapper of an optimizer, or an engine, has the attributes of a scheduler too.

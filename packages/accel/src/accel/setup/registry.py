@@ -162,7 +162,7 @@ def choose(strategy: Any, plugins: Mapping[str, Any]) -> tuple[Strategy | str | 
 
 
 def _row_of(plugin: Any) -> str:
-    """The row of a plugin that is given as ``strategy``, or the name of its strategy if that has no row."""
+    """Return the row of a plugin that is given as ``strategy``, or the name of its strategy if that has no row."""
     for row in _PLUGINS:
         if isinstance(plugin, _PLUGINS.load(row)):
             return row
@@ -177,7 +177,7 @@ def _row_of(plugin: Any) -> str:
 
 
 def launched_rows(launched: ParadigmOptions) -> list[str]:
-    """The rows of the table that the launcher's switches ask for in this process's environment."""
+    """Return the rows of the table that the launcher's switches ask for in this process's environment."""
     names = []
     for name, row in TABLE.items():
         if not row.switch or not getattr(launched, row.switch):
@@ -199,7 +199,7 @@ def launched_rows(launched: ParadigmOptions) -> list[str]:
 
 
 def _agreed(given: list[str], launched: list[str]) -> list[str]:
-    """What the script passes, with what the launcher adds to it, such as the sizes of a mesh or replicas."""
+    """Return what the script passes, with what the launcher adds to it, such as the sizes of a mesh or replicas."""
     both = list(dict.fromkeys([*given, *launched]))
     if not _conflict(both):
         return both
@@ -212,7 +212,7 @@ def _agreed(given: list[str], launched: list[str]) -> list[str]:
 
 
 def _conflict(names: list[str]) -> tuple[str, str] | None:
-    """Two rows whose settings cannot be given together."""
+    """Return two rows whose settings cannot be given together."""
     for first, second in itertools.combinations(dict.fromkeys(names), 2):
         if second not in TABLE.get(first, Row()).compatible_with:
             return first, second
@@ -220,7 +220,7 @@ def _conflict(names: list[str]) -> tuple[str, str] | None:
 
 
 def _settings_of(name: str, settings: Any, in_use: Mapping[str, Any]) -> Any:
-    """The settings of a row: those given, those in use, or by default the launcher's."""
+    """Return the settings of a row: those given, those in use, or by default the launcher's."""
     if settings is None:
         if name in in_use or name not in _PLUGINS:
             return in_use.get(name)
@@ -271,7 +271,7 @@ def make_strategy(
 
 
 def _configured(chosen: dict[str, Any], process: PartialState) -> tuple[str, Any, dict[str, Any]]:
-    """The name of the strategy for the settings that lead, these settings, and those of others that it gets."""
+    """Return the name of the strategy for the settings that lead, these settings, and those of others that it gets."""
     device, name = process.device_backend, next(iter(chosen))
     settings, row = chosen.pop(name), TABLE.get(name, Row())
     if row.replaceable and device.sharded_strategy is not None:

@@ -111,7 +111,7 @@ def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
 
 
 def _trains_prepared(prepared: Preparation, optimizer: Optimizer) -> bool:
-    """True if an optimizer has parameters of a prepared model, or those that its preparation replaced."""
+    """Return True if an optimizer has parameters of a prepared model, or those that its preparation replaced."""
     of_models = {id(parameter) for model in prepared.models for parameter in model.parameters()}
     replaced = prepared.strategy.has_replaced
     return any(id(parameter) in of_models or replaced(parameter) for parameter in _parameters_of(optimizer))
@@ -148,7 +148,7 @@ def _check_parts(prepared: Preparation, loss: torch.Tensor, ranks: int) -> None:
 
 
 def _leaf_parameters(loss: torch.Tensor) -> list[nn.Parameter]:
-    """The parameters that a loss was computed from."""
+    """Return the parameters that a loss was computed from."""
     pending, seen, found = [loss.grad_fn], set(), []
     while pending:
         node = pending.pop()

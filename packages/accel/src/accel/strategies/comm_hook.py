@@ -53,7 +53,7 @@ class CommHookState:
         changed = [name for name, value in self._settings.items() if saved["settings"].get(name, value) != value]
         if changed:
             logger.warning(
-                "The communication hook starts anew: %s was %r when the state was saved, and is %r now.",
+                "The communication hook starts over: %s was %r when the state was saved, and is %r now.",
                 changed[0],
                 saved["settings"][changed[0]],
                 self._settings[changed[0]],
@@ -70,7 +70,7 @@ class CommHookState:
         self.is_used = True
         if _differ(bucket_parameters(model), expected):
             logger.warning(
-                "The communication hook starts anew: the gradients are in other buckets than when the state was saved. "
+                "The communication hook starts over: the gradients are in other buckets than when the state was saved. "
                 "Prepare the same model with the same bucket_cap_mb."
             )
             return

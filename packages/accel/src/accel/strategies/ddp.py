@@ -52,7 +52,7 @@ class DistributedDataParallel(TorchDDP):
         """Let Python's reference to the process group outlive the reducer's: attributes are freed in their order.
 
         After ``destroy_process_group()`` the last reference ends gloo's threads and waits for them. Python's does it
-        without the GIL; the reducer's with it, for ever if such a thread needs the GIL to free a tensor.
+        without the GIL; the reducer's with it, forever if such a thread needs the GIL to free a tensor.
         """
         self.__dict__["process_group"] = self.__dict__.pop("process_group")
 
@@ -97,7 +97,7 @@ class DistributedDataParallel(TorchDDP):
             return
         if saved is None:
             logger.warning(
-                "The communication hook starts anew: the checkpoint has no state of it for rank %d of %d. A run on "
+                "The communication hook starts over: the checkpoint has no state of it for rank %d of %d. A run on "
                 "the same number of processes continues with what the hook has kept.",
                 dist.get_rank(),
                 dist.get_world_size(),

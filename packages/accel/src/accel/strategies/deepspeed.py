@@ -180,7 +180,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """A block whose backward passes do not end a window. Stages 2 and 3 still reduce gradients in each of them."""
+        """Keep the window open over the block's backward passes. Stages 2 and 3 still reduce gradients in each."""
         wrappers = [wrapper for wrapper in self._wrappers if wrapper.engine is model]
         for wrapper in wrappers:
             if self._gradient_state.sync_gradients and wrapper.engine.zero_optimization_partition_gradients():
@@ -254,7 +254,7 @@ class DeepSpeedStrategy(Strategy):
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights under the names of the user's model; at stage 3 on rank 0 only, in CPU memory."""
+        """Return the weights under the names of the user's model; at stage 3 on rank 0 only, in CPU memory."""
         engine: Any = model
         if not runtime.is_engine(model) or not engine.zero_optimization_partition_weights():
             return super().state_dict(model, unwrap)
@@ -307,7 +307,7 @@ class DeepSpeedStrategy(Strategy):
         ]
 
     def layout(self, model: nn.Module) -> Layout:
-        """The whole shapes of the weights; engines load their own files, and averages have whole tensors."""
+        """Return the whole shapes of the weights; engines load their own files, and averages have whole tensors."""
         inner = innermost_model(model)
         tensors: dict[str, torch.Tensor] = {clean_name(name): item for name, item in inner.named_buffers()}
         for name, item in inner.named_parameters(remove_duplicate=False):
@@ -327,7 +327,7 @@ class DeepSpeedStrategy(Strategy):
         master_weights.refresh_parameters(model)
 
     def average_state(self, average: Any) -> dict[str, Any]:
-        """The whole averages on rank 0, in CPU memory."""
+        """Return the whole averages on rank 0, in CPU memory."""
         state = super().average_state(average)
         if not master_weights.updates_parameters(average.model):
             for name in master_weights.master_parts(average.model):

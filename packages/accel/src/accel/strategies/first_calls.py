@@ -51,7 +51,7 @@ class FirstCalls:
 
 
 def _digest(inputs: Sequence[Any]) -> str:
-    """A digest of a sample of the values of each tensor in a call's arguments; empty without tensors."""
+    """Return a digest of a sample of the values of each tensor in a call's arguments; empty without tensors."""
     digest, count = hashlib.sha256(), 0
     for value in inputs:
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.numel():

@@ -213,7 +213,7 @@ class FSDP1Strategy(ShardedStrategy):
                 state[name] = value.flatten()[begin:end].to(parameter.device, copy=True)
 
     def _merged(self, parameters: list[Any]) -> list[Any]:
-        """The flat parameters that replace the ones merged into them."""
+        """Return the flat parameters that replace the ones merged into them."""
         lists = {id(self._flattened[item]): self._flattened[item] for item in parameters if item in self._flattened}
         if not lists:
             return parameters
@@ -227,7 +227,7 @@ class FSDP1Strategy(ShardedStrategy):
         return next(iter(lists.values()))
 
     def _mesh(self) -> DeviceMesh:
-        """The mesh to shard over; the hybrid strategies keep a full copy on each node."""
+        """Return the mesh to shard over; the hybrid strategies keep a full copy on each node."""
         world, local_world = self.state.num_processes, self.state.environment.local_world_size
         if self.settings.sharding_strategy not in (ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()):
             return init_device_mesh(self.state.device.type, (world,), mesh_dim_names=("dp_shard",))

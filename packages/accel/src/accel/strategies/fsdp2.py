@@ -96,7 +96,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     @property
     def reduces_units(self) -> bool:
-        """Whether ``fully_shard`` shards the units, and reduces the gradients of each together."""
+        """True if ``fully_shard`` shards the units, and reduces the gradients of each together."""
         return True
 
     @property
@@ -178,7 +178,7 @@ class FSDP2Strategy(ShardedStrategy):
         return gathered(module, lambda current: sharded.get(id(current), current), self._refuses_whole)
 
     def _refuses_whole(self, module: nn.Module) -> bool:
-        """True if a module cannot be called while its parameters are whole."""
+        """Return True if a module cannot be called while its parameters are whole."""
         return isinstance(module, FSDPModule)
 
     def _register_methods(self, model: nn.Module) -> None:
@@ -214,7 +214,7 @@ class FSDP2Strategy(ShardedStrategy):
             self.reshard(model)
 
     def _units(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-        """The submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""
+        """Return the submodules that are sharded on their own, inner ones first; ``blocks`` are those of the policy."""
         return blocks
 
     def _compiles(self, model: nn.Module) -> bool:

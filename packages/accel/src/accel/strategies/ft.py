@@ -215,7 +215,7 @@ class FaultTolerantStrategy(Strategy, Replicas):
 
     @property
     def in_step(self) -> bool:
-        """Whether a batch of a step is being computed."""
+        """True if a batch of a step is being computed."""
         return self.is_open and self._loader is not None
 
     def end_step(self, loader: ReplicaLoader) -> None:

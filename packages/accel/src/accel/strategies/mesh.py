@@ -328,7 +328,7 @@ class MeshStrategy(FSDP2Strategy):
         return logits
 
     def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
-        """The plan, and whether it was derived from the shape of the blocks."""
+        """Return the plan, and whether it was derived from the shape of the blocks."""
         if self._tp is None:
             return {}, False
         given = self.parallelism.tp_handler.plan if self.parallelism.tp_handler is not None else None

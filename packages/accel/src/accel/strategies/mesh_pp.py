@@ -193,7 +193,7 @@ class PipelineStrategy(MeshStrategy):
         return prepared
 
     def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:
-        """The part of the whole model's plan for the modules of a stage."""
+        """Return the part of the whole model's plan for the modules of a stage."""
         plan, derived = self._model_plan
         present = dict(model.named_modules())
         return {name: style for name, (module, style) in plan.items() if present.get(name) is module}, derived
@@ -328,13 +328,13 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    """Whether a model of Transformers checkpoints this module by the reentrant function."""
+    """Return True if a model of Transformers checkpoints this module by the reentrant function."""
     keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     return _is_recomputed(module) and keywords.get("use_reentrant") is True
 
 
 def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
-    """The collectives of the ranks with shards or copies of the same stage; a collective call."""
+    """Return the collectives of the ranks with shards or copies of the same stage; a collective call."""
     others = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
     if not others:
         return Collectives()

@@ -147,7 +147,7 @@ class ShardedStrategy(Strategy):
         check_before_loading(model, partial(_check_state, self))
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
-        """The process groups that hold the other parts of a parameter; empty if this rank holds all of it."""
+        """Return the process groups that hold the other parts of a parameter; empty if this rank holds all of it."""
         return ()
 
     def pending(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -240,7 +240,10 @@ class ShardedStrategy(Strategy):
         return names_in_order(model, optimizer)
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state on rank 0, in CPU memory, and nothing on other ranks; with ``unwrap`` off this rank's part."""
+        """Return the full state on rank 0, in CPU memory, and nothing on other ranks.
+
+        With ``unwrap`` off this rank's part.
+        """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         if not self.is_wrapped(model):

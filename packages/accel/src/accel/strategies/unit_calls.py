@@ -49,7 +49,7 @@ class UnitCalls:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass, whose error names the units that a rank left out."""
+        """Name the units that a rank left out in the error of a backward pass."""
         if self._debug:
             self._compare(BACKWARD)
         try:
@@ -92,7 +92,7 @@ class UnitCalls:
                 )
 
     def _left_out(self) -> str | None:
-        """What ranks called and others did not; None if there is no difference between those that answered."""
+        """Return what ranks called and others did not; None if there is no difference between those that answered."""
         calls = exchange(list(self._called), self._rank, self._ranks, "units")
         counts = {rank: Counter(names) for rank, names in calls.items()}
         most: Counter[str] = Counter()

@@ -85,7 +85,7 @@ class XlaStrategy(Strategy):
         return model
 
     def _averager(self, model: int) -> Any:
-        """A hook that averages a complete gradient over the processes, unless gradients accumulate."""
+        """Return a hook that averages a complete gradient over the processes, unless gradients accumulate."""
         count, gradient_state, unsynchronised = self.state.num_processes, GradientState(), self._unsynchronised
         all_reduce = self._device.module.all_reduce
 

@@ -83,7 +83,7 @@ class XlaSpmdStrategy(XlaStrategy):
         return int(self._device.combine())
 
     def _sizes(self, count: int) -> ParallelismConfig:
-        """The sizes of the axes, given those of a mesh, tensor parallelism, or FSDP alone."""
+        """Return the sizes of the axes, given those of a mesh, tensor parallelism, or FSDP alone."""
         if isinstance(self.settings, ParallelismConfig):
             return self.settings
         if isinstance(self.settings, TorchTensorParallelPlugin):
@@ -145,7 +145,7 @@ class XlaSpmdStrategy(XlaStrategy):
         return model
 
     def _layers(self, model: nn.Module) -> dict[nn.Parameter, int]:
-        """The dimension that tensor parallelism shards each parameter along."""
+        """Return the dimension that tensor parallelism shards each parameter along."""
         if not self.parallelism.tp_enabled:
             return {}
         # Imported here: only tensor parallelism needs DTensor's modules.

@@ -35,7 +35,7 @@ Models = tuple[nn.Module, ...]
 
 
 def _no_loader() -> None:
-    """The weak reference to a loader that was collected."""
+    """Return None, as a weak reference to a loader that was collected."""
 
 
 @dataclass(slots=True)
@@ -152,11 +152,11 @@ class Accumulation:
         self.current = None
 
     def windows_of(self, loader: Any) -> list[Window]:
-        """The open windows of a loader; with None those without a loader."""
+        """Return the open windows of a loader; with None those without a loader."""
         return list((self._without_loader if loader is None else self._by_loader.get(loader, {})).values())
 
     def windows_by_loader(self) -> list[tuple[Any, list[Window]]]:
-        """The loaders with open windows, and the windows."""
+        """Return the loaders with open windows, and the windows."""
         return [(loader, list(windows.values())) for loader, windows in self._by_loader.items() if windows]
 
     def add_window(self, loader: Any, window: Window) -> None:
@@ -178,7 +178,7 @@ class Accumulation:
             window.position = position
 
     def step(self, models: Models, loader: Any = None) -> AccumulationStep:
-        """The context of one micro batch, for these models or all prepared ones, of the loader's window if given."""
+        """Return one micro batch's context, for these models or all prepared ones, in the window of ``loader``."""
         if models and (type(models[0]).__hash__ is None or models not in self._checked):
             self._check_models(models)
         return AccumulationStep(self, models or tuple(self._prepared_models), loader)
@@ -239,7 +239,7 @@ class Accumulation:
         return bool(sync)
 
     def _loader_of_step(self, models: Models, of_loader: Any) -> Any:
-        """The loader whose window a micro batch belongs to, while several are open or if the caller names it."""
+        """Return the loader whose window a micro batch belongs to, while several are open or if the caller names it."""
         state = self.gradient_state
         loaders = state.step_dataloaders
         leader = next(iter(loaders), None)
@@ -254,7 +254,7 @@ class Accumulation:
         return leader
 
     def _ends_with(self, loader: Any, of_loader: Any, is_full: bool) -> bool:
-        """Whether a window ends because its loader does, while several are open or if the caller names it."""
+        """Return True if a window ends because its loader does, while several are open or if the caller names it."""
         state = self.gradient_state
         if loader is None or not self.plugin.sync_with_dataloader:
             return False
@@ -285,7 +285,7 @@ class Accumulation:
                 self._windows_of(loader).setdefault(models, window)
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
-        """The windows of a loader, which the next step then finds without a lookup."""
+        """Return the windows of a loader, which the next step then finds without a lookup."""
         self._latest_windows = self._by_loader.setdefault(loader, {})
         self._latest_loader = weakref.ref(loader, self._forget_latest)
         return self._latest_windows
@@ -321,7 +321,7 @@ class Accumulation:
         return loss if divisor == 1 else loss / divisor
 
     def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
-        """The loss, scaled so that every item of the window, on all ranks, has the same weight."""
+        """Return the loss, scaled so that every item of the window, on all ranks, has the same weight."""
         if reduction not in ("mean", "sum"):
             raise ConfigurationError(
                 f"reduction={reduction!r} is not one of 'mean', 'sum'. It is how the loss was computed from its items."

@@ -15,7 +15,7 @@ from accel_state.errors import ConfigurationError
 
 
 def fused_optimizers(optimizers: Iterable[Any]) -> list[Any]:
-    """The prepared optimizers that update weights in the backward pass."""
+    """Return the prepared optimizers that update weights in the backward pass."""
     inner = (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers)
     return [optimizer for optimizer in inner if callable(getattr(optimizer, "fused_backward", None))]
 

@@ -26,11 +26,11 @@ class NoMonitor:
         """Objects were prepared."""
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """A block whose time belongs to "saving", "loading" or "evaluation"."""
+        """Return a block whose time belongs to "saving", "loading" or "evaluation"."""
         return nullcontext()
 
     def loaded(self) -> None:
-        """A state was loaded."""
+        """Note that a state was loaded."""
 
     def finish(self) -> None:
         """Training has ended."""
@@ -40,7 +40,7 @@ NO_MONITOR = NoMonitor()
 
 
 def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> NoMonitor:
-    """The monitor of an Accelerator.
+    """Return the monitor of an Accelerator.
 
     Args:
         monitor: whether it is measured; None leaves it to the launcher (``accel launch --monitor``).

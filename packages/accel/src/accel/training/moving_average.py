@@ -123,7 +123,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A block in which the model has the averages, to evaluate or to save it.
+        """Put the averages into the model for the block, to evaluate or to save it.
 
         ``get_state_dict(model)`` and ``save_model(model, ...)`` give the averages; ``save_state`` saves the training
         as it is outside. Gradients are disabled (``torch.no_grad``), and training is an error. Afterwards the weights
@@ -205,7 +205,7 @@ class MovingAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A block in which the model has the averages, for strategies that save and load them through it."""
+        """Put the averages into the model for the block, for strategies that save and load them through it."""
         swap = Swap(self)
         try:
             yield
@@ -213,7 +213,7 @@ class MovingAverage:
             swap.exchange()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """This rank's parts of the weights that are averaged, in their memory, by name.
+        """Return this rank's parts of the weights that are averaged, in their memory, by name.
 
         Weights that became trainable, and buffers that are new, get an average that begins with their current values.
         """
@@ -229,7 +229,7 @@ class MovingAverage:
         return found
 
     def plan_load(self, state: dict[str, Any], layout: Layout, num_updates: int, path: Path) -> Callable[[], Any]:
-        """The call that loads an average, after the weights of the model; every rank must make it."""
+        """Return the call that loads an average, after the weights of the model; every rank must make it."""
         first = {name: names[0] for names in layout.ties for name in names}
         known = {clean_name(name) for name in layout.tensors}
         unknown = sorted(name for name in state if name not in known and name not in layout.elsewhere)
@@ -283,7 +283,7 @@ class MovingAverage:
         return [optimizer.steps_taken for optimizer in self._prepared.optimizers]
 
     def _own_optimizers(self) -> list[int]:
-        """The numbers of the prepared optimizers that update the model."""
+        """Return the numbers of the prepared optimizers that update the model."""
         found = []
         for number, optimizer in enumerate(self._prepared.optimizers):
             if self._strategy.updates(optimizer, self.model):
@@ -334,7 +334,7 @@ def refuse_applied(applied: Sequence[Swap], call: str) -> None:
 
 @contextmanager
 def suspended(applied: Sequence[Swap]) -> Iterator[None]:
-    """A block in which models have the weights of training although averages are in them."""
+    """Put the weights of training back into models that have averages, for the block."""
     with ExitStack() as stack:
         for swap in reversed(applied):
             swap.exchange()
@@ -343,7 +343,7 @@ def suspended(applied: Sequence[Swap]) -> Iterator[None]:
 
 
 def own_memory(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict without tensors in the memory of the model, which gets other values after the block."""
+    """Return a state dict without tensors in the memory of the model, which gets other values after the block."""
     held = {local(item).untyped_storage().data_ptr() for item in chain(model.parameters(), model.buffers())}
     shared = {}
     for name, value in state.items():

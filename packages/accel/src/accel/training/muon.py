@@ -43,7 +43,7 @@ HEADS: Final = frozenset(
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Whether an optimizer is torch's Muon, or by its name another implementation of it."""
+    """Return True if an optimizer is torch's Muon, or by its name another implementation of it."""
     return isinstance(optimizer, Optimizer) and "muon" in type(optimizer).__name__.lower()
 
 
@@ -104,7 +104,7 @@ def refuse_alone(optimizers: Iterable[Any], what: str) -> None:
 
 
 def _not_hidden(model: Any) -> Iterable[tuple[str, str, torch.Tensor]]:
-    """What is given to AdamW when hidden matrices are given to Muon: kind, name and parameter."""
+    """Yield what is given to AdamW when hidden matrices are given to Muon: kind, name and parameter."""
     tables = [item for item in model.modules() if isinstance(item, (nn.Embedding, nn.EmbeddingBag))]
     shapes = {tuple(table.weight.shape) for table in tables}
     last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -126,7 +126,7 @@ def _not_hidden(model: Any) -> Iterable[tuple[str, str, torch.Tensor]]:
 
 
 def _is_head(name: str, module: Any, repeated: tuple[str, ...], shapes: set[tuple[int, ...]]) -> bool:
-    """Whether a module is a linear layer of the model itself, not of a block, that is called or shaped like a head."""
+    """Return True if a module is the model's own linear layer, outside of blocks, called or shaped like a head."""
     if not isinstance(module, nn.Linear) or not name or name.startswith(repeated):
         return False
     return name.rpartition(".")[2] in HEADS or tuple(module.weight.shape) in shapes
@@ -249,7 +249,7 @@ class SpreadMuon:
     def _agree(self, optimizer: Optimizer, found: _Matrices) -> None:
         """Raise on every rank unless all have gradients of the same matrices, that were reduced.
 
-        What is exchanged has a size that does not depend on them, so that ranks which differ do not wait for ever.
+        What is exchanged has a size that does not depend on them, so that ranks which differ do not wait forever.
         """
         chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
@@ -311,7 +311,7 @@ class SpreadMuon:
             batch.own[matrix] = list(suppliers)
 
     def _moved(self, transfers: list[Transfer], parts: Parts) -> Parts:
-        """The parts that this rank gets from the ranks, itself included."""
+        """Return the parts that this rank gets from the ranks, itself included."""
         here = self._collectives.rank
         outgoing: dict[int, list[torch.Tensor]] = {}
         incoming: dict[int, list[Part]] = {}
@@ -335,7 +335,7 @@ class SpreadMuon:
 
 
 def _momentum(optimizer: Optimizer, parameter: Any, settings: Settings) -> torch.Tensor:
-    """What is orthogonalised, as this rank holds it; the momentum is updated."""
+    """Return what is orthogonalised, as this rank holds it; the momentum is updated."""
     gradient: torch.Tensor = parameter.grad
     state = optimizer.state[parameter]
     if "momentum_buffer" not in state:
@@ -346,7 +346,7 @@ def _momentum(optimizer: Optimizer, parameter: Any, settings: Settings) -> torch
 
 
 def _parts(matrix: int, value: torch.Tensor, shape: torch.Size) -> Parts:
-    """The parts of a matrix that this rank holds, in the same memory."""
+    """Return the parts of a matrix that this rank holds, in the same memory."""
     from accel_checkpoint.sharded.specs import regions
 
     from ..core.fused_dtensor import pack

@@ -29,7 +29,7 @@ def open_loader(loader: Any, gradient_state: GradientState, call: str) -> Any:
 
 
 def loader_of(data: Any, loader: Any, gradient_state: GradientState) -> Any:
-    """The loader that values to gather came from; None outside of loops over loaders.
+    """Return the loader that values to gather came from; None outside of loops over loaders.
 
     Among several open loaders it is the one that the caller names, the one whose batch a tensor of ``data`` is part of,
     or else the first that yielded a batch for the current step. All ranks find the same.
@@ -67,7 +67,7 @@ def loader_of(data: Any, loader: Any, gradient_state: GradientState) -> Any:
 
 
 def _owners(data: Any, loaders: list[Any]) -> list[Any]:
-    """The loaders whose current batches contain tensors of ``data``; tensors of several batches do not count."""
+    """Return the loaders whose current batches contain tensors of ``data``; tensors of several batches do not count."""
     owners: dict[int, Any] = {}
     for tensor in leaves(data):
         of_tensor = [loader for loader in loaders if _has_yielded(loader, tensor)]
@@ -81,7 +81,7 @@ def _has_yielded(loader: Any, tensor: torch.Tensor) -> bool:
 
 
 def _padding(loader: Any) -> object:
-    """What a gather drops from the current batch of a loader."""
+    """Return what a gather drops from the current batch of a loader."""
     if getattr(loader, "ragged", False):
         return "ragged", loader.real_samples
     return loader.remainder if loader.end_of_dataloader and loader.remainder > 0 else None

@@ -14,7 +14,7 @@ from ..contract.strategy import Strategy
 def join_uneven_inputs(
     strategy: Strategy, loaders: list[Any], joinables: list[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """A block in which ranks may run out of data at different times; see the Accelerator's method."""
+    """Let ranks run out of data at different times; see the Accelerator's method."""
     if even_batches is not None and not strategy.state.use_distributed:
         even_batches = None
     with _override_even_batches(loaders, even_batches):

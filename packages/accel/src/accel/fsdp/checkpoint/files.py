@@ -118,12 +118,12 @@ def _local_parts(value: Any) -> Any:
 
 
 def _local_name(stem: str, index: int, rank: int) -> str:
-    """A rank's file of LOCAL_STATE_DICT."""
+    """Return a rank's file of LOCAL_STATE_DICT."""
     return numbered(stem, index, "x").removesuffix(".x") + f"_rank{rank}.bin"
 
 
 def _rank_name(stem: str, index: int, rank: int) -> str:
-    """A rank's file of SHARDED_STATE_DICT without torch.distributed.checkpoint, which always has the index."""
+    """Return a rank's file of SHARDED_STATE_DICT without torch.distributed.checkpoint, which always has the index."""
     return f"{stem}_{index}_rank{rank}.bin"
 
 
@@ -217,11 +217,11 @@ class ShardedReader:
         return self.directory / prefix
 
     def _rank_namer(self, stem: str, index: int) -> Callable[[str, int, int], str] | None:
-        """The function that names the files of single ranks, if there are any."""
+        """Return the function that names the files of single ranks, if there are any."""
         return next((namer for namer in (_local_name, _rank_name) if namer(stem, index, 0) in self.names), None)
 
     def _rank_state(self, stem: str, index: int) -> Any:
-        """This rank's own parts, as they were saved; None if the state was saved in another format."""
+        """Return this rank's own parts, as they were saved; None if the state was saved in another format."""
         namer = self._rank_namer(stem, index)
         if namer is None:
             return None
@@ -242,7 +242,7 @@ class ShardedReader:
 
 
 def _as_part(layout: Layout, name: str, value: Any) -> Any:
-    """A rank's local tensor as the DTensor that it is a part of."""
+    """Return a rank's local tensor as the DTensor that it is a part of."""
     like = layout.tensors.get(name)
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor):
         return value

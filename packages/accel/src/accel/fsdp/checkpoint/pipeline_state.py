@@ -58,7 +58,7 @@ def _receive(stage: int, group: Any, device: torch.device, keep: Callable[[torch
 
 
 def rename_optimizer_state(state: State, names: Mapping[str, str], groups: list[list[str]]) -> State:
-    """An optimizer's state under the names of the full model."""
+    """Return an optimizer's state under the names of the full model."""
     entries = {names[name]: value for name, value in state["state"].items() if name in names}
     return {
         "state": entries,
@@ -67,7 +67,7 @@ def rename_optimizer_state(state: State, names: Mapping[str, str], groups: list[
 
 
 def local_optimizer_state(state: State, names: Mapping[str, str]) -> State:
-    """The part of the full model's optimizer state that belongs to this rank's parameters."""
+    """Return the part of the full model's optimizer state that belongs to this rank's parameters."""
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [names[name] for name in group["params"] if name in names]})

@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 
 def part_of(layout: Layout, name: str, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a full tensor that has the shape of the named one."""
+    """Return this rank's part of a full tensor that has the shape of the named one."""
     like = layout.tensors[name]
     if not isinstance(like, DTensor):
         return full
@@ -47,7 +47,7 @@ def empty_part(layout: Layout, name: str, dtype: torch.dtype) -> Any:
 
 
 def model_state(model: nn.Module) -> State:
-    """This rank's parts of a model's weights and buffers by name. Every rank must call it."""
+    """Return this rank's parts of a model's weights and buffers by name. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = {clean_name(name): value for name, value in get_model_state_dict(model).items()}
@@ -56,7 +56,7 @@ def model_state(model: nn.Module) -> State:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """This rank's parts of an optimizer's state by parameter name. Every rank must call it."""
+    """Return this rank's parts of an optimizer's state by parameter name. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if not _has_state(model, optimizer):
@@ -74,7 +74,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def _has_state(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has state on any rank. Every rank must call it."""
+    """Return True if the optimizer has state on any rank. Every rank must call it."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     unit = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
@@ -87,14 +87,14 @@ def _has_state(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def layout_of(model: nn.Module, ties: Sequence[Sequence[str]]) -> Layout:
-    """A sharded model's layout. Every rank must call it."""
+    """Return a sharded model's layout. Every rank must call it."""
     state = {name: unpack(value) for name, value in model_state(model).items()}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     return Layout(model, tensors, ties, packed_shapes(model))
 
 
 def owner_of(optimizer: Optimizer, models: Iterable[nn.Module], what: str) -> nn.Module:
-    """The model whose parameters an optimizer updates."""
+    """Return the model whose parameters an optimizer updates."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         if updated <= {id(parameter) for parameter in model.parameters()}:
@@ -117,7 +117,7 @@ def full_optimizer_state(state: State, on_host: Any) -> State:
 
 
 def read_model(directory: Path, layout: Layout, source: Source | None = None) -> State:
-    """This rank's parts of a model's state, from a directory of sharded files."""
+    """Return this rank's parts of a model's state, from a directory of sharded files."""
     unknown: list[str] = []
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -134,7 +134,7 @@ def read_model(directory: Path, layout: Layout, source: Source | None = None) ->
 
 
 def model_from_full(weights: Mapping[str, Any], layout: Layout, path: Path) -> State:
-    """This rank's parts of a model's state, from full tensors."""
+    """Return this rank's parts of a model's state, from full tensors."""
     state: State = {}
     for name, value in weights.items():
         name = clean_name(name)
@@ -146,7 +146,7 @@ def model_from_full(weights: Mapping[str, Any], layout: Layout, path: Path) -> S
 
 
 def read_optimizer(directory: Path, layout: Layout, source: Source | None = None) -> State:
-    """This rank's parts of an optimizer's state by parameter name, from a directory of sharded files."""
+    """Return this rank's parts of an optimizer's state by parameter name, from a directory of sharded files."""
 
     def like(path: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         name = clean_name(str(path[1])) if len(path) > 2 else ""
@@ -160,7 +160,7 @@ def read_optimizer(directory: Path, layout: Layout, source: Source | None = None
 
 
 def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequence[str], path: Path) -> State:
-    """This rank's parts of an optimizer's state by parameter name, from full tensors."""
+    """Return this rank's parts of an optimizer's state by parameter name, from full tensors."""
     by_name = named(state, names, path)
     parts: dict[str, dict[str, Any]] = {}
     for name, entries in by_name["state"].items():
@@ -174,7 +174,7 @@ def optimizer_from_full(state: Mapping[str, Any], layout: Layout, names: Sequenc
 
 
 def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
-    """An optimizer's state by parameter names instead of numbers."""
+    """Return an optimizer's state by parameter names instead of numbers."""
     check_named_structure(state, path)
     groups, entries = state["param_groups"], state["state"]
     numbers = [number for group in groups for number in group["params"]]
@@ -191,7 +191,7 @@ def named(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
 
 
 def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> State:
-    """The inverse of :func:`named`, for torch's own ``load_state_dict``."""
+    """Return the inverse of :func:`named`, for torch's own ``load_state_dict``."""
     numbers = {name: number for number, name in enumerate(names)}
     used = [name for group in state["param_groups"] for name in group["params"]]
     unknown = [name for name in [*used, *state["state"]] if name not in numbers]
@@ -203,7 +203,7 @@ def numbered(state: Mapping[str, Any], names: Sequence[str], path: Path) -> Stat
 
 
 def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partial[Any]:
-    """The call that loads a model's state, which every rank must make."""
+    """Return the call that loads a model's state, which every rank must make."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     # Formats that hold every tensor once have only one of its names.
@@ -228,7 +228,7 @@ def plan_model(layout: Layout, state: State, strict: bool, path: Path) -> partia
 
 
 def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Path) -> Change:
-    """The load of an optimizer's state, which every rank must make."""
+    """Return the load of an optimizer's state, which every rank must make."""
 
     def shapes_of(name: str) -> tuple[torch.Size, ...]:
         return (layout.shape(name), layout.tensors[name].shape) if name in layout.tensors else ()

@@ -20,8 +20,8 @@ _SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def telling_others(settings: Resolution) -> Iterator[None]:
-    """A block whose errors the launchers of the other machines are told."""
+def report_errors_to_peers(settings: Resolution) -> Iterator[None]:
+    """Report the block's errors to the launchers of the other machines."""
     try:
         yield
     except ConfigurationError as error:
@@ -33,7 +33,10 @@ def telling_others(settings: Resolution) -> Iterator[None]:
 
 
 def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
-    """Main address and port, rank of this machine and number of machines; None if no other launcher would listen."""
+    """Return the main address and port, rank of this machine and number of machines.
+
+    None if no other launcher would listen.
+    """
     try:
         context = detect_context(settings, all_variables())
         values = rendezvous_settings(context, settings)
