@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "training step": (11, 25, 25),
     "Accelerator()": (39, 84, 143),
-    "prepare": (35, 93, 167),
+    "prepare": (37, 96, 173),
     "save_state": (19, 73, 180),
     "load_state": (18, 87, None),
     "launch of 2 processes": (46, 238, 1200),

@@ -179,7 +179,7 @@ def test_loaders_of_a_step(events: str, expected: str) -> None:
 
 def test_accumulation_settings_are_checked() -> None:
     for wrong in (0, -1, 2.5, True):
-        with pytest.raises(ConfigurationError, match="not a positive integer"):
+        with pytest.raises(ConfigurationError, match="must be a positive integer"):
             GradientAccumulationPlugin(num_steps=wrong)  # type: ignore[arg-type]
 
 

@@ -72,7 +72,7 @@ def test_prepared_objects_are_marked_and_pass_through_another_prepare(accelerato
     assert (accelerator._models, accelerator._dataloaders) == ([prepared[0]], [prepared[2]])
     assert (accelerator._optimizers, accelerator._schedulers) == ([prepared[1]], [prepared[3]])
     train(accelerator, *again)
-    assert accelerator.prepare("text", 3) == ("text", 3)
+    assert accelerator.prepare(None, ()) == (None, ())
     with pytest.raises(ConfigurationError, match="2 values for 1 objects"):
         accelerator.prepare(prepared[0], device_placement=[True, False])
 

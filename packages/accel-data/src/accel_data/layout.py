@@ -44,9 +44,7 @@ def data_ranks(num_processes: int | None, process_index: int | None, mesh: Any =
     data. Otherwise None means the value of the run.
     """
     if mesh is None:
-        if num_processes is not None and process_index is not None:
-            return num_processes, process_index
-        state = PartialState()
+        state = PartialState()  # also for loaders that log
         return (
             state.num_processes if num_processes is None else num_processes,
             state.process_index if process_index is None else process_index,

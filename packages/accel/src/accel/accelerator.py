@@ -134,6 +134,7 @@ class Accelerator:
             of processes. It computes with one thread per process on the CPU.
         monitor: measure what the time of each step is spent on, and report it to ``<project_dir>/monitor``; needs the
             extra ``accel[monitor]``. By default the launcher's choice (``accel launch --monitor``).
+        **unknown: refused, with the argument of the closest name.
 
     Raises:
         ConfigurationError: an argument that is unknown, contradicts another, or cannot be used on this machine.
