@@ -63,6 +63,12 @@ def two_calls(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
     return model(x).square().mean() + model[2](x.repeat(1, 2)).square().mean() + model(x + 1).square().mean()
 
 
+def after_a_failure(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(x[:, :3])
+    return with_penalty(model, x, gathered)
+
+
 def bare_at_the_end(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
     return model(x).square().mean() + distance(model)
 
@@ -78,9 +84,8 @@ def train(model: Any, optimizer: Any, backward: Any, gathered: Any, loss_of: Los
     return losses
 
 
-LOSSES: dict[str, Loss] = {
-    loss.__name__: loss for loss in (with_penalty, with_importance, bare, bare_importance, two_calls, bare_at_the_end)
-}
+_OF_UNITS = (with_penalty, with_importance, bare, bare_importance, two_calls, after_a_failure, bare_at_the_end)
+LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in _OF_UNITS}
 
 
 def train_sharded(cases: list[tuple[str, bool]]) -> list[Any]:
@@ -105,7 +110,7 @@ def test_penalties_between_calls_equal_one_process_or_are_refused() -> None:
     right = [
         (loss, reshards) for loss in ("with_penalty", "with_importance", "two_calls") for reshards in (False, True)
     ]
-    right.append(("bare_at_the_end", False))
+    right += [("after_a_failure", False), ("bare_at_the_end", False)]
     refused = [("bare", False), ("bare_importance", False)]
     found = run_world(train_sharded, 2, [*right, *refused], timeout=200)[0]
     for (case, reshards), result in zip(right, found, strict=False):

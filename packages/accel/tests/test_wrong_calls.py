@@ -312,6 +312,7 @@ def unused_parameters() -> str:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(PartlyUsed())
     accelerator.backward(model(torch.ones(1, 2)).sum())
+    model.module.used.requires_grad_(False)  # the reducer still counts it
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(1, 2))
     assert caught.value.__suppress_context__

@@ -31,7 +31,6 @@ class MegatronStrategy(Strategy):
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     supports_single_process = False
     uses_engine = True
-    saves_gradients = False
 
     def default_settings(self) -> MegatronLMPlugin:
         return MegatronLMPlugin()

@@ -42,6 +42,12 @@ class DistributedDataParallel(TorchDDP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # As the reducer numbers them; some may be frozen later.
+        self._reduced_names: list[str] = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
         self._free_the_process_group_last()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -129,12 +135,7 @@ class DistributedDataParallel(TorchDDP):
         found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", message)
         if found is None:
             return ""
-        names = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
-        unused = [names[int(index)] for index in found[1].split()]
+        unused = [self._reduced_names[int(index)] for index in found[1].split()]
         more = f" and {len(unused) - _SHOWN_NAMES} more" if len(unused) > _SHOWN_NAMES else ""
         return ", ".join(unused[:_SHOWN_NAMES]) + more
 

@@ -291,6 +291,8 @@ class FSDP2Strategy(ShardedStrategy):
             self._gathered_uses.check(loss, self.outside_advice)
         with self._calls.backward():
             super().backward(loss, in_window, **kwargs)
+        if self._gathered_uses is not None:
+            self._gathered_uses.clear()  # of calls that activation checkpointing has repeated
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""

@@ -33,8 +33,9 @@ class GatheredUses:
         for parameter, holder in fsdp2_parameters(unit):
             if holder not in self._owners:
                 self._owners[holder] = names[parameter], weakref.ref(unit)
-        unit.register_forward_pre_hook(self._note, prepend=True)
-        unit.register_forward_hook(self._note)
+        note = torch.compiler.disable(self._note)
+        unit.register_forward_pre_hook(note, prepend=True)
+        unit.register_forward_hook(note, always_call=True)  # a call that fails ends too
 
     def _note(self, unit: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -56,9 +57,8 @@ class GatheredUses:
         try:
             for node, variable in outside_forward.uses_of_leaves(loss):
                 name, calls = owners.get(id(variable), ("", []))
-                within = any(
-                    begin < node._sequence_nr() < end for begin, end in zip(calls[::2], calls[1::2], strict=True)
-                )
+                spans = zip(calls[::2], calls[1::2], strict=False)
+                within = any(begin < node._sequence_nr() < end for begin, end in spans)
                 if len(calls) > 2 and not within:
                     raise ConfigurationError(outside_forward.message(name, advice))
         finally:
