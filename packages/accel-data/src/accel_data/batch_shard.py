@@ -388,7 +388,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
     def _balanced(self, samples: list[Any], head: list[Any]) -> _RankBatch:
         """Return this rank's share of ``samples``.
 
-        Without one, a sample of ``head`` as padding, because all ranks step.
+        A rank without a share gets a sample of ``head`` as padding, because all ranks step.
         """
         piece = balanced_range(len(samples), self.num_processes, self.process_index)
         return (samples[piece.start : piece.stop], None) if piece else (head[:1], 0)

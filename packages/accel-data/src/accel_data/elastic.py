@@ -350,9 +350,9 @@ class ElasticSampler(ShardedSampler):
             yield from self._given_steps(source, epoch, start.position)
 
     def _source(self) -> SequentialSource | list[list[Any]]:
-        """Return the order of this epoch: of samples.
+        """Return the order of this epoch's samples.
 
-        Or of global batches, if a batch sampler of another kind makes them.
+        It is that of global batches, if a batch sampler of another kind makes them.
         """
         inner = self.sampler if self.is_plain else self.batch_sampler
         self.set_epoch(self.epoch)  # some samplers advance it when they are drawn from

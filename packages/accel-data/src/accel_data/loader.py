@@ -480,7 +480,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
     def yielded(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is part of the current batch, or a view of a part.
 
-        Known while several loaders are open.
+        This is known while several loaders are open.
         """
         iteration = self._clock.current
         return iteration is not None and any(is_view(tensor, of) for of in iteration.tensors())

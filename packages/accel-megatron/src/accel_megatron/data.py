@@ -188,7 +188,7 @@ def _causal(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return the class of a data set, that of its settings, and the settings.
 
-    Takes out of ``given`` what it has used.
+    It takes what it uses out of ``given``.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -249,7 +249,7 @@ def _masked(
 def collate(samples: list[Any]) -> Any:
     """Return a batch of Megatron-core's samples.
 
-    Of Megatron-BERT and T5 with the names that Transformers' models take.
+    Batches of Megatron-BERT and T5 have the names that Transformers' models take.
     """
     batch = torch.utils.data.default_collate(samples)
     if not isinstance(batch, dict) or not ("padding_mask" in batch or "enc_mask" in batch):

@@ -296,7 +296,7 @@ class MegatronEngine(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state dict of the Transformers model, or of the provided one, on rank 0; empty on other ranks.
 
-        A collective call.
+        Every rank must call it.
         """
         state = dict(self.weights())
         if not state or not self.architecture.takes_weights:

@@ -279,7 +279,7 @@ class EngineOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, with full tensors of the Transformers model, on rank 0.
 
-        A collective call.
+        Every rank must call it.
         """
         steps = self._steps_taken()
         order = {name: index for index, name in enumerate(name for names in self.groups.names for name in names)}

@@ -252,7 +252,7 @@ def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] 
 def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
     """Return the rank that has no processor more often than the others, for what it computes.
 
-    As :func:`_works_longer`.
+    The result has the form of :func:`_works_longer`'s.
     """
     usual = statistics.median_low(of_rank.ratio for of_rank in steps.values())
     slowest = max(steps, key=lambda rank: steps[rank].lacking - usual * steps[rank].parts[1])

@@ -63,7 +63,7 @@ def desugars_itself(kind: type) -> bool:
 def schema_of(operator: Any) -> Any:
     """Return the arguments and results of an operator, with which of them share memory.
 
-    Torch.library has no public reader.
+    ``torch.library`` has no public reader.
     """
     return operator._schema
 

@@ -132,7 +132,7 @@ def is_weights_only_available() -> bool:
 def is_neuron_available(check_device: bool = False) -> bool:
     """Return True if there is an AWS Neuron device.
 
-    With ``check_device=True``, whether this process sees at least one.
+    With ``check_device=True``, this process must see at least one.
     """
     neuron = getattr(torch, "neuron", None)
     if not is_package_available("torch_neuronx") or neuron is None or not neuron.is_available():

@@ -156,7 +156,7 @@ class SdkRunTracker(SdkTracker):
 def responds(url: str, timeout: float) -> bool:
     """Return True if a server responds with any HTTP status.
 
-    For schemes other than http(s), whether its port is open.
+    For schemes other than http(s), an open port is enough.
     """
     parts = urllib.parse.urlsplit(url)
     try:

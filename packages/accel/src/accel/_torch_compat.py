@@ -256,7 +256,7 @@ def _counting(kind: Any) -> Any:
 def is_in_backward() -> bool:
     """Return True if a backward pass runs in this thread, as when checkpointing computes activations again.
 
-    Not public.
+    Torch has no public query.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 

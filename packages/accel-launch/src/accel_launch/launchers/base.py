@@ -37,7 +37,7 @@ class Launcher(ABC):
     def accepts(self, plan: LaunchPlan) -> bool:
         """Return True if this launcher starts the plan.
 
-        Asked of those of other packages, before one of accel's is chosen.
+        Launchers of other packages are asked before one of accel's is chosen.
         """
         return False
 

@@ -84,7 +84,7 @@ def facts_of_environment() -> dict[str, str]:
 def _facts_of_settings(settings: Resolution) -> dict[str, str]:
     """Return the settings of enabled groups that are not the default.
 
-    Of a file its digest, since its path may differ.
+    A file is represented by its digest, since its path may differ.
     """
     facts = {}
     enabled = [group for group in settings.groups if settings.is_enabled(group)]

@@ -271,7 +271,7 @@ class _Stage:
     ) -> torch.Tensor:
         """Return the states for the next stage.
 
-        On the last one the losses of the tokens, or without labels the logits.
+        The last stage returns the losses of the tokens, or without labels the logits.
         """
         length = encoder_ids.shape[1]
         if self.pre_process:

@@ -100,7 +100,7 @@ def exchange_lengths(
 def call_of(operation: str, data: Any, ignored_dim: int | None) -> Call:
     """Return what ranks with tensors of different lengths must have in common.
 
-    Arguments as for :func:`exchange_lengths`.
+    The arguments are those of :func:`exchange_lengths`.
     """
 
     def describe(tensor: torch.Tensor) -> str:

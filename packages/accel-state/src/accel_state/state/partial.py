@@ -351,7 +351,7 @@ def _init_method(environment: Environment) -> str:
 def _serves_loopback(environment: Environment) -> bool:
     """Return True if rank 0 serves the store of processes that are all on this machine.
 
-    Launchers like torchrun serve it.
+    Launchers such as torchrun serve it themselves.
     """
     served = env.parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE")
     return not served and is_loopback(str(environment.main_address))

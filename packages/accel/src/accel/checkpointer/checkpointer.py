@@ -443,9 +443,9 @@ class Checkpointer:
         reader.restore_rng(reader.own)
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> tuple[Location, Identity]:
-        """Return the path of the checkpoint to load, of the newest one on the main process only.
+        """Return the path of the checkpoint to load, and what this rank sees there.
 
-        And what this rank sees.
+        Only the main process looks for the newest one.
         """
         automatic = self.project.automatic_checkpoint_naming
         if input_dir is None and not automatic:

@@ -53,7 +53,7 @@ def scale_gradients(engine: Any, factor: float | torch.Tensor) -> None:
 def gradient_norm(engine: Any) -> torch.Tensor | None:
     """Return the unscaled 2-norm of all gradients of a finished window; None if known only after the step.
 
-    A collective.
+    Every rank must call it.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "_get_norm_groups"):  # stage 3

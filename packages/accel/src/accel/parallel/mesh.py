@@ -99,7 +99,7 @@ def coordinate(mesh: DeviceMesh | None, axis: str) -> int:
 def collectives_over(mesh: DeviceMesh, name: str, state: PartialState) -> Collectives:
     """Return the collectives along an axis or a group of axes.
 
-    Those of a single process where the mesh has none of them.
+    Where the mesh has none of them, they are those of a single process.
     """
     part = sub_mesh(mesh, name)
     if part is None or part.size() == 1:

@@ -92,7 +92,7 @@ def plan_of(
 def _owner_of_plan(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the module that a model's own plan belongs to, after the beginning of the names in it.
 
-    PEFT's models wrap it.
+    PEFT's models wrap that module.
     """
     for name, module in model.named_modules():
         if inspect.getattr_static(module, "_tp_plan", None):

@@ -242,7 +242,7 @@ class SequenceRegion:
     def _verify(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return True if a block computes each position by itself outside of its sharded modules.
 
-        Every rank of the axis.
+        Every rank of the axis must call it.
         """
         self._unverified.discard(block)
         x, length = _hidden(args, kwargs).detach(), self.length

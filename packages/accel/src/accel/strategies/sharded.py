@@ -242,7 +242,7 @@ class ShardedStrategy(Strategy):
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state on rank 0, in CPU memory, and nothing on other ranks.
 
-        With ``unwrap`` off this rank's part.
+        With ``unwrap`` off, it is this rank's part.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
