@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from s3_server import keys, s3_server
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,6 +102,20 @@ def test_any_number_of_ranks_continues_bit_for_bit(
     for count in readers:
         for found in run_world(resumed, count, str(place)):
             assert len(found) == len(expected) and all(map(torch.equal, found, expected)), count
+
+
+@pytest.mark.slow  # a server and two ranks
+def test_in_a_store(expected: list[torch.Tensor]) -> None:
+    """Each rank sends its own parts, and any number of ranks reads them."""
+    place = "s3://bucket/state"
+    with s3_server():
+        for in_background in (False, True):
+            run_world(write, 2, place, in_background)
+            assert verify(place) == {}
+            sharded = {key.rpartition("/model/")[2] for key in keys("state/") if "/model/" in key}
+            assert sharded == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+            for found in [*run_world(resumed, 2, place), resumed(place)]:
+                assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def layouts(folder: str) -> None:
