@@ -293,6 +293,20 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert values["place"] == 10 and list_checkpoints(tmp_path)[0].complete
 
 
+def elsewhere(folder: str) -> str:
+    rank = PartialState().process_index
+    with pytest.raises(CheckpointError) as caught:
+        save({"value": 1}, "memory://bucket/state" if rank else f"{folder}/state")
+    return str(caught.value)
+
+
+def test_files_of_a_rank_that_are_not_there(tmp_path: Path) -> None:
+    """A checkpoint without them would be complete for its manifest, and no rank could load it."""
+    for error in run_world(elsewhere, 2, str(tmp_path)):
+        assert "does not see" in error and "random_states_1.pkl" in error
+    assert os.listdir(tmp_path) == []
+
+
 def test_torch_compat() -> None:
     from accel_checkpoint import _torch_compat
 

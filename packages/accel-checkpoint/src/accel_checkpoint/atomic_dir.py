@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -79,6 +79,12 @@ class CheckpointDirectory:
         if not staged.is_dir():
             raise CheckpointError(_NOT_SHARED.format(staged))
         _merge(staged, self.partial)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError if a file that a rank has written is not here."""
+        for name in names:
+            if not (self.partial / name).is_file():
+                raise CheckpointError(_NOT_SHARED.format(self.partial / name))
 
     def known(self, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
         """Return digests of files of that size: other nodes may have their own, and hooks may change files."""

@@ -411,6 +411,8 @@ class StateWriter:
                 for staged in written.staged:
                     if staged.is_dir() or not self.each_node:  # other nodes have their own
                         directory.take(staged)
+                if self.world_size > 1 and not self.each_node:
+                    directory.require(written.records)  # what is missing now would be missing from the manifest too
             records = written.records if self.world_size == 1 else directory.known(written.records)
             for finalize in self.finalizers:
                 finalize(directory.partial)
