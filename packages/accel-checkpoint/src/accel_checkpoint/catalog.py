@@ -110,7 +110,7 @@ def numbered_checkpoints(directory: Location) -> dict[int, Any]:
 def is_complete(directory: Location) -> bool:
     """Return True if a checkpoint is complete, without reading its files.
 
-    Without a manifest, it must have the files of random number generators.
+    One without a manifest is complete if it has generators.
     """
     return not _examine(directory)[1]
 

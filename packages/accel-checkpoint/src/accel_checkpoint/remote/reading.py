@@ -157,7 +157,7 @@ class RemoteFiles:
         return memoryview(self._memory(name))[begin:end]
 
     def release(self, names: Iterable[str]) -> None:
-        """Give back the memory of files that that are no longer needed."""
+        """Give back the memory of files that are no longer needed."""
         for name in names:
             self._files.pop(name, None)
             self._fetched.pop(name, None)

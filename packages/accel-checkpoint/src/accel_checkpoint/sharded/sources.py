@@ -26,7 +26,7 @@ class MappedFiles:
         """Read parts of files, to use soon. Here the system reads them on first use."""
 
     def release(self, names: Iterable[str]) -> None:
-        """Give back the memory of files that that are no longer needed. Here the system does."""
+        """Give back the memory of files that are no longer needed. Here the system does."""
 
     def view(self, name: str, begin: int, end: int) -> memoryview:
         """Return a part of a file, of which only what was fetched may be used."""
