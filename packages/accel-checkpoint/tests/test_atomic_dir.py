@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from accel_checkpoint import atomic_dir
+from accel_checkpoint import atomic_dir, save
 from accel_checkpoint.atomic_dir import (
     DELETED,
     PARTIAL,
@@ -29,6 +30,7 @@ from accel_checkpoint.writer import StateWriter
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.paths import LinkError
+from accel_state.testing import run_world
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,30 @@ def test_what_a_rank_has_staged_is_taken(tmp_path: Path) -> None:
     assert sorted(os.listdir(directory.target)) == ["of_0", "of_1", "shards"]
     assert sorted(os.listdir(directory.target / "shards")) == ["of_0", "of_1"]
     assert sorted(os.listdir(tmp_path)) == ["state", "taken"]
+
+
+def stage_first(folder: str) -> None:
+    if PartialState().process_index == 1:
+        stage = CheckpointDirectory.stage
+
+        def stage_unlocked(directory: CheckpointDirectory, rank: int) -> None:
+            stage(directory, rank)
+            directory.release()
+
+        CheckpointDirectory.stage = stage_unlocked  # type: ignore[method-assign]
+    else:
+        while not Path(folder, ".state.rank1.accel-partial").exists():
+            time.sleep(0.01)
+    save({"value": 1}, Path(folder, "state"))
+
+
+def test_what_ranks_stage_is_no_leftover(tmp_path: Path) -> None:
+    """Also if the main process begins later, on a machine that does not see their locks."""
+    killed = CheckpointDirectory(tmp_path / "state")
+    killed.stage(2)
+    killed.release()
+    run_world(stage_first, 2, str(tmp_path))
+    assert (tmp_path / "state" / "random_states_1.pkl").is_file() and not killed.partial.exists()
 
 
 def test_sync_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def on_two_nodes(folder: str, hooked: int) -> str:
     """Each rank is the first of its node, whose file system the working directory stands for."""
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), GROUP_WORLD_SIZE="2")
-    os.makedirs(f"{folder}/{rank}")
+    os.makedirs(f"{folder}/{rank}/.at_0.rank1.accel-partial")  # of a killed run, whose rank 1 was on this node
     os.chdir(f"{folder}/{rank}")
     run = Run(project_config=ProjectConfiguration(save_on_each_node=True))
     if rank == hooked:

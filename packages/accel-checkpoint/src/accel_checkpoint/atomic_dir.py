@@ -39,11 +39,12 @@ class CheckpointDirectory:
         self.replaced: Path = aside(self.target, REPLACED)
         self._lock: int | None = None
 
-    def begin(self, existing: str = "") -> None:
+    def begin(self, existing: str = "", ranks: int = 1) -> None:
         """Make the directory to write into, and remove what killed processes have left next to it.
 
         Args:
             existing: the error if there is a checkpoint of this name already; "" replaces it.
+            ranks: how many save it. They may be staging already, and other machines may not see their locks.
         """
         if existing and self.target.exists():
             raise ConfigurationError(existing)
@@ -57,7 +58,7 @@ class CheckpointDirectory:
         self._lock_partial()
         if self.replaced.exists():
             _finish_replacement(self.target, self.replaced)
-        remove_leftovers(self.target.parent, skip=self.partial)
+        remove_leftovers(self.target.parent, skip=self.partial, ranks=ranks)
 
     def join(self) -> None:
         """Prepare for writing where another rank has begun."""
@@ -282,8 +283,13 @@ def _remove(directory: Path) -> None:
             shutil.rmtree(directory)
 
 
-def remove_leftovers(parent: Path, skip: Path | None = None) -> int:
+def remove_leftovers(parent: Path, skip: Path | None = None, ranks: int = 1) -> int:
     """Remove what killed processes have left in a directory, and finish the replacements they had begun.
+
+    Args:
+        parent: the directory.
+        skip: the directory that a save writes into, which is left alone.
+        ranks: how many save there; what they stage is left alone too.
 
     Returns:
         How many there were.
@@ -292,7 +298,10 @@ def remove_leftovers(parent: Path, skip: Path | None = None) -> int:
     # Two passes: the first renames what the second deletes.
     for kind in (PARTIAL, DELETED):
         for entry in list(parent.iterdir()):
-            if entry == skip or not name_of(entry, kind) or entry.is_symlink():
+            if entry == skip or not (name := name_of(entry, kind)) or entry.is_symlink():
+                continue
+            owner, _, rank = name.rpartition(".rank")
+            if rank.isdecimal() and int(rank) < ranks and aside(parent / owner, kind) == skip:
                 continue
             if kind == DELETED:
                 # Another process may be deleting it too.

@@ -248,6 +248,8 @@ class StateWriter:
         self.target = self.directory.target
         has_many = self.world_size > PACKED_ABOVE if self.packs is None else self.packs
         self._packs: bool = has_many and not self.each_node
+        # With a directory on each node, what a rank of this number has staged there may be a leftover.
+        self._staging_ranks: int = 1 if self.each_node else self.world_size
 
     def begin(self, collectives: Collectives) -> None:
         """Begin on this rank; every rank must call it.
@@ -261,7 +263,7 @@ class StateWriter:
         if self.each_node:
             self._agree_on_path(collectives)
         if self.is_writer:
-            self.directory.begin(self.existing)
+            self.directory.begin(self.existing, self._staging_ranks)
 
     def _agree_on_path(self, collectives: Collectives) -> None:
         """Take the path of the main process, which is then another directory on each node."""
@@ -287,7 +289,7 @@ class StateWriter:
             self._agree_on_path(collectives)
         with on_all_ranks(collectives, f"saving {self.target}", joins=True) as outcome:
             if self.is_writer:
-                self.directory.begin(self.existing)
+                self.directory.begin(self.existing, self._staging_ranks)
             outcome.value = self.target, self.directory.save_id, note
         if not self.is_writer:
             if outcome.reports[0].joins and not self.each_node:

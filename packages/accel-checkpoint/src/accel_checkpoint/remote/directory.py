@@ -158,12 +158,14 @@ class RemoteDirectory:
         """Send files in another process."""
         self._save.process = process
 
-    def begin(self, existing: str = "") -> None:
+    def begin(self, existing: str = "", ranks: int = 1) -> None:
         """Prepare for writing, and remove what killed processes have left of saves to the same place.
 
         Args:
             existing: the error if there is a checkpoint of this name already; "" replaces it.
+            ranks: how many save it; each has a directory of its own name.
         """
+        del ranks
         if existing and self._save.store.read(MANIFEST_NAME) is not None:
             raise ConfigurationError(existing)
         self._is_writer = True
