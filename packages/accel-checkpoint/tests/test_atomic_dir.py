@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ from accel_checkpoint.names import CheckpointError
 from accel_checkpoint.parts import Part
 from accel_checkpoint.writer import StateWriter
 from accel_state import PartialState
-from accel_state.errors import ConfigurationError
+from accel_state.collectives.single import Collectives
+from accel_state.errors import CollectiveTimeoutError, ConfigurationError
 from accel_state.paths import LinkError
 from accel_state.testing import run_world
 
@@ -103,6 +105,35 @@ def test_what_a_rank_has_staged_is_taken(tmp_path: Path) -> None:
     assert sorted(os.listdir(directory.target)) == ["of_0", "of_1", "shards"]
     assert sorted(os.listdir(directory.target / "shards")) == ["of_0", "of_1"]
     assert sorted(os.listdir(tmp_path)) == ["state", "taken"]
+
+
+def test_no_message_follows_one_that_was_lost(tmp_path: Path) -> None:
+    """Which would wait as long once more, or be taken for another one."""
+
+    class Lost(Collectives):
+        world_size, messages = 2, 0
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            self.messages += 1
+            raise CollectiveTimeoutError("rank 1 did not arrive")
+
+    def lose(writer: StateWriter) -> None:
+        writer.begin(collectives)
+        raise CollectiveTimeoutError("rank 1 did not arrive")
+
+    collectives = Lost()
+    begin: Callable[[StateWriter], object]
+    for begin, messages in (
+        (lose, 0),
+        (lambda writer: writer.begin(collectives), 1),
+        (lambda writer: writer.begin_together(collectives), 1),
+    ):
+        collectives.messages = 0
+        writer = StateWriter(tmp_path / "state", world_size=2)
+        with pytest.raises(CheckpointError, match="rank 1 did not arrive"), writer.saving(collectives):
+            begin(writer)
+        assert collectives.messages == messages
+    assert os.listdir(tmp_path) == []
 
 
 def stage_first(folder: str) -> None:

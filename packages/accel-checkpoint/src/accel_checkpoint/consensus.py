@@ -16,6 +16,10 @@ from accel_state.errors import AccelError, CollectiveTimeoutError, Configuration
 from .names import CheckpointError
 
 
+class LostRanksError(CheckpointError):
+    """This rank cannot learn whether the others succeeded, and they do not answer any more."""
+
+
 class Report(NamedTuple):
     """What a rank tells the others when they meet."""
 
@@ -59,13 +63,15 @@ def on_all_ranks(collectives: Collectives, what: str, joins: bool = False) -> It
     except Exception as raised:
         error = raised
     reports = [Report(joins, None if error is None else described(error), outcome.value)]
+    if isinstance(error, LostRanksError):
+        raise error
     if collectives.world_size > 1:
         try:
             if isinstance(error, CollectiveTimeoutError):
                 raise error
             reports = exchange(collectives, reports[0])
         except RuntimeError as lost:
-            raise CheckpointError(
+            raise LostRanksError(
                 f"{what}: rank {collectives.rank} cannot learn whether the other ranks succeeded: {lost}"
             ) from error or lost
     outcome.reports = reports

@@ -23,12 +23,13 @@ import xxhash
 
 from accel_state import get_logger
 from accel_state.collectives.single import Collectives
+from accel_state.errors import CollectiveTimeoutError
 from accel_state.paths import open_for_writing, refuse_link
 from accel_state.storage.url import Location, RemotePath
 
 from .atomic_dir import CheckpointDirectory, sync
 from .catalog import rotate
-from .consensus import Report, described, exchange, on_all_ranks
+from .consensus import LostRanksError, Report, described, exchange, on_all_ranks
 from .manifest import BLOCK_BYTES, MANIFEST_FORMAT, FileRecord, Manifest, record_file, worker_threads
 from .names import MANIFEST_NAME, CheckpointError
 from .parts import Part
@@ -332,7 +333,8 @@ class StateWriter:
                     written = self._write()
                 except Exception as raised:
                     error = raised
-                if self.world_size > 1:  # a rank that has failed takes part too
+                # A rank that has failed takes part too, unless it has lost the others.
+                if self.world_size > 1 and not isinstance(error, (CollectiveTimeoutError, LostRanksError)):
                     written = self._gathered(written, error, collectives)
                 if error is not None:
                     raise error
