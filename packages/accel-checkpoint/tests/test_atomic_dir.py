@@ -136,6 +136,25 @@ def test_no_message_follows_one_that_was_lost(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_ranks_of_another_node_stage_there(tmp_path: Path) -> None:
+    target = tmp_path / "state"
+    staged = str(tmp_path / ".state.rank1.accel-partial")
+    replies = [target, (staged, {"random_states_1.pkl": (1, ("",))}), (target, True)]
+
+    class WithAnotherNode(Collectives):
+        world_size = 2
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return [value, (value[0], None, replies.pop(0))]
+
+    writer = StateWriter(target, world_size=2, each_node=True, parts=[Part("own.bin", 1)], counters={"iteration": 0})
+    collectives = WithAnotherNode()
+    with writer.saving(collectives):
+        writer.begin(collectives)
+    manifest = Manifest.read(target)
+    assert manifest is not None and list(manifest.files) == ["own.bin"] and not replies
+
+
 def stage_first(folder: str) -> None:
     if PartialState().process_index == 1:
         stage = CheckpointDirectory.stage

@@ -89,12 +89,15 @@ def test_the_path_is_that_of_the_main_process(tmp_path: Path, blocking: bool) ->
     assert os.listdir(tmp_path / "0") == ["state"] and os.listdir(tmp_path / "1") == []
 
 
-def on_two_nodes(folder: str, hooked: int) -> str:
-    """Each rank is the first of its node, whose file system the working directory stands for."""
+def on_two_nodes(folder: str, ranks: int, hooked: int) -> str:
+    """With as many ranks each, whose file system the working directory stands for."""
     rank = int(os.environ["RANK"])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), GROUP_WORLD_SIZE="2")
-    os.makedirs(f"{folder}/{rank}/.at_0.rank1.accel-partial")  # of a killed run, whose rank 1 was on this node
-    os.chdir(f"{folder}/{rank}")
+    node, local_rank = divmod(rank, ranks)
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(GROUP_RANK=str(node), GROUP_WORLD_SIZE="2")
+    # Of a killed run, whose rank 1 was on this node.
+    os.makedirs(f"{folder}/{node}/.at_0.rank1.accel-partial", exist_ok=True)
+    os.chdir(f"{folder}/{node}")
     run = Run(project_config=ProjectConfiguration(save_on_each_node=True))
     if rank == hooked:
         run.accelerator.register_save_state_pre_hook(lambda *_: None)
@@ -105,15 +108,16 @@ def on_two_nodes(folder: str, hooked: int) -> str:
     return str(saved)
 
 
-@pytest.mark.parametrize("hooked", [1, 2])
-def test_nodes_save_under_the_path_of_the_main_process(tmp_path: Path, hooked: int) -> None:
+@pytest.mark.parametrize(("ranks", "hooked"), [(1, 1), (1, 2), (2, 4)])
+def test_nodes_save_under_the_path_of_the_main_process(tmp_path: Path, ranks: int, hooked: int) -> None:
     """With a hook on the second, and without one."""
-    saved = run_world(on_two_nodes, 2, str(tmp_path), hooked, state=False)
-    assert saved == [str(tmp_path / str(rank) / "at_0") for rank in range(2)]
-    for rank in range(2):
-        assert os.listdir(tmp_path / str(rank)) == ["at_0"]
-        assert (tmp_path / str(rank) / "at_0" / "model.safetensors").is_file()
-        assert [path.name for path in (tmp_path / str(rank)).rglob("random*")] == [f"random_states_{rank}.pkl"]
+    saved = run_world(on_two_nodes, 2 * ranks, str(tmp_path), ranks, hooked, state=False)
+    assert saved == [str(tmp_path / str(rank // ranks) / "at_0") for rank in range(2 * ranks)]
+    for node in range(2):
+        assert os.listdir(tmp_path / str(node)) == ["at_0"]
+        assert (tmp_path / str(node) / "at_0" / "model.safetensors").is_file()
+        of_node = [f"random_states_{rank}.pkl" for rank in range(node * ranks, (node + 1) * ranks)]
+        assert sorted(path.name for path in (tmp_path / str(node)).rglob("random*")) == of_node
 
 
 def refused_by_the_main_process(folder: str, with_hooks: bool) -> str:

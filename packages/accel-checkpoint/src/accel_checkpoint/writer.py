@@ -413,7 +413,8 @@ class StateWriter:
         with directory.explaining_write_errors():
             if isinstance(directory, CheckpointDirectory):
                 for staged in written.staged:
-                    if staged.is_dir() or not self.each_node:  # other nodes have their own
+                    # Other nodes have their own, elsewhere if they share a file system.
+                    if not self.each_node or (staged.parent == directory.target.parent and staged.is_dir()):
                         directory.take(staged)
                 if self.world_size > 1 and not self.each_node:
                     directory.require(written.records)  # what is missing now would be missing from the manifest too
