@@ -12,7 +12,7 @@ from checkpoint_runs import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import FullyShardedDataParallelPlugin, ProjectConfiguration
-from accel_checkpoint import verify
+from accel_checkpoint import verify, writer
 from accel_checkpoint.manifest import Manifest
 from accel_checkpoint.names import CheckpointError
 from accel_state import ConfigurationError
@@ -136,3 +136,21 @@ def test_all_ranks_know_that_the_main_process_cannot_begin(tmp_path: Path, with_
     first, second = run_world(refused_by_the_main_process, 2, str(tmp_path), with_hooks)
     assert "file is a file" in first and "rank 0: ConfigurationError" in second and "file is a file" in second
     assert sorted(os.listdir(tmp_path)) == ["file", "state"]
+
+
+def not_rotated(folder: str) -> int:
+    def fail(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    run = Run(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1))
+    writer.rotate = fail
+    run.accelerator.save_state(blocking=False)
+    with pytest.raises(CheckpointError, match="older checkpoints could not be deleted"):
+        run.accelerator.wait_for_save()
+    return run.accelerator.project_configuration.iteration
+
+
+def test_all_ranks_know_that_a_number_is_used(tmp_path: Path) -> None:
+    """The checkpoint is complete, though the save has failed."""
+    assert run_world(not_rotated, 2, str(tmp_path)) == [1, 1]
+    assert verify(tmp_path / "checkpoints" / "checkpoint_0") == {}
