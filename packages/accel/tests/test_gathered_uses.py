@@ -25,9 +25,14 @@ Loss = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 UNITS: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
 
 
+class Encoder(nn.Linear):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + self.weight.sum()
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Encoder(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def distance(model: nn.Module) -> torch.Tensor:
@@ -63,6 +68,10 @@ def two_calls(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
     return model(x).square().mean() + model[2](x.repeat(1, 2)).square().mean() + model(x + 1).square().mean()
 
 
+def call_in_a_call(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
+    return model(x).square().mean() + model[2].encode(x.repeat(1, 2)).square().mean()
+
+
 def after_a_failure(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(x[:, :3])
@@ -84,7 +93,16 @@ def train(model: Any, optimizer: Any, backward: Any, gathered: Any, loss_of: Los
     return losses
 
 
-_OF_UNITS = (with_penalty, with_importance, bare, bare_importance, two_calls, after_a_failure, bare_at_the_end)
+_OF_UNITS = (
+    with_penalty,
+    with_importance,
+    bare,
+    bare_importance,
+    two_calls,
+    call_in_a_call,
+    after_a_failure,
+    bare_at_the_end,
+)
 LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in _OF_UNITS}
 
 
@@ -110,7 +128,7 @@ def test_penalties_between_calls_equal_one_process_or_are_refused() -> None:
     right = [
         (loss, reshards) for loss in ("with_penalty", "with_importance", "two_calls") for reshards in (False, True)
     ]
-    right += [("after_a_failure", False), ("bare_at_the_end", False)]
+    right += [(loss, False) for loss in ("call_in_a_call", "after_a_failure", "bare_at_the_end")]
     refused = [("bare", False), ("bare_importance", False)]
     found = run_world(train_sharded, 2, [*right, *refused], timeout=200)[0]
     for (case, reshards), result in zip(right, found, strict=False):

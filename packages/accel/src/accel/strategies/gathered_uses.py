@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class GatheredUses:
     """The calls of units that stay gathered after a forward pass, since the last backward pass."""
 
     def __init__(self) -> None:
-        self._calls: Any = WeakIdKeyDictionary()  # the numbers of the nodes at begin and end of each call, by unit
+        # The numbers of the nodes at begin (1) and end (-1) of each call, by unit; a call may contain others.
+        self._calls: Any = WeakIdKeyDictionary()
         self._owners: Any = WeakIdKeyDictionary()  # the name and the unit of each parameter, by what holds its state
         self._probe = torch.zeros((), requires_grad=True)
 
@@ -34,12 +36,13 @@ class GatheredUses:
             if holder not in self._owners:
                 self._owners[holder] = names[parameter], weakref.ref(unit)
         note = torch.compiler.disable(self._note)
-        unit.register_forward_pre_hook(note, prepend=True)
-        unit.register_forward_hook(note, always_call=True)  # a call that fails ends too
+        unit.register_forward_pre_hook(partial(note, 1), prepend=True)
+        unit.register_forward_hook(partial(note, -1), always_call=True)  # a call that fails ends too
 
-    def _note(self, unit: nn.Module, *_: Any) -> None:
+    def _note(self, change: int, unit: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self._calls[unit].append(self._probe.add(0).grad_fn._sequence_nr())  # type: ignore[union-attr]
+            number = self._probe.add(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
+            self._calls[unit].append((number, change))
 
     def check(self, loss: torch.Tensor, advice: str) -> None:
         """Refuse a loss that uses a gathered weight outside of the calls of its unit, if there were several.
@@ -57,9 +60,8 @@ class GatheredUses:
         try:
             for node, variable in outside_forward.uses_of_leaves(loss):
                 name, calls = owners.get(id(variable), ("", []))
-                spans = zip(calls[::2], calls[1::2], strict=False)
-                within = any(begin < node._sequence_nr() < end for begin, end in spans)
-                if len(calls) > 2 and not within:
+                running = sum(change for number, change in calls if number < node._sequence_nr())
+                if len(calls) > 2 and not running:
                     raise ConfigurationError(outside_forward.message(name, advice))
         finally:
             self.clear()
