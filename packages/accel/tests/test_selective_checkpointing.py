@@ -325,3 +325,24 @@ def test_batch_norms_count_each_batch_once() -> None:
             accelerator = Accelerator(cpu=True, kwargs_handlers=[ActivationCheckpointingKwargs(["Sequential"], mode)])
             compiled = train_normed(accelerator, compiles=True)
         torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_two_backward_passes_through_a_graph(mode: str) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    plain: Any = nn.Sequential(*Normed().blocks)
+    with context.isolated():
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[ActivationCheckpointingKwargs(["Sequential"], mode)])
+        model = accelerator.prepare(Normed())
+        for module in (plain, model):
+            loss = module(x).square().mean()
+            loss.backward(retain_graph=True)
+            if module is model and mode == "selective":
+                with pytest.raises(RuntimeError, match="under selective activation checkpoint"):
+                    loss.backward()
+                return
+            loss.backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)

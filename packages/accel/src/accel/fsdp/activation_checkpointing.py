@@ -104,7 +104,21 @@ def _selective(
 
     forward, again = selective_contexts(keep, counts)
     results = KeptResults()
-    return results.recorded(forward), results.reused(again)
+    return results.recorded(forward), _Repeated(partial(results.reused, again))
+
+
+class _Repeated(AbstractContextManager[None]):
+    """A context that every backward pass through the same graph enters."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._current = self._make()
+        self._current.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._current.__exit__(*error)
 
 
 def _with_statistics_of_one_pass(
@@ -114,7 +128,7 @@ def _with_statistics_of_one_pass(
     if torch.compiler.is_compiling():  # compiled graphs change buffers once, and take such contexts only
         return contexts() if contexts is not None else create_selective_checkpoint_contexts([])
     forward, again = contexts() if contexts is not None else (nullcontext(), nullcontext())
-    return forward, _keeping_statistics(norms, again)
+    return forward, _Repeated(partial(_keeping_statistics, norms, again))
 
 
 @contextmanager
