@@ -626,6 +626,21 @@ def test_averages_in_local_sgd_are_those_of_the_mean_weights(tmp_path: Path) -> 
             assert torch.equal(found[1]["after"][name], found[0]["after"][name]), "resumed"
 
 
+def begin_alone() -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*small())
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3):
+        train_small(accelerator, model, optimizer, range(accelerator.process_index, 2), lambda: None)
+        average = accelerator.moving_average(model)
+    with average.applied():
+        return [item.clone() for item in model.parameters()]
+
+
+def test_an_average_that_begins_in_local_sgd_is_equal_on_all_ranks() -> None:
+    first, second = run_world(begin_alone, 2)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
 def skip_alone() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model, optimizer = accelerator.prepare(*small())

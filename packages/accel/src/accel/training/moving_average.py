@@ -81,7 +81,7 @@ class MovingAverage:
         self._tracked: dict[int, torch.Tensor] = {}  # parameters of optimizers; kept, so that no other has their id
         self._steps: list[int] = []
         self._differs = False  # between ranks, since each has trained on its own
-        self.parts()
+        self._restart()
         self.count_from_here()
 
     # -- training ----------------------------------------------------------------------------------------------------
