@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from accel import Accelerator, LocalSGD
 from accel.contract.strategy import Strategy
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
+from accel.training.moving_average import MovingAverage
 from accel_checkpoint.names import CheckpointError
 from accel_state import context
 from accel_state.errors import ConfigurationError
@@ -639,6 +641,17 @@ def begin_alone() -> list[torch.Tensor]:
 def test_an_average_that_begins_in_local_sgd_is_equal_on_all_ranks() -> None:
     first, second = run_world(begin_alone, 2)
     assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_loaded_averages_are_where_the_weights_are() -> None:
+    """On a GPU, for which the meta device stands: files are read into the memory of the CPU."""
+    model, strategy = nn.Linear(2, 1, device="meta"), Strategy()
+    model.bias.requires_grad_(False)
+    prepared = SimpleNamespace(strategy=strategy, optimizers=[], applied=[], local_sgd=None)
+    average = MovingAverage(model, prepared, get_ema_multi_avg_fn(DECAY), use_buffers=False)
+    state = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    average.plan_load(state, strategy.layout(model), 3, Path("state"))()
+    assert {name: value.device.type for name, value in average.averages.items()} == {"weight": "meta", "bias": "meta"}
 
 
 def skip_alone() -> None:

@@ -243,6 +243,8 @@ class MovingAverage:
     def _load(self, state: dict[str, Any], layout: Layout, num_updates: int) -> None:
         self._restart()
         self._strategy.load_average(self, state, layout)
+        for name, part in self.parts().items():
+            self.averages[name] = self.averages[name].to(part.device)  # files are read into the memory of the CPU
         self._differs = False
         self.num_updates = num_updates
 
