@@ -266,7 +266,10 @@ class Strategy:
         """Free gathered parameters, so that the model has the sharded ones and its next call gathers their values."""
 
     def average_state(self, average: Any) -> dict[str, Any]:
-        """Return a :class:`accel.training.moving_average.MovingAverage` for a checkpoint. Every rank must call it."""
+        """Return what a checkpoint has of a :class:`accel.training.moving_average.MovingAverage`.
+
+        Every rank must call it.
+        """
         average.synchronise()
         return dict(average.averages)
 

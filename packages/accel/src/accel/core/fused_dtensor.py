@@ -75,7 +75,7 @@ def pack_state(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> di
 
 
 def unpack(value: Any) -> Any:
-    """Return the inverse of :func:`pack`."""
+    """Undo :func:`pack`."""
     return value.tensor if isinstance(value, Packed) else value
 
 

@@ -212,7 +212,7 @@ class ShardedStrategy(Strategy):
         return self._gathered(average.model, state)
 
     def _gathered(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Whole tensors on rank 0, in CPU memory. Every rank must call it."""
+        """Return whole tensors on rank 0, in CPU memory. Every rank must call it."""
         gathered = {}
         for name, value in state.items():
             full = full_tensor(value)
