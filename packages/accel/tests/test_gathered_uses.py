@@ -187,6 +187,30 @@ def train_engine(cases: list[tuple[str, int]]) -> list[Any]:
     return found
 
 
+def read_freed() -> list[float]:
+    accelerator = accelerator_of(config(3))
+    model: Any = deepspeed_net()
+    loader = DataLoader(data(), batch_size=BATCH)
+    model, *_ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    weight = model.module.middle.weight
+    with pytest.raises(ConfigurationError, match=r"at ZeRO stage 3 gathers values only.*torch\.no_grad"):
+        accelerator.gathered_parameters(model)
+    found = [weight.norm().item()]
+    for module in (model, model.module.middle):
+        with torch.no_grad(), accelerator.gathered_parameters(module):
+            found.append(weight.norm().item())
+    found.append(weight.norm().item())
+    release(accelerator)
+    return found
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed")
+def test_values_of_freed_weights_are_gathered() -> None:
+    norm = deepspeed_net().middle.weight.norm().item()
+    for found in run_world(read_freed, 2):
+        assert found == pytest.approx([0, norm, norm, 0])
+
+
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed")
 def test_weights_outside_of_an_engines_forward_equal_one_process_or_are_refused() -> None:
     right = [*((name, 2) for name in OF_ENGINES), ("encode", 3)]

@@ -632,8 +632,8 @@ class Accelerator:
 
         Inside, ``module.weight`` and ``module.named_parameters()`` are whole tensors in the dtype that the parameters
         are stored in, and the gradients of what is computed with them reach the shards, averaged over the ranks as
-        others are. Every rank must enter it. The model cannot be called inside. FSDP 1 gathers values only, in
-        ``torch.no_grad()``. Where nothing is sharded, the block does nothing.
+        others are. Every rank must enter it. The model cannot be called inside. FSDP 1 and ZeRO stage 3 gather values
+        only, in ``torch.no_grad()``. Where nothing is sharded, the block does nothing.
 
         Args:
             module: a prepared model, or a module in it, such as its output layer.

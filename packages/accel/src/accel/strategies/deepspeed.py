@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +132,16 @@ class DeepSpeedStrategy(Strategy):
             "all weights."
         )
         return outside_forward.explain(error, self._sharded_names, advice, loss)
+
+    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+        if self.shards_parameters and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "gathered_parameters at ZeRO stage 3 gathers values only: DeepSpeed would lose the gradients of what "
+                "is computed with them. Enter it in torch.no_grad(), read weights in the model's forward, or set "
+                "zero_stage=2."
+            )
+        gathering: AbstractContextManager[None] = runtime.GatheredParameters(module)
+        return gathering
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         raise missing_model_error(optimizer)
