@@ -26,13 +26,22 @@ UNITS: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "size_based_wrap
 
 
 class Encoder(nn.Linear):
+    """A unit with a unit in it."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner(x))
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self(x) + self.weight.sum()
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Encoder(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Encoder(), nn.Tanh(), nn.Linear(16, 4))
 
 
 def distance(model: nn.Module) -> torch.Tensor:
@@ -65,7 +74,7 @@ def bare_importance(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
 
 
 def two_calls(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:
-    return model(x).square().mean() + model[2](x.repeat(1, 2)).square().mean() + model(x + 1).square().mean()
+    return model(x).square().mean() + model[2].inner(x.repeat(1, 2)).square().mean() + model(x + 1).square().mean()
 
 
 def call_in_a_call(model: Any, x: torch.Tensor, gathered: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -287,12 +287,9 @@ class FSDP2Strategy(ShardedStrategy):
         return isinstance(model, FSDPModule)
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        if self._gathered_uses is not None:
-            self._gathered_uses.check(loss, self.outside_advice)
-        with self._calls.backward():
+        uses = nullcontext() if self._gathered_uses is None else self._gathered_uses.checked(loss, self.outside_advice)
+        with uses, self._calls.backward():
             super().backward(loss, in_window, **kwargs)
-        if self._gathered_uses is not None:
-            self._gathered_uses.clear()  # of calls that activation checkpointing has repeated
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Accumulate full gradients on every rank, which takes the memory of a full model."""

@@ -6,7 +6,8 @@ The backward pass of the second call frees the weights. That of the use would re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,29 +45,31 @@ class GatheredUses:
             number = self._probe.add(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
             self._calls[unit].append((number, change))
 
-    def check(self, loss: torch.Tensor, advice: str) -> None:
-        """Refuse a loss that uses a gathered weight outside of the calls of its unit, if there were several.
+    @contextmanager
+    def checked(self, loss: torch.Tensor, advice: str) -> Iterator[None]:
+        """Check a loss before its backward pass, and forget the calls after it: checkpointing repeats some in it.
 
         Args:
-            loss: the loss, before its backward pass.
-            advice: what to do instead.
+            loss: the loss.
+            advice: what to do instead of using a gathered weight outside of the calls of its unit.
+
+        Raises:
+            ConfigurationError: the loss uses one, and the unit was called several times.
         """
-        if not any(len(calls) > 2 for calls in self._calls.values()):
-            self.clear()
-            return
+        try:
+            if any(len(calls) > 2 for calls in self._calls.values()):
+                self._check(loss, advice)
+            yield
+        finally:
+            for calls in self._calls.values():
+                calls.clear()
+
+    def _check(self, loss: torch.Tensor, advice: str) -> None:
         owners = {
             id(gathered_parameter(holder)): (name, self._calls[unit()]) for holder, (name, unit) in self._owners.items()
         }
-        try:
-            for node, variable in outside_forward.uses_of_leaves(loss):
-                name, calls = owners.get(id(variable), ("", []))
-                running = sum(change for number, change in calls if number < node._sequence_nr())
-                if len(calls) > 2 and not running:
-                    raise ConfigurationError(outside_forward.message(name, advice))
-        finally:
-            self.clear()
-
-    def clear(self) -> None:
-        """Forget the calls."""
-        for calls in self._calls.values():
-            calls.clear()
+        for node, variable in outside_forward.uses_of_leaves(loss):
+            name, calls = owners.get(id(variable), ("", []))
+            running = sum(change for number, change in calls if number < node._sequence_nr())
+            if len(calls) > 2 and not running:
+                raise ConfigurationError(outside_forward.message(name, advice))
