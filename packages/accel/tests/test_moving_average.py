@@ -634,8 +634,8 @@ def begin_alone() -> list[torch.Tensor]:
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3):
         train_small(accelerator, model, optimizer, range(accelerator.process_index, 2), lambda: None)
         average = accelerator.moving_average(model)
-    with average.applied():
-        return [item.clone() for item in model.parameters()]
+    average.copy_to_model()
+    return [item.detach() for item in model.parameters()]
 
 
 def test_an_average_that_begins_in_local_sgd_is_equal_on_all_ranks() -> None:
