@@ -9,6 +9,7 @@ import textwrap
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,11 @@ def test_precision_comes_from_the_argument_then_the_environment() -> None:
 def test_debug_mode_comes_from_the_environment() -> None:
     with patch_environment(ACCELERATE_DEBUG_MODE="yes"):
         assert PartialState(cpu=True).debug
+
+
+def test_a_wrong_option_that_it_does_not_need_leaves_it_usable() -> None:
+    with patch_environment(ACCELERATE_MIXED_PRECISION="bf17", ACCELERATE_MULTI_GPU="perhaps"):
+        assert PartialState(cpu=True).num_processes == 1
 
 
 class Loader:
@@ -190,7 +196,7 @@ def where_am_i() -> tuple[Any, ...]:
     state.on_last_process(lambda: ran.append("last"))()
     state.on_local_main_process(lambda: ran.append("local main"))()
 
-    @state.on_process(process_index=1)
+    @state.on_process(process_index=np.int64(1))  # type: ignore[call-overload]
     def documented() -> str:
         """Doc."""
         return "one"

@@ -334,11 +334,13 @@ class OptionGroup:
         return opt.default if value is None else value
 
     @classmethod
-    def from_environment(cls: type[G], environ: Mapping[str, str] | None = None) -> G:
-        """Read the group from environment variables; unset and empty ones leave the default."""
+    def from_environment(
+        cls: type[G], environ: Mapping[str, str] | None = None, only: Iterable[str] | None = None
+    ) -> G:
+        """Read the group, or ``only`` these fields, from environment variables; the rest leave the default."""
         present = set(all_variables() if environ is None else environ)
         values = {}
-        for opt in cls._declared.values():
+        for opt in map(cls._declared.__getitem__, only or cls._declared):
             if not present.isdisjoint((opt.env, *opt.other_envs)):
                 values[opt.field] = cls.read(opt.field, environ)
         return cls(**values)

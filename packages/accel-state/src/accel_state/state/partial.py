@@ -124,7 +124,8 @@ class PartialState(ProcessControl, SharedState):
             raise
 
     def _start(self, cpu: bool, kwargs: dict[str, Any]) -> None:
-        options = CoreOptions.from_environment()
+        # Not the other options: a wrong value of those ends only what reads them.
+        options = CoreOptions.from_environment(only=("cpu", "debug"))
         backend = devices.detect(cpu=cpu or options.cpu)
         environment = self._locate(backend, kwargs)
         self.environment = environment
@@ -134,7 +135,7 @@ class PartialState(ProcessControl, SharedState):
         self.local_process_index = environment.local_rank
         self.device = _device(backend, environment.local_rank)
         self.set_device()
-        if HardwareOptions.from_environment().enable_cpu_affinity:
+        if HardwareOptions.from_environment(only=("enable_cpu_affinity",)).enable_cpu_affinity:
             from ..numa import set_numa_affinity
 
             set_numa_affinity(self.local_process_index, local_world_size=environment.local_world_size)

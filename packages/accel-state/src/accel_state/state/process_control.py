@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from ..arguments import check_flag
@@ -182,5 +183,5 @@ class ProcessControl:
 
 
 def _check_index(name: str, index: int | None, count: int) -> None:
-    if not isinstance(index, int) or not 0 <= index < count:
+    if not isinstance(index, Integral) or not 0 <= index < count:
         raise ValueError(f"{name}={index!r} is not a rank of this run. Allowed: 0 to {count - 1}.")
