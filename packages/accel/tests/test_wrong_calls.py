@@ -90,6 +90,11 @@ def test_directories(accelerator: Accelerator, path: Any) -> None:
     assert os.listdir() == []
 
 
+class Sub(Accelerator):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
 CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     **{f"split_batches={v!r}": ("split_batches", lambda v=v: DataLoaderConfiguration(split_batches=v)) for v in "x2"},
     "even_batches": ("even_batches", lambda: DataLoaderConfiguration(even_batches="false")),  # type: ignore[arg-type]
@@ -130,6 +135,8 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "short name": ("grad_accum. Did you mean gradient_accumulation_steps", lambda: Accelerator(grad_accum=4)),
     "precision": (r"fp16. Did you mean mixed_precision='fp16'", lambda: Accelerator(fp16=True)),
     "setting of loaders": (r"DataLoaderConfiguration\(even_batches=", lambda: Accelerator(even_batches=True)),
+    "of a subclass": (r"mixed_precison. Did you mean mixed_precision\?", lambda: Sub(mixed_precison="bf16")),
+    "variadic": (r"no argument unknow. See", lambda: Accelerator(unknow=1)),
     "nothing alike": (r"no argument zzz. See help", lambda: Accelerator(zzz=1)),
     "split": ("split_batches='x'", lambda: Accelerator(cpu=True, split_batches="x")),  # type: ignore[arg-type]
     "list of placements": ("device_placement=", lambda: Accelerator(cpu=True, device_placement=["x"])),  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ class Accelerator:
         **unknown: Never,
     ) -> None:
         if unknown:
-            config_resolution.refuse_unknown(unknown, type(self))
+            config_resolution.refuse_unknown(unknown, Accelerator)
         check_flag("device_placement", device_placement)
         check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         check_flag("cpu", cpu, or_none=True)

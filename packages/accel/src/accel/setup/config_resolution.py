@@ -250,7 +250,11 @@ def refuse_unknown(arguments: Iterable[str], accelerator: type) -> None:
         )
         for field in fields(kind)
     }
-    own = {parameter: parameter for parameter in inspect.signature(accelerator).parameters}
+    own = {
+        item.name: item.name
+        for item in inspect.signature(accelerator).parameters.values()
+        if item.kind != item.VAR_KEYWORD
+    }
     known = {**settings, **precisions, **own}
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {known[close[0]]}?" if close else " See help(Accelerator) for those that there are."
