@@ -94,6 +94,14 @@ def test_precision_comes_from_the_argument_then_the_environment() -> None:
         AcceleratorState(mixed_precision="fp61", cpu=True)
 
 
+def test_settings_are_entries_of_the_plugins() -> None:
+    state = AcceleratorState(cpu=True)
+    state.fsdp_plugin = settings = Settings()
+    assert state.plugins == {"fsdp": settings} and state.fsdp_plugin is settings
+    state.fsdp_plugin = None
+    assert state.plugins == {} and state.fsdp_plugin is None
+
+
 def test_debug_mode_comes_from_the_environment() -> None:
     with patch_environment(ACCELERATE_DEBUG_MODE="yes"):
         assert PartialState(cpu=True).debug

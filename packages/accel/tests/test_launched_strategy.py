@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel.parallel.config import ParallelismConfig
+from accel.parallel.config import ParallelismConfig, TorchTensorParallelPlugin
 from accel.setup import registry
 from accel.setup.registry import STRATEGIES, TABLE, choose
 from accel_state import AcceleratorState, context
@@ -62,6 +63,14 @@ def test_settings_that_do_not_combine_are_refused() -> None:
     assert list(choose(None, {"fsdp": fsdp, "mesh": mesh})[1].items()) == [("mesh", mesh), ("fsdp", fsdp)]
     with pytest.raises(ConfigurationError, match="fsdp.*deepspeed"):
         choose(None, {"fsdp": fsdp, "deepspeed": object()})
+
+
+def test_settings_in_use_are_those_of_the_next_accelerator() -> None:
+    tensor_parallel, mesh = TorchTensorParallelPlugin(tp_size=1), ParallelismConfig(dp_shard_size=1)
+    AcceleratorState(cpu=True, torch_tp_plugin=tensor_parallel, parallelism_config=mesh)
+    assert choose(None, {})[1] == {"mesh": mesh}
+    AcceleratorState().fsdp_plugin = fsdp = FullyShardedDataParallelPlugin(fsdp_version=2)
+    assert list(choose(None, {})[1].items()) == [("mesh", mesh), ("fsdp", fsdp)]
 
 
 def test_combinations_are_symmetric() -> None:
@@ -183,7 +192,7 @@ def test_another_strategy_than_the_launched_one_is_refused(
 
 
 def test_what_is_no_plugin_is_refused(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in (installed.Weighed, object(), {"weighed": installed.Weighed()}):
+    for wrong in (installed.Weighed, object(), {"weighed": installed.Weighed()}, SimpleNamespace(strategy="ddp")):
         with pytest.raises(ConfigurationError, match="must be an accel.contract.strategy.Strategy object or one of"):
             Accelerator(cpu=True, strategy=wrong)
     with pytest.raises(ConfigurationError, match="megatron_lm_plugin=.* must be the plugin of the strategy 'megatron'"):

@@ -145,19 +145,18 @@ def choose(strategy: Any, plugins: Mapping[str, Any]) -> tuple[Strategy | str | 
     in_use = AcceleratorState._shared_state.get("plugins")
     switched_on = launched_rows(launched)
     asked = _agreed(list(given), switched_on) if given and switched_on else [*given, *switched_on]
-    if not asked and in_use:
-        known = [*TABLE, *in_use]
-        ordered = sorted(in_use, key=known.index)
-        asked = [name for name in ordered if _conflict([ordered[0], name]) is None]
-    if not asked:
+    names = asked or [*(in_use or ())]
+    ordered = sorted(names, key=[*TABLE, *names].index)
+    if in_use and not asked:  # of another Accelerator, which may have added the form that its strategy takes
+        ordered = [name for name in ordered if _conflict([ordered[0], name]) is None]
+    if not ordered:
         return launched.strategy, {}
-    conflict = _conflict(asked)
+    conflict = _conflict(ordered)
     if conflict:
         raise ConfigurationError(
-            f"settings were given for {', '.join(asked)}, but {' and '.join(conflict)} do not combine: one strategy "
+            f"settings were given for {', '.join(ordered)}, but {' and '.join(conflict)} do not combine: one strategy "
             "trains a model. Pass the settings of one of them."
         )
-    ordered = [*(name for name in TABLE if name in asked), *(name for name in asked if name not in TABLE)]
     return None, {name: _settings_of(name, given.get(name), in_use or {}) for name in ordered}
 
 
