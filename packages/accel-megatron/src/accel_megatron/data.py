@@ -186,10 +186,7 @@ def build_datasets(dummy: MegatronLMDummyDataLoader, plugin: MegatronLMPlugin, c
 def _causal(
     given: dict[str, Any], plugin: MegatronLMPlugin, config: Any, length: int
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the class of a data set, that of its settings, and the settings.
-
-    It takes what it uses out of ``given``.
-    """
+    """Return the class of a data set, that of its settings, and the settings; what they use leaves ``given``."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     eod = given.pop("eod_id", None)
@@ -247,10 +244,7 @@ def _masked(
 
 
 def collate(samples: list[Any]) -> Any:
-    """Return a batch of Megatron-core's samples.
-
-    Batches of Megatron-BERT and T5 have the names that Transformers' models take.
-    """
+    """Return a batch of Megatron-core's samples; those of BERT and T5 get the names that Transformers' models take."""
     batch = torch.utils.data.default_collate(samples)
     if not isinstance(batch, dict) or not ("padding_mask" in batch or "enc_mask" in batch):
         return batch

@@ -182,10 +182,7 @@ def is_split(parameter: torch.Tensor) -> bool:
 
 
 def split_dim(target: str) -> int | None:
-    """Return the dimension that tensor parallelism splits a parameter of Megatron-core along.
-
-    None if all ranks have it.
-    """
+    """Return the dimension that tensor parallelism splits a parameter along; None if all ranks have it whole."""
     if re.search(r"(linear_qkv|linear_q|linear_kv|linear_fc1|word_embeddings|output_layer)\.(weight|bias)$", target):
         return 0
     return 1 if re.search(r"(linear_proj|linear_fc2)\.weight$", target) else None

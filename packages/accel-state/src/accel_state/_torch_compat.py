@@ -14,7 +14,7 @@ import torch.distributed as dist
 def default_store() -> dist.Store:
     """Return the store of the default process group.
 
-    Torch 2.13 has ``dist.group.WORLD.get_group_store()`` instead.
+    It will be replaced by ``dist.group.WORLD.get_group_store()`` (in 2.13).
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -71,6 +71,6 @@ def xla_has_started() -> bool:
 def xla_mode_is_fixed() -> bool:
     """Return True if an XLA device was used, after which several devices cannot be combined.
 
-    The process would crash in torch_xla.
+    Otherwise torch_xla crashes.
     """
     return bool(_xla()._xla_get_spmd_config_is_locked())

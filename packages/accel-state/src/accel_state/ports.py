@@ -124,9 +124,7 @@ def is_local(host: str) -> bool:
 
 
 def listening_host(host: str) -> str:
-    """Return the address at which a server listens that is reached under ``host``.
-
-    It is empty for all addresses of this machine.
+    """Return the address at which a server listens that is reached under ``host``; empty for all of this machine.
 
     It is that of ``host``, and so of one interface, except where that would keep other machines out: the address is
     translated on the way (containers), or this machine resolves its own name to a loopback address.

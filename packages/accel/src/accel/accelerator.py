@@ -1241,11 +1241,11 @@ class Accelerator:
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
+
         States are looked for where :meth:`save_state` saves them with automatic naming, else in the project directory,
         or in that of :class:`SaveOnSignal`. The main process prints where the training continues, or that there is no
-        state. Afterwards a loader's ``iteration`` is the epoch to continue with. If all
-        of its batches were handed out, but its loop had not ended, the next iteration has none, so that the code after
-        the loop runs.
+        state. Afterwards a loader's ``iteration`` is the epoch to continue with. If all of its batches were handed out,
+        but its loop had not ended, the next iteration has none, so that the code after the loop runs.
 
         Returns:
             Whether there was one.
@@ -1509,7 +1509,7 @@ class Accelerator:
         self._checkpointer.release()
 
     def clear(self, *objects: Any) -> list[Any]:
-        """Return the same as :meth:`free_memory`."""
+        """Do the same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:

@@ -219,10 +219,7 @@ def bare(chunk: Any) -> Any:
 
 
 def _with_stage(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """Return the provider, called with those of the documented arguments that it takes.
-
-    By default, the arguments are those of this rank's stage.
-    """
+    """Return the provider, called with the documented arguments that it takes, by default for this rank's stage."""
     parameters = inspect.signature(function).parameters
     takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 

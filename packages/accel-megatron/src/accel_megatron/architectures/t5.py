@@ -153,7 +153,7 @@ class T5(Architecture):
         return made
 
     def shape(self, batch: Batch) -> tuple[int, int]:
-        """Return the length is that of the stages' messages, and of the logits: the decoder's."""
+        """Return the samples and the decoder's length, which the stages' messages and the logits have."""
         decoder = batch.get("decoder_input_ids", batch.get("labels"))
         return batch["input_ids"].shape[0], (batch["input_ids"] if decoder is None else decoder).shape[1]
 
@@ -269,10 +269,7 @@ class _Stage:
         cross_mask: torch.Tensor,
         lm_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the states for the next stage.
-
-        The last stage returns the losses of the tokens, or without labels the logits.
-        """
+        """Return the states for the next stage, or on the last one the losses of the tokens (logits without labels)."""
         length = encoder_ids.shape[1]
         if self.pre_process:
             embedded = [self.embedding(input_ids=ids, position_ids=None) for ids in (encoder_ids, decoder_ids)]

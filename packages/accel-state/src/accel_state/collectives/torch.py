@@ -153,10 +153,7 @@ class TorchCollectives(Collectives):
         return self._gather_payloads(payload, sizes) if small is None else small
 
     def _exchange_sizes(self, payload: torch.Tensor) -> tuple[list[int], list[Any] | None]:
-        """Return the sizes in bytes of all ranks' objects, and the objects.
-
-        The objects are None unless all of them fit into what is exchanged anyway.
-        """
+        """Return the bytes of all ranks' objects, and the objects, if all fit into what is exchanged anyway."""
         rows = self.exchange_header(OBJECT_CALL, _header_of(payload).tolist())
         sizes = [row[0] for row in rows]
         return sizes, None if max(sizes) > _SMALL else [_small_object(torch.tensor(row)) for row in rows]

@@ -157,10 +157,7 @@ class Device:
         return launched
 
     def batch_cutter(self) -> Callable[[], None] | None:
-        """Return what a loop over batches calls when it is done with each.
-
-        None where operations run without being told.
-        """
+        """Return what a loop over batches calls after each; None where operations run without being told."""
         return None
 
     def tensor_id(self, tensor: torch.Tensor) -> int:

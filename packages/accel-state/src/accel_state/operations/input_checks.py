@@ -98,10 +98,7 @@ def exchange_lengths(
 
 
 def call_of(operation: str, data: Any, ignored_dim: int | None) -> Call:
-    """Return what ranks with tensors of different lengths must have in common.
-
-    The arguments are those of :func:`exchange_lengths`.
-    """
+    """Return what ranks whose tensors differ in length must have in common, for :func:`exchange_lengths`."""
 
     def describe(tensor: torch.Tensor) -> str:
         if tensor.is_nested:
