@@ -394,6 +394,28 @@ def test_a_loop_that_sets_sync_gradients_itself_is_not_warned(
     assert optimizer.steps_taken == 1 and not caplog.records
 
 
+@pytest.mark.parametrize("samples", [1, 2])  # a loader's last micro batch counts as 0
+@pytest.mark.parametrize("inside", [True, False])
+def test_loops_that_accumulate_are_not_warned(
+    inside: bool, samples: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accel_logging, "_already_warned", set())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.5), DataLoader(TensorDataset(torch.ones(samples, 2)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            loss = model(inputs).sum()
+            if inside:
+                accelerator.backward(loss)
+        if not inside:
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.steps_taken == 1 and not caplog.records
+
+
 def test_a_loss_that_was_not_scaled_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"call accelerator.backward\(loss\)"):
         accumulated(in_blocks=True, own_backward=True, mixed_precision="fp16")

@@ -73,7 +73,7 @@ class StartupChecks:
         _check_schedulers(prepared)
         ranks = prepared.strategy.data_collectives.world_size
         # Libraries that accumulate themselves, such as Transformers, turn sync_gradients off before the backward pass.
-        never_entered = accumulation.count == 0 and accumulation.current is None and accumulation.elastic is None
+        never_entered = not accumulation.has_accumulated and accumulation.elastic is None
         if window_steps > 1 and never_entered and accumulation.gradient_state.sync_gradients:
             warn_once(
                 __name__,
