@@ -333,6 +333,15 @@ def test_unused_parameters_are_named_before_the_error_of_torch() -> None:
         assert message.index("find_unused_parameters=True") < message.index("Expected to have finished reduction")
 
 
+def alone_among_others() -> None:
+    with pytest.raises(ConfigurationError, match="SingleStrategy trains in one process .* there are 2"):
+        Accelerator(strategy="single")
+
+
+def test_the_strategy_for_one_process_on_two() -> None:
+    run_world(alone_among_others, 2)
+
+
 class Several(Strategy):
     """Needs more than one process."""
 

@@ -55,6 +55,7 @@ class Strategy:
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` reports; None reports the type of the devices.
         supports_single_process: whether the strategy works without a process group.
+        supports_several_processes: whether it works with one; otherwise each rank would train a model of its own.
         skips_gradient_sync: whether :meth:`no_sync` leaves gradients unsynchronised.
         supports_elastic: whether models can be trained with elastic loaders, whose micro batches make one step.
         trains_nf4: whether models with weights in torchao's NF4 have been compared with it.
@@ -71,6 +72,7 @@ class Strategy:
 
     distributed_type: DistributedType | None = None
     supports_single_process: ClassVar[bool] = True
+    supports_several_processes: ClassVar[bool] = True
     skips_gradient_sync: ClassVar[bool] = False
     supports_elastic: ClassVar[bool] = False
     trains_nf4: ClassVar[bool] = False

@@ -255,6 +255,11 @@ def make_strategy(
             f"the script chooses {kind.__name__}, but was launched for the strategy {launched} "
             "(ACCELERATE_STRATEGY). Leave one of them out, or choose the same."
         )
+    if process.use_distributed and not kind.supports_several_processes:
+        raise ConfigurationError(
+            f"{kind.__name__} trains in one process and does not average gradients, and there are "
+            f"{process.num_processes} processes. Choose another strategy, such as 'ddp', or start one process."
+        )
     if not process.use_distributed and not kind.supports_single_process:
         name = strategy if isinstance(strategy, str) else kind.__name__
         logger.warning(

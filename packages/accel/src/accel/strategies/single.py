@@ -11,6 +11,7 @@ from ..reduction.shard_reduction import ShardReduction
 class SingleStrategy(Strategy):
     """A model on one device; the base class implements it."""
 
+    supports_several_processes = False
     supports_elastic = True
     trains_nf4 = True
     checkpoints_blocks = True
