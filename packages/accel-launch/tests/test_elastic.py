@@ -133,6 +133,29 @@ def test_the_same_error_of_several_ranks_is_shown_once_before_the_end(
     assert len(repeats) == (0 if options else 3 - tracebacks)
 
 
+def test_the_scripts_hook_for_exceptions_runs_in_every_rank(shell) -> None:
+    """A tracker marks its run as failed there."""
+    shell.write(
+        "s.py",
+        """
+        import os, pathlib, sys, time
+
+        def hook(*error):
+            pathlib.Path("failed" + os.environ["RANK"]).touch()
+            sys.__excepthook__(*error)
+
+        sys.excepthook = hook
+        pathlib.Path("here" + os.environ["RANK"]).touch()
+        while not (os.path.exists("here0") and os.path.exists("here1")):
+            time.sleep(0.01)
+        raise ValueError("boom")
+        """,
+    )
+    result = shell.launch("--num_processes", "2", "s.py")
+    assert result.stderr.count(": the same error as on rank") == 1, result.stderr
+    assert {"failed0", "failed1"} <= {*os.listdir(shell.folder)}
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "message"),
     [

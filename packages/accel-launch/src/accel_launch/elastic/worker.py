@@ -68,6 +68,7 @@ def main() -> None:
         if first is None:
             sys.excepthook(type(error), error, error.__traceback__)
         else:
+            run_hook_silently(error)
             print(f"[rank{os.environ.get('RANK')}]: the same error as on rank {first}", file=sys.stderr)
         if has_process_group():
             exit_without_teardown(1)
@@ -302,6 +303,15 @@ def first_with_this_error() -> int | None:
         return None
     alike = [report for report in reports if report[3:] == own[0][3:] and report < own[0]]
     return min(alike)[1] if alike else None
+
+
+def run_hook_silently(error: BaseException) -> None:
+    """Run the hook for exceptions without its output: a tracker's marks the run as failed."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def write_file(path: str, report: str) -> None:
