@@ -386,10 +386,7 @@ class BatchSamplerShard(ShardedSampler, BatchSampler):
         return self._balanced(batches[0], batches[0]) if self.split_batches else (batches[self.process_index], None)
 
     def _balanced(self, samples: list[Any], head: list[Any]) -> _RankBatch:
-        """Return this rank's share of ``samples``.
-
-        A rank without a share gets a sample of ``head`` as padding, because all ranks step.
-        """
+        """Return this rank's share of ``samples``; if it is empty, a sample of ``head``, because all ranks step."""
         piece = balanced_range(len(samples), self.num_processes, self.process_index)
         return (samples[piece.start : piece.stop], None) if piece else (head[:1], 0)
 

@@ -350,10 +350,7 @@ class ElasticSampler(ShardedSampler):
             yield from self._given_steps(source, epoch, start.position)
 
     def _source(self) -> SequentialSource | list[list[Any]]:
-        """Return the order of this epoch's samples.
-
-        It is that of global batches, if a batch sampler of another kind makes them.
-        """
+        """Return this epoch's order of samples, or of global batches if a batch sampler of another kind makes them."""
         inner = self.sampler if self.is_plain else self.batch_sampler
         self.set_epoch(self.epoch)  # some samplers advance it when they are drawn from
         with seeded_order(inner, derived_seed(self.plan.seed, self.epoch, 0, 0, FOR_ORDER)):

@@ -81,7 +81,7 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
 
 
 def _on_ray(settings: Resolution, process: Environment | None) -> LaunchContext:
-    """Return one launcher starts all processes, on nodes that Ray knows, wherever it runs itself."""
+    """Return the context of the one launcher that starts all processes, on nodes that Ray knows."""
     if process is not None and process.world_size > 1:
         raise ConfigurationError(
             f"{settings.where('ray')}, but {process.name} started {process.world_size} launchers, of which each would "

@@ -68,7 +68,7 @@ class AcceleratorMonitor:
                     self._monitor.watch(**{name: obj}, marks_backward=False)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a block whose time counts as "saving", "loading" or "evaluation"."""
+        """Return a context whose time counts as "saving", "loading" or "evaluation"."""
         return self._monitor.part(name)
 
     def loaded(self) -> None:

@@ -67,7 +67,7 @@ class BadSteps:
     def check(self) -> list[dict[str, Any]]:
         """Return the bad steps since the last call, as fields of a line.
 
-        Of bad values in succession, only the first is reported.
+        Of values that are bad in a row, only the first is among them.
         """
         fresh = self._recorder.latest(after=self._taken)
         if fresh:

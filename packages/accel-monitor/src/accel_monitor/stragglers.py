@@ -250,10 +250,7 @@ def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] 
 
 
 def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
-    """Return the rank that has no processor more often than the others, for what it computes.
-
-    The result has the form of :func:`_works_longer`'s.
-    """
+    """Return the rank that lacks a processor more often than the others, with the values of :func:`_works_longer`."""
     usual = statistics.median_low(of_rank.ratio for of_rank in steps.values())
     slowest = max(steps, key=lambda rank: steps[rank].lacking - usual * steps[rank].parts[1])
     mine, others = steps[slowest], [of_rank for rank, of_rank in steps.items() if rank != slowest]

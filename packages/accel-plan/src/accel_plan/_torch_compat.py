@@ -61,10 +61,7 @@ def desugars_itself(kind: type) -> bool:
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the arguments and results of an operator, with which of them share memory.
-
-    ``torch.library`` has no public reader.
-    """
+    """Return the arguments and results of an operator, and which share memory; torch has no public reader."""
     return operator._schema
 
 
@@ -126,7 +123,7 @@ def fsdp2_accumulated_gradient(parameter: Any) -> torch.Tensor | None:
 def fsdp1_unit_bytes(module: Any) -> int:
     """Return bytes of the flat parameter that FSDP 1 gathers for a module; 0 if it is not sharded.
 
-    No public equivalent.
+    There is no public equivalent.
     """
     handle = module._handle
     if handle is None or not handle.uses_sharded_strategy:

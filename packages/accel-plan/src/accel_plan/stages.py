@@ -112,7 +112,7 @@ class SimulatedPipeline(TrainingPipeline):
         super().__init__(*args, **settings)
 
     def split_model(self, *args: Any) -> PipelineSplit:
-        """Return the split of the same model is the same on every rank."""
+        """Return the split of the first call, since the same model is split in the same way on every rank."""
         shared = self.monitor.shared
         if shared.split is None:
             shared.split = super().split_model(*args)

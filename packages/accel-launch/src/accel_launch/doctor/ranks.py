@@ -142,7 +142,7 @@ def _reduces(state: PartialState, size: int) -> bool:
 
 
 def _point_to_point(state: PartialState) -> Iterator[CheckResult]:
-    """Yield each process sends to the next one in a ring."""
+    """Check that each process can send to the next one in a ring."""
     _stage("point to point")
     if state.num_processes == 1:
         return

@@ -354,10 +354,7 @@ class RangedRendezvous(Meetings):
         )
 
     def _news(self, machines: Mapping[int, Machine], members: list[Machine], restarts: int) -> str:
-        """Return what has changed, and how many machines and processes start.
-
-        The first start on this machine is printed at once.
-        """
+        """Return what has changed, and how many machines and processes start; say it if it is the first start here."""
         processes = counted(sum(one.local_processes for one in members), "process")
         who = f"{processes} on {counted(len(members), 'machine')} ({', '.join(_hosts(members))})"
         if self.round < 0:

@@ -37,7 +37,7 @@ class Launcher(ABC):
     def accepts(self, plan: LaunchPlan) -> bool:
         """Return True if this launcher starts the plan.
 
-        Launchers of other packages are asked before one of accel's is chosen.
+        Only launchers of other packages are asked, before one of accel's is chosen.
         """
         return False
 

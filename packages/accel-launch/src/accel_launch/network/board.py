@@ -154,7 +154,7 @@ class Board(ABC):
             raise ConfigurationError(reason)
 
     def held(self) -> AbstractContextManager[Any]:
-        """Return a block during which the board's thread holds no lock, for forks of this process."""
+        """Return a context in which the board's thread holds no lock, for forks of this process."""
         return self._changed
 
     def close(self, seconds: float = FAREWELL_SECONDS) -> None:

@@ -53,7 +53,7 @@ def interface_variables(address: str) -> dict[str, str]:
 def own_address(other: str) -> str:
     """Return the address of this machine from which it reaches another one.
 
-    An IPv4 address, if the other one has any.
+    It is an IPv4 address if the other one has any.
     """
     try:
         found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
