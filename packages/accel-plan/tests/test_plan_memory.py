@@ -277,7 +277,7 @@ def test_a_part_of_the_device_is_left_free(tmp_path) -> None:
     plan = planned(model, options, hardware=device, batch_size=2)
     # One communicator of all ranks, and one of the axis.
     assert plan.reserve == Reserve(1000, 400, round(0.25 * plan.total))
-    assert plan.needed == plan.total + 1400 + round(0.25 * plan.total)
+    assert plan.needed == plan.as_dict()["needed"] == plan.total + 1400 + round(0.25 * plan.total)
     assert reserve_of(device, plan.collectives, 1, 1000) == Reserve(1000, 200, 250)
     assert reserve_of(device, (), 1, 1000) == Reserve(1000, 0, 250)
     limit = plan.needed
@@ -312,3 +312,20 @@ def test_a_limit_that_nothing_meets_and_one_that_a_change_meets(tmp_path, monkey
     ]
     found = changes_that_fit(plan, replace(request, memory_limit=6000))
     assert found.fits and not found.together and {change.total for change in found.changes} == {5000}
+    # A change helps that needs less than the peak and the reserve.
+    between = plan.total + 1
+    monkeypatch.setattr(changes, "make_plan", lambda _: SimpleNamespace(peak=True, needed=between))
+    found = changes_that_fit(replace(plan, reserve=Reserve(0, 0, 2)), request)
+    assert [change.total for change in found.changes] == [between]
+
+
+def test_changes_are_proposed_where_only_the_peak_fits(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(changes, "_candidates", lambda *_: [])
+    model, file = folder_of(tmp_path / "model", num_hidden_layers=1), tmp_path / "run.yaml"
+    file.write_text("num_processes: 1\n")
+    words = [str(file), "--model", model, "--seq_length", str(LENGTH), "--hardware", "h100-sxm"]
+    # The context takes 512 MiB, and the tensors less than 28.
+    assert COMMAND.run([*words, "--memory", "512MiB"]) == 0
+    assert "No change of those that were tried makes it fit" in capsys.readouterr().out
+    assert COMMAND.run([*words, "--memory", "540MiB"]) == 0
+    assert "fits in 540.0 MiB, with " in capsys.readouterr().out

@@ -101,6 +101,7 @@ class RankPlan:
         content = asdict(replace(self, operations=(), step=None))
         del content["operations"], content["step"]
         content["memory"]["total"] = self.memory.total
+        content["needed"] = None if self.peak is None else self.needed
         content["coordinates"] = {
             name: {"coordinate": coordinate, "size": size} for name, (coordinate, size) in self.coordinates.items()
         }
