@@ -98,6 +98,18 @@ class TestEngines:
 VERSION_2 = {"use_fsdp": "true", "fsdp_version": "2"}
 
 
+def test_secrets_are_in_no_message_and_no_environment() -> None:
+    settings = settle(
+        compute_environment="AMAZON_SAGEMAKER", aws_secret_access_key="hush", environ={"AWS_ACCESS_KEY_ID": "hush-id"}
+    )
+    assert settings["aws_secret_access_key"] == "hush"
+    assert "hush" not in settings.where("aws_secret_access_key") + settings.where("aws_access_key_id")
+    assert "AWS_SECRET_ACCESS_KEY" not in settings.environment()
+    with pytest.raises(ConfigurationError, match="the value is not allowed") as caught:
+        settle(aws_secret_access_key="hu\tsh")
+    assert "hu" not in str(caught.value)
+
+
 def test_deepspeed_has_no_defaults_of_its_own() -> None:
     exported = settle(use_deepspeed="true", zero_stage="3", zero3_init_flag="true").environment()
     assert exported == {
