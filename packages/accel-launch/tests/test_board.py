@@ -25,7 +25,7 @@ SHORT = 2.0
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch) -> None:
     """What is not the launcher of the run is recognised sooner."""
-    monkeypatch.setattr(board, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_UNKNOWN_SECONDS", 1.0)
     monkeypatch.setattr(board, "HANDSHAKE_SECONDS", 1.0)
 
 

@@ -23,7 +23,7 @@ TOKEN = run_token.make_token()
 def impatient(monkeypatch) -> None:
     """The run has a token, and what is not its launcher is recognised sooner."""
     monkeypatch.setenv(run_token.VARIABLE, TOKEN)
-    monkeypatch.setattr(board, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_UNKNOWN_SECONDS", 1.0)
     monkeypatch.setattr(board, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(board, "REPORT_SECONDS", 3.5)
     monkeypatch.setattr(peers, "LEAST_SECONDS", 0.3)

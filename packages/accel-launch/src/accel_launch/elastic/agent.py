@@ -20,7 +20,7 @@ from accel_state import hang_files
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
 
-from ..network.board import FAREWELL_SECONDS, Board, say
+from ..network.board import SHUTDOWN_SECONDS, Board, say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
@@ -99,7 +99,7 @@ class Agent:
 
     def shutdown_seconds(self) -> float:
         """Return how long other machines may take to notice that this one has ended."""
-        return 0.0 if self._peers is None else self._job.rendezvous.monitor_interval + FAREWELL_SECONDS
+        return 0.0 if self._peers is None else self._job.rendezvous.monitor_interval + SHUTDOWN_SECONDS
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Agent:
 
         torch's rendezvous keeps it in a call into its store for many minutes, if that is on the lost machine.
         """
-        while not (lost := board.wait(lambda: bool(board.lost()), FAREWELL_SECONDS)):
+        while not (lost := board.wait(lambda: bool(board.lost()), SHUTDOWN_SECONDS)):
             if self._board is not board or self.finished.is_set():
                 return
         cause = peers.loss()

@@ -25,7 +25,7 @@ from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
 from ..network.agreement import facts_of_plan
-from ..network.board import FAREWELL_SECONDS
+from ..network.board import SHUTDOWN_SECONDS
 from ..network.peers import timeout_seconds
 from ..network.records import KILLED, Cause, State
 from ..network.replica_machines import ReplicaMachines
@@ -91,7 +91,7 @@ class _Run(Supervision):
         return 0.0
 
     def shutdown_seconds(self) -> float:
-        return 0.0 if self.machines is None else FAREWELL_SECONDS
+        return 0.0 if self.machines is None else SHUTDOWN_SECONDS
 
     def start(self, replica: Replica) -> None:
         assert self.lighthouse is not None and isinstance(replica, LocalReplica)

@@ -33,7 +33,7 @@ from .records import RAISED, Cause, Lines, Machine, State, line, read_object, si
 BEAT_SECONDS = 1.0
 REPORT_SECONDS = 10.0
 """A machine that is silent this long is reported."""
-FAREWELL_SECONDS = 8.0
+SHUTDOWN_SECONDS = 8.0
 """How long a machine that ends waits for the others to notice."""
 QUIET_SECONDS = 3.0
 """A machine that is silent this long is not expected at a start, or for an answer."""
@@ -46,7 +46,7 @@ _NAMED_UNKNOWN = 8
 _RENEW_SECONDS = 4.0
 _RETRY_SECONDS = 0.3
 # What listens there this long without being the launcher of this run is something else.
-_STRANGER_SECONDS = 8.0
+_UNKNOWN_SECONDS = 8.0
 # Proves that a launcher of accel listens, but not whose it is: a run has a secret only if the user has set one.
 _NO_TOKEN = b"accel launch without a token"
 
@@ -157,7 +157,7 @@ class Board(ABC):
         """Return a context in which the board's thread holds no lock, for forks of this process."""
         return self._changed
 
-    def close(self, seconds: float = FAREWELL_SECONDS) -> None:
+    def close(self, seconds: float = SHUTDOWN_SECONDS) -> None:
         """Send what is left to send, for at most so many seconds, and end the connections."""
         self.wait(self._is_delivered, seconds)
         self._closing = True
@@ -614,7 +614,7 @@ class Member(Board):
                 "needs a different rank"
             )
         with self._changed:
-            return self.problem if self._misled > _STRANGER_SECONDS and not self.met else ""
+            return self.problem if self._misled > _UNKNOWN_SECONDS and not self.met else ""
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

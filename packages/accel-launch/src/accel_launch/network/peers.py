@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from accel_state.errors import ConfigurationError
 
-from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board, lost_text
+from .board import QUIET_SECONDS, SHUTDOWN_SECONDS, Board, lost_text
 from .records import LOST, Cause, Machine, State
 
 DEFAULT_TIMEOUT_SECONDS = 900
@@ -143,7 +143,7 @@ class Peers:
         Returns:
             What happened first.
         """
-        self._board.wait(self._is_settled, FAREWELL_SECONDS)
+        self._board.wait(self._is_settled, SHUTDOWN_SECONDS)
         return self.first()
 
     def _is_settled(self) -> bool:
@@ -168,7 +168,7 @@ class Peers:
             found[0] = self.failure()
             return found[0] is not None or self._all_final()
 
-        while not self._board.wait(has_ended, FAREWELL_SECONDS):
+        while not self._board.wait(has_ended, SHUTDOWN_SECONDS):
             pass
         return found[0]
 

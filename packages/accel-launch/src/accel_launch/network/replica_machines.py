@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from accel_state.errors import ConfigurationError
 
-from .board import FAREWELL_SECONDS, QUIET_SECONDS, Board, Member, join, lost_text
+from .board import QUIET_SECONDS, SHUTDOWN_SECONDS, Board, Member, join, lost_text
 from .peers import Waiting
 from .records import LOST, Cause, Machine, State
 
@@ -168,7 +168,7 @@ class ReplicaMachines:
 
     def leave(self) -> None:
         """End the connections, once the others have been told."""
-        self._board.close(FAREWELL_SECONDS)
+        self._board.close(SHUTDOWN_SECONDS)
 
 
 def _named(machines: Mapping[int, Machine], rank: int) -> str:
