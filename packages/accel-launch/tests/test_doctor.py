@@ -185,6 +185,7 @@ def test_the_doctor_gives_the_remedy_that_the_launcher_prints() -> None:
     failure = RankFailure(1, 0, 1, 1, time_ns=1, traceback=f'  File "s.py", line 1, in f\n{error}')
     assert with_hint(failure, [], 2).hint == remedy(error) == remedies.HOST_NAME
     assert remedy("AssertionError: Torch not compiled with CUDA enabled") == remedies.NO_DEVICE
+    assert remedy("Expected all tensors to be on the same device, but got cuda:0, cpu") == remedies.TWO_DEVICES
     assert remedy("connectFullMesh failed, remote=[10.0.0.2]:5507") == remedies.NETWORK
     assert group._advice(["--num_machines=2"], f"accel launch: rank 1 of 2 failed first\n{error}") == remedy(error)
     assert remedy("DistNetworkError: The client socket has timed out, No route to host") == remedies.NETWORK

@@ -20,6 +20,10 @@ NO_DEVICE = (
     "The script uses .cuda() or a device by name, and this run is on the CPU or another device. Remove it: prepare() "
     "moves models, batches arrive on accelerator.device, and other tensors take device=accelerator.device."
 )
+TWO_DEVICES = (
+    "Models that were not prepared, and tensors that the script makes itself, are on the CPU unless they get "
+    "device=accelerator.device; a device by name is the same for all ranks."
+)
 
 # Errors of a script's own connections, such as downloads, have other remedies.
 _COLLECTIVES = r"(?is)(gloo|nccl|tcpstore|c10d|distnetworkerror).*"
@@ -39,7 +43,8 @@ _TABLE = (
         r"did not meet at|no lighthouse listens",
         "Start the same command on every machine, and check that each can reach the main address and port.",
     ),
-    (r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|Expected all tensors to be on the same device", NO_DEVICE),
+    (r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver", NO_DEVICE),
+    (r"Expected all tensors to be on the same device", TWO_DEVICES),
     (r"connectFullMesh failed", NETWORK),
     (_COLLECTIVES + r"(No route to host|unreachable|Connection timed out|unhandled system error)", NETWORK),
     (_COLLECTIVES + r"address already in use", "Another program has the port: give another --main_process_port."),
