@@ -420,7 +420,7 @@ def test_a_run_whose_owner_is_gone_ends_when_another_one_starts() -> None:
     kept.run.finish()
 
 
-def test_the_thread_of_a_run_that_nobody_ends_leaves_with_its_owner() -> None:
+def test_the_thread_of_a_run_that_nobody_ends_leaves_with_its_owner(caplog: pytest.LogCaptureFixture) -> None:
     before, owner, recorder = set(threading.enumerate()), Owner(Recorder()), Recorder()
     owner.run = tracking = TrackerRun([recorder], owner=owner)
     tracking.init_trackers("project")
@@ -435,17 +435,21 @@ def test_the_thread_of_a_run_that_nobody_ends_leaves_with_its_owner() -> None:
     assert recorder.told[-2][0] == "log" and recorder.told[-1] == ("finish", False)
     tracking.finish()
     assert [call for call, *_ in recorder.told].count("finish") == 1
+    assert "no progress" not in caplog.text, "no thread is left for a second call"
 
 
 def test_a_run_whose_tracker_the_script_has_outlives_its_owner() -> None:
-    recorder = Recorder()
-    owner = Owner(recorder)
-    tracking = owner.run
-    tracking.init_trackers("project")
-    tracking.get_tracker("recorder")
-    del owner
+    recorders = [Recorder(), Recorder()]
+    owners = [Owner(recorder) for recorder in recorders]
+    runs = [owner.run for owner in owners]
+    for run in runs:
+        run.init_trackers("project")
+    runs[0].get_tracker("recorder")
+    assert runs[1].trackers == [recorders[1]]
+    owners.clear()
     gc.collect()
     time.sleep(2.5)  # longer than an idle thread needs to notice
-    assert ("finish", False) not in recorder.told
-    tracking.finish()
-    assert recorder.told[-1] == ("finish", False)
+    assert not any(("finish", False) in recorder.told for recorder in recorders)
+    for run in runs:
+        run.finish()
+    assert [recorder.told[-1] for recorder in recorders] == [("finish", False)] * 2
