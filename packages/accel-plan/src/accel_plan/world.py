@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from accel_state import PartialState, context, env
-from accel_state.collectives.single import Collectives
+from accel_state.collectives.single import Collectives, ReduceOp
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import (
@@ -98,15 +98,23 @@ _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
 class LocalCollectives(Collectives):
-    """Collectives that assume that every rank has this rank's values, and send nothing."""
+    """Collectives that assume that every rank has this rank's values.
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    An all-reduce is one of the simulated group, so that a :class:`~accel_plan.record.Recorder` counts it.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         self.device: torch.device = torch.device("cpu")
+        self._group = group
 
     def over(self, group: Any) -> Collectives:
-        return LocalCollectives(dist.get_rank(group), dist.get_world_size(group))
+        return LocalCollectives(group)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)  # without values, every operation is the same
+        return tensor
 
     def all_gather(self, tensor: torch.Tensor, operation: str = "all_gather") -> torch.Tensor:
         return tensor.detach().unsqueeze(0).expand(self.world_size, *tensor.shape)
@@ -180,7 +188,7 @@ def simulated_rank(
         stack.callback(dist.destroy_process_group)
         forget_device_meshes()
         state = PartialState(cpu=True)
-        state.collectives = LocalCollectives(rank, world_size)
+        state.collectives = LocalCollectives()
         stack.enter_context(_patched(_mask_replacements()))
         yield state
 

@@ -236,9 +236,9 @@ class PipelineStrategy(MeshStrategy):
 
     def _check_factor(self, factor: torch.Tensor) -> None:
         """Refuse losses that ranks multiply by different factors: the schedule has averaged their gradients before."""
-        if isinstance(factor, FakeTensor):  # a plan
-            return
         largest = self.averaging_collectives.all_reduce(torch.stack([factor, -factor]).float(), "max")
+        if isinstance(factor, FakeTensor):  # a plan, which has counted the message
+            return
         if (largest[0] > -largest[1]).item():
             raise ConfigurationError(
                 f"pp_size={self.parallelism.pp_size}: {self.averaging_collectives.world_size} ranks multiply their "
