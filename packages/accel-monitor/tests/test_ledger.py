@@ -83,6 +83,27 @@ def test_a_killed_run_adds_up_and_steps_are_computed_again(tmp_path: Path) -> No
     assert ledger.goodput == pytest.approx(22.5 / 56) and ledger.failures == 1
 
 
+def test_exits_of_ranks_and_launchers_have_causes(tmp_path: Path) -> None:
+    """A rank is killed, ends, and is continued by another launcher; after that the ranks and the launcher exit."""
+    rank = Writer(tmp_path)
+    rank.start(1000.0, 1.0)
+    rank.steps(9)
+    rank.sample()  # killed at 1010, which its launcher sees at 1011 and exits at 1013
+    rank.write(kind="exit", at=10.0)
+    rank.write(kind="launcher", at=12.0)
+    rank.start(1020.0, 1.0)
+    rank.steps(19)
+    rank.sample("end", finished=True)  # 1040
+    rank.write(kind="exit", at=22.0)  # by the rank itself
+    rank.write(kind="exit", at=23.0)  # by its launcher
+    rank.write(kind="launcher", at=23.5)
+    ledger = make_ledger(read_runs(tmp_path)[0])
+    seconds = ledger.seconds
+    assert seconds[Cause.DEAD] == pytest.approx(1 + 7) and seconds[Cause.LAUNCHER] == pytest.approx(2 + 0.5)
+    assert seconds[Cause.EXIT] == pytest.approx(4)
+    assert ledger.wall == ledger.total == pytest.approx(44.5)
+
+
 def test_repeated_steps_are_those_that_ran_more_than_once(tmp_path: Path) -> None:
     generator = random.Random(3)
     rank, executed, saved, clock = Writer(tmp_path), [], 0, 0.0

@@ -21,6 +21,8 @@ _COLORS = {
     Cause.LOADING: "#6fb7e8",
     Cause.EVALUATION: "#1fa3a3",
     Cause.OTHER: "#93a1ad",
+    Cause.EXIT: "#b9a9ec",
+    Cause.LAUNCHER: "#5e4aa8",
     Cause.DEAD: "#3a3f46",
 }
 _MAX_ROWS = 64

@@ -25,6 +25,8 @@ class Cause(Enum):
     LOADING = "loading"
     EVALUATION = "evaluation"
     OTHER = "other code of the loop"
+    EXIT = "exit of the ranks"
+    LAUNCHER = "exit of the launcher"
     DEAD = "dead"
 
 
@@ -115,7 +117,7 @@ class Ledger:
 
     @property
     def wall(self) -> float:
-        """Seconds from the first start to the last report."""
+        """Seconds from the first start of a launcher or process to the last exit."""
         return self.run.end - self.run.begin
 
     @property
@@ -142,8 +144,8 @@ def make_ledger(run: Run) -> Ledger:
         entries[slot] = life.entries
         last = attempts[-1]
         in_use = slot[0] != newest.slot[0] or slot[1] < newest.start["world_size"]
-        if not last.finished and not last.running and in_use and run.end > last.end:
-            life.entries.append(_dead(last.end, run.end))
+        if not last.finished and not last.running and in_use and run.end > last.gone:
+            life.entries.append(_dead(last.gone, run.end))
         repeated = max(repeated, life.repeated_steps)
         failures = max(failures, sum(not attempt.finished and not attempt.running for attempt in attempts))
     seconds = {cause: 0.0 for cause in Cause}
@@ -155,6 +157,16 @@ def make_ledger(run: Run) -> Ledger:
 
 def _dead(begin: float, end: float) -> Entry:
     return Entry(begin, end, {Cause.DEAD: end - begin})
+
+
+def _exits(attempt: Attempt, shift: float) -> Iterator[Entry]:
+    """Return the time between the last counters of a process, its exit, and that of its launcher."""
+    begin = attempt.end
+    cause = Cause.DEAD if attempt.finished is None else Cause.EXIT  # it was killed before it exited
+    for end, what in ((attempt.exited, cause), (attempt.launcher_exited, Cause.LAUNCHER)):
+        if end is not None and end > begin:
+            yield Entry(begin + shift, end + shift, {what: end - begin})
+            begin = end
 
 
 def _slow_steps(run: Run, slot: tuple[int, int], count: int) -> list[list[tuple[int, float]]]:
@@ -190,7 +202,8 @@ class _Life:
                 # Clocks of two hosts; or two runs at the same time, which a note of the run reports.
                 shift = end - attempt.begin
             self.entries += self._attempt(attempt, shift)
-            end = attempt.end + shift
+            self.entries += _exits(attempt, shift)
+            end = attempt.gone + shift
 
     def _attempt(self, attempt: Attempt, shift: float) -> Iterator[Entry]:
         made, begin = float(attempt.start["time"]) + shift, attempt.begin + shift

@@ -131,6 +131,11 @@ class Attempt:
     """What a reader of its numbers should know."""
     written: float | None = None
     """When the latest counters were written, by the clock of the rank's host."""
+    exited: float | None = None
+    """When the process exited, in seconds since the epoch; None if unknown. The launcher reports the exit of the last
+    rank of its machine."""
+    launcher_exited: float | None = None
+    """When its launcher exited; None if unknown."""
 
     @property
     def slot(self) -> tuple[int, int]:
@@ -146,6 +151,11 @@ class Attempt:
     def end(self) -> float:
         """The moment of the last counters, in seconds since the epoch."""
         return float(self.start["time"]) + (self.samples[-1].at if self.samples else 0.0)
+
+    @property
+    def gone(self) -> float:
+        """The last moment that is known of the process and its launcher, in seconds since the epoch."""
+        return max(self.end, self.exited or 0.0, self.launcher_exited or 0.0)
 
     @property
     def first_step(self) -> int:
@@ -179,8 +189,8 @@ class Run:
 
     @property
     def end(self) -> float:
-        """The last counters of a process, in seconds since the epoch."""
-        return max(attempts[-1].end for attempts in self.attempts.values())
+        """The exit of the last process or launcher that is known, in seconds since the epoch."""
+        return max(attempts[-1].gone for attempts in self.attempts.values())
 
 
 def bad_step_sentence(event: dict[str, Any], rank: int) -> str:
@@ -316,6 +326,10 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
         attempt.notes.append(str(line["text"]))
     elif line["kind"] == "end":
         attempt.finished = bool(line.get("finished"))
+    elif line["kind"] == "exit":
+        attempt.exited = attempt.start["time"] + line["at"]
+    elif line["kind"] == "launcher":
+        attempt.launcher_exited = attempt.start["time"] + line["at"]
 
 
 def to_sample(line: dict[str, Any]) -> Sample | None:

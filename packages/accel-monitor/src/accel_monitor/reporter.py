@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -18,9 +19,10 @@ from typing import Any, Final
 
 import torch
 
-from accel_state import devices
+from accel_state import devices, rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.paths import make_directory, open_for_writing
+from accel_state.preemption import launcher_directory
 
 from . import process
 from .bad_steps import BadSteps
@@ -109,6 +111,8 @@ class Reporter:
             "process_start": process.start_time(self._pid) or now,
             "interval": interval,
         }
+        file = (self._folder / f"{self._name}.jsonl").absolute()  # the script may change its working directory
+        self._own_file = rank_ends.RankFile(os.fspath(file), self._id, self._start["time"])
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._finished = False
@@ -150,6 +154,8 @@ class Reporter:
         self._finished, self._stop = finished, True
         self._wake.set()
         self._thread.join(_LAST_LINE_SECONDS)
+        # Without the reporter, which holds the models: what the script does after the last line ends with the process.
+        atexit.register(_append_exit, self._own_file, self._pid)
 
     @property
     def slow_rank(self) -> int | None:
@@ -284,6 +290,9 @@ class Reporter:
             if began is not None and (previous is None or began > previous):
                 start["process_start"] = min(began, start["process_start"])
         self._append(encode(start))
+        directory = launcher_directory()
+        if self._started_with is not None and directory is not None:
+            rank_ends.write_note(directory, self._own_file)
         self._now = open_for_writing(self._folder / f"{self._name}.now")
         self._started = True
 
@@ -308,17 +317,7 @@ class Reporter:
         return last.end
 
     def _append(self, content: bytes) -> None:
-        descriptor = open_for_writing(self._folder / f"{self._name}.jsonl", append=True)
-        try:
-            size = os.fstat(descriptor).st_size
-            # After a line that was cut off.
-            if size and not _ends_line(self._folder / f"{self._name}.jsonl"):
-                content = b"\n" + content
-            written = os.write(descriptor, content)
-            if written < len(content):
-                raise OSError(28, "No space left on device")
-        finally:
-            os.close(descriptor)
+        rank_ends.append(self._folder / f"{self._name}.jsonl", content)
 
     def _counters(self) -> dict[str, Any]:
         snapshot = self.recorder.snapshot()
@@ -346,7 +345,8 @@ class Reporter:
         return value if value is None or math.isfinite(value) else str(value)
 
 
-def _ends_line(file: Path) -> bool:
-    with file.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) == b"\n"
+def _append_exit(file: rank_ends.RankFile, pid: int) -> None:
+    """Append when this process ends, unless it is a fork of the one that was measured."""
+    if os.getpid() == pid and os.path.exists(file.path):
+        with contextlib.suppress(OSError, ConfigurationError):
+            file.append_end("exit", time.time())

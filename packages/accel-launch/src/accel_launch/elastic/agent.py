@@ -83,6 +83,8 @@ class Agent:
         """Why another machine failed first, if one did."""
         self.finished: threading.Event = threading.Event()
         """Set when the launcher has left the rendezvous."""
+        self.ended_at: float | None = None
+        """When the last rank of this machine had ended, in seconds since the epoch; None while one may run."""
         self.succeeded: set[int] = set()
         """Local ranks that had ended without an error when the processes were last checked."""
         watch.supervised = self
@@ -140,6 +142,7 @@ class Agent:
             # Ctrl-C, and a collective with a machine that is cut off: Python's handler never runs in such a rank.
             hangs = self._peers is not None and self._watch.received == signal.SIGINT
             self._stop(self._watch.received or signal.SIGTERM, _HUNG_SECONDS if hangs else GRACE_SECONDS)
+            self.ended_at = time.time()
 
     def _run(self) -> Result:
         self._meet()

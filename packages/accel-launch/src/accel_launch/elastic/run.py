@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from accel_state import rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.options.resources import MachineRange
 from accel_state.preemption import Note
@@ -60,8 +63,9 @@ def run_job(job: ElasticJob) -> Outcome:
 def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
     meetings = _meetings(job)
     logs = LogDirectories(directory, meetings.run_id)
+    agent = Agent(job, meetings, logs, watch, _restart_note(job.rendezvous.max_restarts, logs))
     try:
-        return _run_agent(Agent(job, meetings, logs, watch, _restart_note(job.rendezvous.max_restarts, logs)), logs)
+        return _run_agent(agent, logs)
     except RunEnded as error:
         say(f"{error}.")
         return Outcome(0)
@@ -69,6 +73,25 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
         return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
         raise ConfigurationError(_rendezvous_message(job, meetings.place, bool(logs.by_rank), error)) from None
+    finally:
+        if agent.ended_at is not None:
+            _report_ends(logs, agent.ended_at, job.owns_process)
+
+
+def _report_ends(logs: LogDirectories, ended_at: float, owns_process: bool) -> None:
+    """Append to the files of monitored ranks when they ended, and when this launcher does."""
+    files = [file for file in map(rank_ends.read_note, logs.by_rank.values()) if file is not None]
+    _append_ends(files, "exit", ended_at)
+    if owns_process:
+        atexit.register(lambda: _append_ends(files, "launcher", time.time()))
+
+
+def _append_ends(files: Sequence[rank_ends.RankFile], kind: str, moment: float) -> None:
+    for file in files:
+        # A monitor never disturbs a run: its directory may be full, or removed.
+        with contextlib.suppress(OSError, ConfigurationError):
+            if os.path.exists(file.path):
+                file.append_end(kind, moment)
 
 
 def _meetings(job: ElasticJob) -> Meetings:
