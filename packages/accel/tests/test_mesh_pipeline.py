@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -233,14 +234,57 @@ class Odd(Own):
         return self.head(self.norm(x + first))
 
 
-class Broadcasts(TorchDispatchMode):
-    """Counts broadcasts."""
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += "c10d" in str(function) and "broadcast" in str(function)
+        self.calls[function.name()] += 1
         return function(*args, **(kwargs or {}))
+
+
+def counted_stages() -> list[Counter[str]]:
+    """The operators of a second step, with one and with two blocks per stage: the first exchanges shapes."""
+    found = []
+    for layers in (4, 8):
+        config = ParallelismConfig(pp_size=4, pp_handler=PipelineParallelConfig(num_microbatches=4))
+        accelerator = Accelerator(parallelism_config=config)
+        model, batch = accelerator.prepare(build("llama", layers=layers)), stack(dataset(1))
+        for _ in range(2):
+            model.zero_grad()
+            with Operators() as counter:
+                accelerator.backward(model(**batch).loss)
+        found.append(counter.calls)
+        accelerator.free_memory()
+    return found
+
+
+def test_a_block_runs_in_its_stage_only() -> None:
+    """Four more blocks cost four stages together what they cost one process that runs the same micro-batches.
+
+    What a model computes outside its blocks, such as rotary tables, each stage computes, however many blocks it has.
+    """
+    few, many = Operators(), Operators()
+    batch = stack(dataset(1))
+    for layers, counter in ((4, few), (8, many)):
+        model = build("llama", layers=layers)
+        with counter:
+            for part in range(4):
+                micro = {name: value.chunk(4)[part] for name, value in batch.items()}
+                model(**micro, use_cache=False).loss.backward()
+    ranks = run_world(counted_stages, 4, timeout=250)
+    more = sum((rank[1] for rank in ranks), Counter())
+    more.subtract(sum((rank[0] for rank in ranks), Counter()))
+    many.calls.subtract(few.calls)
+    # The factor of the loss multiplies every gradient, once per step.
+    many.calls["aten::mul_.Tensor"] += 4 * len(list(build("llama").model.layers[0].parameters()))
+    assert {name: calls for name, calls in more.items() if calls} == {
+        name: calls for name, calls in many.calls.items() if calls
+    }
+    assert all(rank[1]["aten::silu"] == many.calls["aten::silu"] // 2 for rank in ranks)
 
 
 def counted_losses() -> tuple[list[float], list[int]]:
@@ -248,9 +292,9 @@ def counted_losses() -> tuple[list[float], list[int]]:
     model = accelerator.prepare(build("llama"))
     losses, calls = [], []
     for autocast in (False, False, True, True):
-        with Broadcasts() as counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with Operators() as counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             losses.append(model(**stack(dataset(1))).loss.item())
-        calls.append(counter.calls)
+        calls.append(counter.calls["c10d::broadcast_"])
     accelerator.free_memory()
     return losses, calls
 
