@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from ft_runs import prepared
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.fault_tolerance.lighthouse_watch import LighthouseWatch
 from accel.fault_tolerance.replica_collectives import ReplicaCollectives
 from accel.fault_tolerance.replica_tracking import Recent, Row
+from accel.fault_tolerance.run_state import capture, restore
 from accel.reduction.shard_reduction import ShardReduction
 from accel_data.elastic import ElasticPlan
 from accel_state.errors import ConfigurationError
@@ -62,6 +64,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * total)
 loader = DataLoader(data, batch_size=5, shuffle=True)
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+average = accelerator.moving_average(model, 0.9)
 accelerator.resume()
 records = open(folder / f"{number}.{os.getpid()}.jsonl", "a", buffering=1)
 
@@ -94,7 +97,7 @@ while optimizer.steps_taken < total:
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 act()
-            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+            optimizer.step(); average.update(); scheduler.step(); optimizer.zero_grad()
         if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
             records.write(json.dumps([optimizer.steps_taken, seen]) + "\\n")
             (folder / f"step.{number}").write_text(str(optimizer.steps_taken))
@@ -110,7 +113,10 @@ while optimizer.steps_taken < total:
                 time.sleep(1.0)  # time for the dead to return
             if optimizer.steps_taken >= total:
                 break
-digest = hashlib.sha256(b"".join(item.numpy().tobytes() for item in model.state_dict().values())).hexdigest()
+with average.applied():
+    averaged = [item.numpy().tobytes() for item in model.state_dict().values()]
+weights = [item.numpy().tobytes() for item in model.state_dict().values()]
+digest = hashlib.sha256(b"".join(weights + averaged)).hexdigest()
 (folder / f"end.{number}").write_text(json.dumps([digest, optimizer.steps_taken, scheduler.get_last_lr()]))
 accelerator.end_training()
 """
@@ -210,6 +216,8 @@ def test_killed_replicas_change_nothing(tmp_path: Path, quiet: Path) -> None:
         states = [each / "project" / "checkpoints" / f"checkpoint_{number}" for each in (quiet, folder)]
         weights = [(state / "model.safetensors").read_bytes() for state in states]
         assert weights[0] == weights[1]
+        averages = [(state / "moving_average.safetensors").read_bytes() for state in states]
+        assert averages[0] == averages[1] != weights[0]
 
 
 @needs_torchft
@@ -272,7 +280,10 @@ data = TensorDataset(torch.randn(96, 8), torch.randn(96, 1), torch.arange(96))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 torch.save((model.state_dict(), data.tensors), folder / f"begin.{number}.{rank}.{restarts}")
-model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(data, batch_size=3))
+model, optimizer, scheduler, loader = accelerator.prepare(
+    model, optimizer, scheduler, DataLoader(data, batch_size=int(os.environ["BATCH"]))
+)
+average = accelerator.moving_average(model, 0.9)
 accelerator.resume()
 kills = {("1", "1"): 5, ("0", "0"): 14}  # the process that leads is the second
 while optimizer.steps_taken < total:
@@ -286,7 +297,7 @@ while optimizer.steps_taken < total:
             accelerator.backward(loss, num_items=weights.sum(), reduction="sum")
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+            optimizer.step(); average.update(); scheduler.step(); optimizer.zero_grad()
         if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
             if accelerator.strategy._group.size < 2 and optimizer.steps_taken > 4:
                 time.sleep(2.0)  # time for the dead to return
@@ -294,47 +305,56 @@ while optimizer.steps_taken < total:
                 accelerator.save_state()
         if optimizer.steps_taken >= total:
             break
+with average.applied():
+    averaged = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 weights = accelerator.get_state_dict(model)
 if rank == "0":
-    torch.save((weights, optimizer.steps_taken, scheduler.get_last_lr()), folder / f"end.{number}")
+    torch.save((weights, averaged, optimizer.steps_taken, scheduler.get_last_lr()), folder / f"end.{number}")
 accelerator.end_training()
 """
 
 
-def trained_whole(folder: Path, steps: int) -> dict[str, torch.Tensor]:
-    """The weights that SHARDED trains, in one process."""
+def trained_whole(folder: Path, steps: int, shards: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights that SHARDED trains and their averages, in one process."""
     weights, (x, y, ids) = torch.load(folder / "begin.0.0.0")
     model = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 1))
     model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(steps):
         part = slice(step % 4 * 24, step % 4 * 24 + 24)
         items = (ids[part] % 3 + 1).float()
         loss = ((model(x[part]) - y[part]).pow(2).squeeze(1) * items).sum() / items.sum()
-        optimizer.param_groups[0]["lr"] = 0.1 * 0.99 ** (4 * step)
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.99 ** (shards * step)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return model.state_dict()
+        average.update_parameters(model)
+    return model.state_dict(), average.module.state_dict()
 
 
 @needs_torchft
-@pytest.mark.slow  # two replicas of two processes, each started twice
+@pytest.mark.slow  # two replicas of one or two processes, which are started again
 @pytest.mark.timeout(300)
-def test_sharded_replicas_are_restarted_as_a_whole(tmp_path: Path) -> None:
-    """A process of a replica is killed, then one of the replica that leads."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_restarted_replicas_train_as_one_process_does(tmp_path: Path, processes: int) -> None:
+    """The replica that leads is killed, and with two processes one of the other replica, which is restarted whole."""
     steps = 24
     # Nothing hangs here; saving the state may take seconds on a slow disk, in which the other replica waits.
-    words = ("--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", "2", "--replica_timeout", "60")
-    output = finish(start(tmp_path, steps, *words, script=SHARDED), 200)
-    assert len(re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others continue", output)) == 2, output
-    expected = trained_whole(tmp_path, steps)
+    words = ["--replica_timeout", "60"]
+    if processes > 1:
+        words += ["--use_fsdp", "--fsdp_version", "2", "--processes_per_replica", str(processes)]
+    output = finish(start(tmp_path, steps, *words, script=SHARDED, BATCH=str(6 // processes)), 200)
+    restarts = re.findall(r"replica \d ended \(SIGKILL\); restarting it, the others continue", output)
+    assert len(restarts) == processes, output
+    expected, expected_averages = trained_whole(tmp_path, steps, 2 * processes)
     ends = [torch.load(file) for file in tmp_path.glob("end.*")]
     assert ends, output
-    for weights, taken, (rate,) in ends:
-        assert taken == steps and rate == pytest.approx(0.1 * 0.99 ** (4 * steps))
+    for weights, averages, taken, (rate,) in ends:
+        assert taken == steps and rate == pytest.approx(0.1 * 0.99 ** (2 * processes * steps))
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(averages, expected_averages, rtol=0, atol=1e-6)
     assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == 1
 
 
@@ -719,6 +739,21 @@ def test_a_replica_that_is_slow_to_start_continues_the_tracker_of_the_others(
     assert accelerator.is_main_process
     accelerator.end_training()
     assert rows_of(tmp_path) == [(1, 7.0), (2, 8.0), (3, 8.0)]
+
+
+def test_averages_must_be_those_of_all_replicas(lighthouse: None) -> None:
+    accelerator, model, optimizer, loader = prepared()
+    state = capture(accelerator)
+    average = accelerator.moving_average(model)
+    with pytest.raises(ConfigurationError, match=r"1 moving average, and the others have 0\. Call moving_average"):
+        restore(accelerator, state)
+    with average.applied(), pytest.raises(ConfigurationError, match=r"next\(loader\) .* Leave the block of applied"):
+        next(iter(loader))
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        assert average.update() == accelerator.sync_gradients
+    accelerator.end_training()
 
 
 def test_misuse_is_named(lighthouse: None) -> None:

@@ -22,7 +22,10 @@ from accel.contract.strategy import Strategy
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
 from accel.training.moving_average import MovingAverage
+from accel.utils import NativeRecipeKwargs
 from accel_checkpoint.names import CheckpointError
+from accel_fp8 import FP8Recipe, convert
+from accel_fp8.linear import NativeLinear
 from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -189,6 +192,7 @@ def test_averages_on_meshes_of_two_axes(tmp_path: Path) -> None:
     check(run_world(train_all, 4, FOUR, str(tmp_path), timeout=390)[0], with_resumed(FOUR))
 
 
+DYNAMIC = NativeRecipeKwargs(scaling="dynamic")
 # Settings of the Accelerator, plugin, mesh, and whether the weights are in bf16.
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, int], bool]] = {
     "DDP in bf16": ({"mixed_precision": "bf16"}, None, {}, False),
@@ -196,6 +200,14 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, int], b
     "FSDP 2 in bf16": ({"mixed_precision": "bf16"}, {"fsdp_version": 2, **BLOCKS}, {}, False),
     "FSDP 1 in fp16": ({"mixed_precision": "fp16"}, {"fsdp_version": 1, **BLOCKS}, {}, False),
     "FSDP 2 in fp16": ({"mixed_precision": "fp16"}, {"fsdp_version": 2, **BLOCKS}, {}, False),
+    **{
+        f"{name} in fp8": ({"mixed_precision": "fp8", "kwargs_handlers": [DYNAMIC]}, settings, {}, False)
+        for name, settings in (
+            ("DDP", None),
+            ("FSDP 1", {"fsdp_version": 1, **BLOCKS}),
+            ("FSDP 2", {"fsdp_version": 2, **BLOCKS}),
+        )
+    },
     "FSDP 2, offloaded": ({}, {"fsdp_version": 2, "cpu_offload": True, **BLOCKS}, {}, False),
     "FSDP 1, offloaded": ({}, {"fsdp_version": 1, "cpu_offload": True, **BLOCKS}, {}, False),
     "FSDP 2, bf16 weights": ({}, {"fsdp_version": 2, **BLOCKS}, {}, True),
@@ -300,6 +312,49 @@ def test_one_process_has_the_numbers_of_torch(kind: str, use_buffers: bool) -> N
         assert name == counted or torch.equal(found[name], value), name
     assert found[counted] == 5
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def in_fp8(accelerator: Accelerator | None) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    if accelerator is None:
+        model = convert(model, FP8Recipe(scaling="delayed"))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_fp8_with_delayed_scaling_has_the_numbers_of_torch(tmp_path: Path) -> None:
+    plain, plain_optimizer = in_fp8(None)
+    reference = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(inputs(step)).float().square().mean()
+        loss.backward()
+        plain_optimizer.step()
+        reference.update_parameters(plain)
+        plain_optimizer.zero_grad()
+    wanted = dict(reference.module.named_parameters())
+
+    def prepared() -> tuple[Accelerator, Any, Any, MovingAverage]:
+        recipe = NativeRecipeKwargs(scaling="delayed")
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+        model, optimizer = accelerator.prepare(*in_fp8(accelerator))
+        return accelerator, model, optimizer, accelerator.moving_average(model, 0.8)
+
+    accelerator, model, optimizer, average = prepared()
+    train_small(accelerator, model, optimizer, range(2), average.update)
+    accelerator.save_state(str(tmp_path / "state"))
+    for resumed in (False, True):
+        if resumed:
+            accelerator, model, optimizer, average = prepared()
+            accelerator.load_state(str(tmp_path / "state"))
+        train_small(accelerator, model, optimizer, range(2, 4), average.update)
+        assert isinstance(model[2], NativeLinear)
+        before = copied(model.state_dict())
+        with average.applied():
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter, wanted[name], atol=1e-6, rtol=0, msg=name)
+            model(inputs(0))  # leaves the scales as they are
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_steps_that_fp16_skips_do_not_count() -> None:

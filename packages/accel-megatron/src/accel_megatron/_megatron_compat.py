@@ -131,9 +131,13 @@ class MainParameter:
             if any(inner is item for group in sub.param_groups for item in group["params"]):
                 self.shown, self.main, self.optimizer = self.main, inner, sub
 
+    def part(self) -> torch.Tensor | None:
+        """Return this rank's range of the float32 parameter, in its memory; None if other ranks have all of it."""
+        return self.main if self.end > self.start else None
+
     def value(self) -> torch.Tensor:
         """Return the float32 parameter. A collective call."""
-        return self.full(self.main)
+        return self.full(self.part())
 
     def full(self, part: torch.Tensor | None) -> torch.Tensor:
         """Return a tensor of the parameter's shape from the ranges of all data-parallel ranks. A collective call."""
@@ -193,8 +197,9 @@ class ShardedParameter(MainParameter):
         self.start, self.end = self.buffers[0].locate_item_in_global_item(self.index)
         self.group = self.buffers[0].data_parallel_group
 
-    def value(self) -> torch.Tensor:
-        return self.full(self.buffers[0].get_item(self.index))
+    def part(self) -> torch.Tensor | None:
+        part: torch.Tensor = self.buffers[0].get_item(self.index)
+        return part if part.numel() else None
 
     def state(self, key: str) -> torch.Tensor | None:
         entry = self.optimizer.state.get(self.main, {}).get(key)

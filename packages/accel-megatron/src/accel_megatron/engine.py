@@ -276,9 +276,13 @@ class MegatronEngine(nn.Module):
     def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
         """Take over weights that ``read`` returns by their Transformers names."""
         put = self._put if self.optimizer is None else self.optimizer.put
+        self.drop_gathered()
+        self.table.load(read, put)
+
+    def drop_gathered(self) -> None:
+        """Let FSDP gather parameters again: their parts are about to be changed."""
         for chunk in self.chunks if self.shards_parameters else ():
             drop_gathered(chunk)
-        self.table.load(read, put)
 
     @staticmethod
     def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -263,6 +263,23 @@ class EngineOptimizer:
         else:
             main.put(None, value.to(parameter.device))
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of the float32 parameters that are trained, in their memory, by name."""
+        found = {}
+        for name, parameters in self.table.local.items():
+            for number, parameter in enumerate(parameters):  # several if a tied weight is in several chunks
+                main = self.mains.get(id(parameter))
+                part = None if main is None else main.part()
+                if part is not None:
+                    found[f"{name}, {number}"] = part.detach().requires_grad_()
+        return found
+
+    @torch.no_grad()
+    def parts_written(self) -> None:
+        """Copy what was written into :meth:`parts` to the parameters. Every rank must call it."""
+        for main in self.mains.values():
+            main.put(None, main.value())
+
     def _steps_taken(self) -> int:
         taken = 0
         for main in self.mains.values():
@@ -381,6 +398,8 @@ class MegatronOptimizerWrapper(AcceleratedOptimizer):
         self.note_step()
         if not self.gradient_state.sync_gradients:
             return
+        for average in self.averages:
+            average.before_step(self)
         stepped = self.engine.step()
         self._is_overflow = not stepped
         self.steps_taken += stepped

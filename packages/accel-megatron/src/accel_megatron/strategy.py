@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from accel.contract.strategy import Strategy
-from accel.core.types import Gathered
+from accel.core.types import Gathered, Layout
+from accel.core.unwrap import tied_names
+from accel.core.weights_io import average_part
 from accel.kwargs.base import Handlers
 from accel.kwargs.handlers import GradScalerKwargs
 from accel.scheduler import AcceleratedScheduler
@@ -23,6 +25,7 @@ from accel_state.errors import ConfigurationError
 from . import runtime
 from ._megatron_compat import identity, load_core, parallel_state
 from .plugin import MegatronLMPlugin
+from .weights import Weight
 
 
 class MegatronStrategy(Strategy):
@@ -31,6 +34,7 @@ class MegatronStrategy(Strategy):
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     supports_single_process = False
     uses_engine = True
+    averages_weights = True
 
     def default_settings(self) -> MegatronLMPlugin:
         return MegatronLMPlugin()
@@ -107,6 +111,7 @@ class MegatronStrategy(Strategy):
                 from .optimizer import MegatronOptimizerWrapper
 
                 replaced[id(optimizer)] = MegatronOptimizerWrapper(optimizer, engine)
+                replaced[id(optimizer)].averages = preparation.averages
                 preparation.optimizers.append(replaced[id(optimizer)])
         from .data import MegatronLMDummyDataLoader
         from .scheduler import MegatronLMDummyScheduler, build_scheduler
@@ -230,6 +235,68 @@ class MegatronStrategy(Strategy):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         raise ConfigurationError("clip_grad_value_ is not supported with Megatron-core. Use clip_grad_norm_.")
+
+    # -- moving averages of weights ----------------------------------------------------------------------------------
+
+    def updates(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        return getattr(optimizer, "engine", None) is model
+
+    def averaged_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of the float32 weights that Megatron-core's optimizer updates.
+
+        Raises:
+            ConfigurationError: averages have not been compared with one process for these settings.
+        """
+        engine: Any = model
+        problem = None
+        if engine.optimizer is None:
+            problem = "a model that was prepared without an optimizer. Pass both to one call of prepare()"
+        elif not engine.architecture.takes_weights:
+            problem = "models of custom_model_provider_function. Pass a model of Transformers to prepare()"
+        elif self.settings.use_precision_aware_optimizer:
+            problem = "use_precision_aware_optimizer=True. Leave it out"
+        if problem is not None:
+            raise ConfigurationError(
+                f"moving averages of weights have not been compared with one process for {problem}."
+            )
+        parts: dict[str, torch.Tensor] = engine.optimizer.parts()
+        return parts
+
+    def reshard(self, model: nn.Module) -> None:
+        model.drop_gathered()  # type: ignore[operator]
+
+    def averages_written(self, model: nn.Module) -> None:
+        model.optimizer.parts_written()  # type: ignore[union-attr, operator]
+
+    def average_state(self, average: Any) -> dict[str, Any]:
+        """Return the averages under the names of the Transformers model, on rank 0, in host memory."""
+        engine, state = average.model, {}
+        average.synchronise()
+        with average.swapped():
+            for name, value in engine.table.collect(engine.optimizer.value, engine.optimizer.groups.trains):
+                state[name] = value.to("cpu", copy=True)
+        return state
+
+    def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:
+        gathered.parts.extend(average_part(index, state) for index, state in enumerate(states))
+
+    def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
+        optimizer = average.model.optimizer
+        complete = {name: state[names[0]] for names in layout.ties if names[0] in state for name in names} | state
+
+        def wanted(pair: Weight) -> bool:
+            return bool(optimizer.groups.trains(pair)) and complete.keys() >= set(pair.names)
+
+        with average.swapped():
+            average.model.table.load(complete.__getitem__, optimizer.put, wanted)
+            for name, part in average.parts().items():
+                average.averages[name].copy_(part)
+
+    def layout(self, model: nn.Module) -> Layout:
+        """Return the whole shapes of the weights: files have whole tensors."""
+        inner: Any = model.transformers_model
+        tensors = {name: item.to("meta") for name, item in inner.named_parameters(remove_duplicate=False)}
+        return Layout(inner, tensors, tied_names(inner))
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 

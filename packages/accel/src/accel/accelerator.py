@@ -694,7 +694,7 @@ class Accelerator:
         check_type(model, nn.Module, "moving_average", "Pass the model that prepare() returned.")
         check_flag("use_buffers", use_buffers)
         decay = check_number("decay", decay, at_least=0, below=1)
-        return averages.start(model, self.prepared, str(self.mixed_precision), decay, multi_avg_fn, use_buffers)
+        return averages.start(model, self.prepared, self.fp8_backend, decay, multi_avg_fn, use_buffers)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, once per step; does nothing while they accumulate, or without a scale.

@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel_data.replica_loader import ReplicaLoader
+from accel_state.errors import ConfigurationError
+from accel_state.humanize import counted
 
 from ..core.local_part import local
 
@@ -32,6 +34,7 @@ def capture(accelerator: Any) -> dict[str, Any]:
             loader.position if isinstance(loader, ReplicaLoader) else None for loader in prepared.dataloaders
         ],
         "orders": {index: sampler.initial_seed for index, sampler in prepared.seeded_samplers.items()},
+        "averages": [average.capture() for average in prepared.averages],
         "registered": [item.state_dict() for item in checkpointer.custom_objects],
         "checkpoints": checkpointer.project.iteration,
     }
@@ -40,6 +43,12 @@ def capture(accelerator: Any) -> dict[str, Any]:
 def restore(accelerator: Any, state: dict[str, Any]) -> None:
     """Load a state of :func:`capture`."""
     prepared, checkpointer = accelerator.prepared, accelerator._checkpointer
+    if len(prepared.averages) != len(state["averages"]):
+        raise ConfigurationError(
+            f"this replica joined with {counted(len(prepared.averages), 'moving average')}, and the others have "
+            f"{len(state['averages'])}. Call moving_average(model) on every replica before accelerator.resume() and "
+            "before the first batch."
+        )
     for model, weights in zip(prepared.models, state["models"], strict=True):
         with torch.no_grad():
             for name, value in model.state_dict(keep_vars=True).items():
@@ -55,6 +64,8 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
     for loader, position in zip(prepared.dataloaders, state["positions"], strict=True):
         if isinstance(loader, ReplicaLoader):
             loader.move_to(position)
+    for average, values in zip(prepared.averages, state["averages"], strict=True):
+        average.restore(values)
     for item, values in zip(checkpointer.custom_objects, state["registered"], strict=True):
         item.load_state_dict(values)
     checkpointer.project.iteration = state["checkpoints"]

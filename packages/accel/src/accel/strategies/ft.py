@@ -29,6 +29,7 @@ from ..fault_tolerance.run_state import capture, restore
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
+from ..training.moving_average import refuse_applied
 
 logger: Final = get_logger(__name__)
 
@@ -44,7 +45,7 @@ class FaultTolerantStrategy(Strategy, Replicas):
 
     supports_elastic = False
     trains_nf4 = False
-    averages_weights = False
+    averages_weights = True
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         self._check_processes(state)
@@ -202,6 +203,8 @@ class FaultTolerantStrategy(Strategy, Replicas):
     def _open(self) -> None:
         if self.is_open:
             return
+        if applied := self._run().prepared.applied:  # a replica that joins now would get the averages as its weights
+            refuse_applied(applied, "next(loader) of a training step")
         if self._group is None:
             backend = self.state.device_backend.collective_backend
             collectives = self.state.collectives

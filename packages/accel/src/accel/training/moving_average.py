@@ -248,6 +248,19 @@ class MovingAverage:
         self._differs = False
         self.num_updates = num_updates
 
+    def capture(self) -> dict[str, Any]:
+        """Return what :meth:`restore` loads: a copy of this rank's averages, with what has been counted."""
+        values = {name: value.clone() for name, value in self.averages.items()}
+        return {"averages": values, "num_updates": self.num_updates, "steps": list(self._steps)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`capture` returned on a rank that holds the same parts, after the weights of the model."""
+        self._restart()
+        for name, part in self.parts().items():
+            if name in state["averages"]:
+                self.averages[name] = state["averages"][name].to(part.device)
+        self.num_updates, self._steps = state["num_updates"], state["steps"]
+
     # -- details -----------------------------------------------------------------------------------------------------
 
     def _add(self, parts: dict[str, torch.Tensor]) -> None:
@@ -307,7 +320,12 @@ class MovingAverage:
 
 
 def start(
-    model: nn.Module, prepared: Any, precision: str, decay: float, multi_avg_fn: Average | None, use_buffers: bool
+    model: nn.Module,
+    prepared: Any,
+    fp8_backend: str | None,
+    decay: float,
+    multi_avg_fn: Average | None,
+    use_buffers: bool,
 ) -> MovingAverage:
     """Start an average; see the Accelerator."""
     strategy = prepared.strategy
@@ -315,11 +333,13 @@ def start(
         raise ConfigurationError(
             f"moving_average got a {type(model).__name__} that is not prepared. Pass the model that prepare() returned."
         )
-    if not strategy.averages_weights or precision == "fp8":
-        where = "mixed_precision='fp8'" if precision == "fp8" else type(strategy).__name__
+    unknown_backend = fp8_backend not in (None, "native")
+    if not strategy.averages_weights or unknown_backend:
+        where = f"the FP8 backend {fp8_backend!r}" if unknown_backend else type(strategy).__name__
         raise ConfigurationError(
             f"moving averages of weights have not been compared with one process under {where}. They work in one "
-            "process, with DDP, FSDP 1 and 2, DeepSpeed and on meshes, in fp32, bf16 and fp16."
+            "process, with DDP, FSDP 1 and 2, DeepSpeed and on meshes, in fp32, bf16, fp16 and in fp8 with the backend "
+            "'native'."
         )
     average = MovingAverage(model, prepared, multi_avg_fn or get_ema_multi_avg_fn(decay), use_buffers)
     prepared.averages.append(average)
