@@ -105,7 +105,7 @@ def test_generators_of_earlier_states_are_restored_too(tmp_path: Path, form: str
             *np.random.get_state()[2:],
         )
     expected = random.gauss(0, 1), np.random.rand(), torch.rand(()).item()
-    rng_state.restore_rng(state, PartialState(cpu=True).device_backend, path)
+    rng_state.restoring_rng(state, PartialState(cpu=True).device_backend, path)()
     assert (random.gauss(0, 1), np.random.rand(), torch.rand(()).item()) == expected
 
 

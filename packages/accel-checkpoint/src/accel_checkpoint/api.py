@@ -208,7 +208,7 @@ class _Saving:
         for name in self.state:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigurationError(f"the name {name!r} of a part of the state must be an identifier.")
-        check_number("step", self.step, at_least=0, whole=True)
+        self.step = int(check_number("step", self.step, at_least=0, whole=True))
         check_flag("rng", self.rng)
         listed = isinstance(self.per_rank, (list, tuple, set, frozenset))
         if not listed or set(self.per_rank) - set(self.state):
@@ -221,8 +221,6 @@ class _Saving:
                 f"keep={self.keep} counts checkpoints named checkpoint_<number>, and this one is {self.target.name!r}. "
                 f"Save to {self.target.parent / f'checkpoint_{self.step}'}, for example."
             )
-        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
-            raise ConfigurationError(f"step={self.step!r} must be an integer of 0 or more.")
         self.writer = StateWriter(
             self.target,
             rank=self.process.process_index,
@@ -328,9 +326,7 @@ class _Loading(CheckpointReader):
             for name, file in files.items():
                 self._read(name, self.folder / file)
             if self.rng and self.own_file in self.rank_names:
-                own = self.read(self.own_file)
-                self.check_rng(own)
-                self.calls.append(partial(self.restore_rng, own))
+                self.calls.append(self.restoring_rng(self.read(self.own_file)))
         if verification is not None:
             verification.conclude()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,21 +135,12 @@ class CheckpointReader:
         require_files(self.folder, [name], self.names)
         return read(self.folder / name, map_location, load_kwargs, mapped)
 
-    def check_rng(self, own: Any) -> None:
-        """Raise CheckpointError if this rank's generators cannot be restored to what is in its file."""
-        path = self.folder / self.own_file
-        if self.is_new_rank:
-            rng_state.seed_of_new_rank(own, self.rank, path)
-        else:
-            rng_state.check_rng(own, self.process.device_backend, path)
-
-    def restore_rng(self, own: Any) -> None:
-        """Restore the random number generators; a new rank gets numbers of its own."""
+    def restoring_rng(self, own: Any) -> Callable[[], None]:
+        """Return the call that restores this rank's generators to what is in its file; a new rank has its own seed."""
         path, device = self.folder / self.own_file, self.process.device_backend
         if self.is_new_rank:
-            rng_state.seed_new_rank(own, self.rank, device, path)
-        else:
-            rng_state.restore_rng(own, device, path)
+            return rng_state.seeding_new_rank(own, self.rank, device, path)
+        return rng_state.restoring_rng(own, device, path)
 
 
 def number_of(name: str) -> int:

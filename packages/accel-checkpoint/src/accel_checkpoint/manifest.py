@@ -163,7 +163,7 @@ def worker_threads(count: int | None = None) -> Iterator[Submit]:
     After the first error no further job is started, and the end of the block raises it.
 
     Args:
-        count: number of threads; by default one for each processor. With none, jobs run in the caller.
+        count: number of threads; by default one for each processor. With none, jobs run at the end of the block.
     """
     if count is None:
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -180,27 +180,22 @@ def worker_threads(count: int | None = None) -> Iterator[Submit]:
             except BaseException as error:
                 errors.append(error)
 
-    def submit(job: Callable[[], object]) -> None:
-        if threads:
-            jobs.put(job)
-        elif not errors:
-            job()
-
     for _ in range(count):
         thread = threading.Thread(target=work, name="accel-checkpoint-worker", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is shutting down: `submit` runs the jobs itself
+        except RuntimeError:  # the interpreter is shutting down: the caller runs the jobs
             break
         threads.append(thread)
     try:
-        yield submit
+        yield jobs.put
     except BaseException as error:
         errors.append(error)
         raise
     finally:
-        for _ in threads:
+        for _ in (*threads, None):
             jobs.put(None)
+        work()  # helps with what is left
         for thread in threads:
             thread.join()
     if errors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,12 @@ def capture_rng(device: Device) -> dict[str, Any]:
     return state
 
 
-def check_rng(state: Any, device: Device, path: Path) -> None:
-    """Raise CheckpointError if generators cannot be restored to a state."""
+def restoring_rng(state: Any, device: Device, path: Path) -> Callable[[], None]:
+    """Return the call that restores the generators to a state of :func:`capture_rng`, which has been checked.
+
+    Raises:
+        CheckpointError: generators cannot be restored to this state.
+    """
     missing = set(_HOST_KEYS).difference(state if isinstance(state, dict) else ())
     if missing:
         names = ", ".join(key for key in _HOST_KEYS if key in missing)
@@ -43,13 +48,27 @@ def check_rng(state: Any, device: Device, path: Path) -> None:
     try:
         # As numbers, whether they are a tensor or, in earlier checkpoints, numbers.
         (version, words, gauss), (kind, keys, *position) = state["random_state"], state["numpy_random_seed"]
-        random.Random().setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
-        np.random.RandomState().set_state((kind, torch.as_tensor(keys).tolist(), *position))
+        of_python = version, tuple(torch.as_tensor(words).tolist()), gauss
+        of_numpy = kind, torch.as_tensor(keys).tolist(), *position
+        random.Random().setstate(of_python)
+        np.random.RandomState().set_state(of_numpy)
         torch.Generator().set_state(state["torch_manual_seed"])
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
-    if device.name == "cpu":
-        return
+    if device.name != "cpu":
+        _check_device_rng(state, device, path)
+
+    def restore() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(state["torch_manual_seed"])
+        if device.name != "cpu":
+            _restore_device_rng(state, device, path)
+
+    return restore
+
+
+def _check_device_rng(state: dict[str, Any], device: Device, path: Path) -> None:
     states = state.get(f"torch_{device.name}_manual_seed")
     if states is None:
         raise CheckpointError(
@@ -61,42 +80,34 @@ def check_rng(state: Any, device: Device, path: Path) -> None:
         raise CheckpointError(f"{path} holds a damaged state of the random number generators of {device.name} devices.")
 
 
-def restore_rng(state: Any, device: Device, path: Path) -> None:
-    """Restore the generators to a state of :func:`capture_rng`."""
-    check_rng(state, device, path)
+def _restore_device_rng(state: dict[str, Any], device: Device, path: Path) -> None:
+    states = state[f"torch_{device.name}_manual_seed"]
     try:
-        (version, words, gauss), (kind, keys, *position) = state["random_state"], state["numpy_random_seed"]
-        random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
-        np.random.set_state((kind, torch.as_tensor(keys).tolist(), *position))
-        torch.set_rng_state(state["torch_manual_seed"])
-        if device.name != "cpu":
-            _restore_device_rng(state, device)
+        if len(states) == device.device_count():
+            device.set_rng_state_all(states)
+        else:  # this process sees another number of devices than when it was saved, and uses its own
+            device.set_rng_state(states[state.get("device_index", 0)])
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
 
 
-def _restore_device_rng(state: dict[str, Any], device: Device) -> None:
-    states = state[f"torch_{device.name}_manual_seed"]
-    if len(states) == device.device_count():
-        device.set_rng_state_all(states)
-    else:  # this process sees another number of devices than when it was saved, and uses its own
-        device.set_rng_state(states[state.get("device_index", 0)])
+def seeding_new_rank(base: Any, rank: int, device: Device, path: Path) -> Callable[[], None]:
+    """Return the call that seeds the generators of a rank that did not exist when the state was saved.
 
-
-def seed_new_rank(base: Any, rank: int, device: Device, path: Path) -> None:
-    """Seed the generators of a rank that did not exist when the state was saved."""
-    seed = seed_of_new_rank(base, rank, path)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
-    device.manual_seed_all(seed)
-
-
-def seed_of_new_rank(base: Any, rank: int, path: Path) -> int:
-    """Return the seed of a rank that did not exist when the state was saved."""
+    Raises:
+        CheckpointError: there is no state to make the seed of.
+    """
     state = base.get("torch_manual_seed") if isinstance(base, dict) else None
     if not isinstance(state, torch.Tensor):
         raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")
     # Different for every rank and every state, the same whenever that state is loaded.
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest[:8], "little") & (2**63 - 1)
+    seed = int.from_bytes(digest[:8], "little") & (2**63 - 1)
+
+    def set_seed() -> None:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.manual_seed(seed)
+        device.manual_seed_all(seed)
+
+    return set_seed

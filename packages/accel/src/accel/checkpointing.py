@@ -126,7 +126,7 @@ def load_accelerator_state(
     objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     reader.read_state(objects, models, load_model_func_kwargs)
     apply_changes(reader.reversible, reader.collective, reader.changes, nullcontext)
-    reader.restore_rng(reader.own)
+    reader.restore_rng()
     return {"step": int(reader.own.get("step", 0))}
 
 

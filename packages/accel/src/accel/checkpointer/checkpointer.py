@@ -440,7 +440,7 @@ class Checkpointer:
         for average in prepared.averages:
             average.count_from_here()
         # Last, because everything before may have drawn random numbers.
-        reader.restore_rng(reader.own)
+        reader.restore_rng()
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> tuple[Location, Identity]:
         """Return the path of the checkpoint to load, and what this rank sees there.

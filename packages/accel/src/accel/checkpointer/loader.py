@@ -74,6 +74,7 @@ class StateReader(CheckpointReader):
         changes: the calls that load what was checked before: weights, and the state of engines.
         windows: the open accumulation windows; None if there were none.
         own: the contents of this rank's file.
+        restore_rng: restores the random number generators.
         strict: whether a checkpoint with more objects than there are to load is refused.
     """
 
@@ -100,6 +101,7 @@ class StateReader(CheckpointReader):
         self.changes: list[Callable[[], Any]] = []
         self.windows: dict[str, Any] | None = None
         self.own: dict[str, Any] = {}
+        self.restore_rng: Callable[[], None]
         self.strict: bool = False
         self.loaders_from_start = False
         """Whether the epochs of loaders begin with their first batch, for scripts that leave out batches themselves."""
@@ -161,7 +163,7 @@ class StateReader(CheckpointReader):
                 self._read_names.update(windows)
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
-        self.check_rng(self.own)
+        self.restore_rng = self.restoring_rng(self.own)
         require_number(self.own.get("step", 0), f"{self.folder / self.own_file}: step")
         hooks = self.own.get("comm_hooks", {}) if self.has_same_ranks else {}
         for index, model in enumerate(models):

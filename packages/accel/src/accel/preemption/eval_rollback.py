@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel_checkpoint.rng_state import capture_rng, restore_rng
+from accel_checkpoint.rng_state import capture_rng, restoring_rng
 from accel_state.devices.base import Device
 
 from ..setup.prepare import Preparation
@@ -51,4 +51,4 @@ class LoopEnd:
                         group[name].copy_(value)
                     else:
                         group[name] = value
-        restore_rng(self._generators, self._device, Path("memory"))
+        restoring_rng(self._generators, self._device, Path("memory"))()
