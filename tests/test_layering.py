@@ -124,7 +124,6 @@ PRIVATE_NAMES_SHARED = {
     "_from_accelerator_state": "an argument of the reference",
     "_owners": "accel notes in the AcceleratorState which Accelerators use it",
     "_mixed_precision": "accel compares it with what an Accelerator needs, without making an AcceleratorState",
-    "_read_names": "accel-megatron reads a part of a checkpoint",
 }
 # Private names of the standard library, of torch and of others that some distribution also defines.
 PRIVATE_NAMES_OF_OTHERS = set(

@@ -200,7 +200,7 @@ def test_a_replica_that_joins_again_counts_from_the_state_that_it_gets(tmp_path:
 
 def test_an_accelerator_without_a_monitor_has_nothing_of_it(tmp_path: Path) -> None:
     parts = make(tmp_path)
-    assert parts[0]._monitor is monitoring.NO_MONITOR and "backward" not in vars(parts[0])
+    assert parts[0]._monitor is None and "backward" not in vars(parts[0])
     assert type(parts[3]).__iter__ is not None and "accel_monitor" not in type(parts[3]).__dict__
     assert not (tmp_path / "monitor").exists()
 

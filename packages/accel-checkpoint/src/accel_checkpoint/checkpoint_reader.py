@@ -18,6 +18,7 @@ from .catalog import why_no_checkpoint
 from .consensus import Report
 from .manifest import Manifest, Submit, Verification
 from .names import (
+    LOADER_NAME,
     MANIFEST_NAME,
     RNG_PACK,
     RNG_STATE_NAME,
@@ -75,7 +76,10 @@ class CheckpointReader:
         manifest: None for a checkpoint of another library.
         names: the files.
         own_file: the file of this rank, or of the rank that a new one starts from.
+        read_names: those that were read.
         has_same_ranks: whether as many ranks saved the state, so that each may have what it kept for itself.
+        map_location: where tensors are read to.
+        load_kwargs: for ``torch.load``.
 
     Raises:
         ConfigurationError: there is no directory.
@@ -102,6 +106,9 @@ class CheckpointReader:
             if reason is not None:
                 raise CheckpointError(reason)
             self.names = files_without_manifest(folder)
+        self.read_names: set[str] = set()
+        self.map_location: Any = "cpu"
+        self.load_kwargs: dict[str, Any] | None = None
         self.process = process
         self.rank = process.process_index if rank is None else rank
         self.remote = remote
@@ -126,14 +133,15 @@ class CheckpointReader:
         manifest = self.manifest if self.remote is None else self.remote.copied_files
         return Verification(manifest, self.folder, submit, self._share)
 
-    def read(
-        self, name: str, map_location: Any = "cpu", load_kwargs: dict[str, Any] | None = None, mapped: bool = False
-    ) -> Any:
+    def read(self, name: str, mapped: bool = False) -> Any:
         """Return the contents of a file in torch's format; see :func:`.safe_load.read`."""
+        self.read_names.update((name, RNG_PACK))
         if self._pack is not None and name in self._pack.names:
-            return self._pack.read(name, load_kwargs)
+            return self._pack.read(name, self.load_kwargs)
         require_files(self.folder, [name], self.names)
-        return read(self.folder / name, map_location, load_kwargs, mapped)
+        # The states of generators can only be set from host memory.
+        location = "cpu" if name.startswith((RNG_STATE_NAME, LOADER_NAME)) else self.map_location
+        return read(self.folder / name, location, self.load_kwargs, mapped)
 
     def restoring_rng(self, own: Any) -> Callable[[], None]:
         """Return the call that restores this rank's generators to what is in its file; a new rank has its own seed."""

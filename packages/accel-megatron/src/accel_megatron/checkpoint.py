@@ -89,18 +89,18 @@ def plan(reader: Any, engines: Sequence[Any], options: dict[str, Any]) -> list[C
     for index, engine in enumerate(engines):
         if safe:
             name = numbered(SAFE_MODEL_NAME, index, "safetensors")
-            reader._read_names.add(name)
+            reader.read_names.add(name)
             weights = read_safetensors(reader.folder / name, "cpu")
         else:
             name = numbered(MODEL_NAME, index, "bin")
-            weights = reader._read(name, mapped=True)
+            weights = reader.read(name, mapped=True)
         path = reader.folder / name
         found = _complete(engine, weights, path)
         check_parts(engine.table, found.__getitem__, _shapes_of_model(engine), path)
         changes.append(partial(_load_weights, engine, found))
         if engine.optimizer is not None:
             name = numbered(OPTIMIZER_NAME, index, "bin")
-            state = reader._read(name, mapped=True)
+            state = reader.read(name, mapped=True)
             engine.optimizer.check(state, _shapes_of_model(engine), reader.folder / name)
             changes.append(partial(engine.optimizer.load_state_dict, state))
     own = _read_own(reader, engines)
@@ -115,7 +115,7 @@ def _read_own(reader: Any, engines: Sequence[Any]) -> dict[str, Any] | None:
     if not any(re.fullmatch(r"megatron_rank\d+\.bin", name) for name in reader.names):
         return None
     name = names[0] if names[0] in reader.names else names[1]
-    own = reader._read(name)
+    own = reader.read(name)
     _check_own(engines, own, reader.folder / name)
     if name != names[0] and any(own["sizes"] == _sizes(engine) for engine in engines):
         raise CheckpointError(f"{reader.folder} lacks {names[0]}. Copy the files of all ranks, or choose another one.")

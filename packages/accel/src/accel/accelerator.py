@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, ParamSpec, TypeVar, overload
 
@@ -250,8 +250,9 @@ class Accelerator:
             self._tracking = replicas.share_tracking(self._tracking)
         self._checkpointer = Checkpointer(self.prepared, self._accumulation, self._tracking, project)
         self._checkpointer.loaders_from_start = self.follows_reference
-        settings = resolve(save_on_signal)
-        self.preemption = None if settings is None else PreemptionHandler(settings, self)
+        self.preemption: PreemptionHandler | None = None
+        if save_on_signal is not None and save_on_signal is not False:
+            self.preemption = PreemptionHandler(resolve(save_on_signal), self)
         self.flag_tensor: torch.Tensor | None = None
         """The flag of :meth:`set_trigger` on this rank; None while it is not set."""
         self.startup_checks = None if self.strategy.uses_engine else StartupChecks(self.prepared)
@@ -262,8 +263,9 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers and measurements belong to this process; a monitor replaces some methods.
-        own = {"preemption": None, "startup_checks": None, "_monitor": monitoring.NO_MONITOR}
-        return {name: value for name, value in {**self.__dict__, **own}.items() if name not in self._monitor.replaced}
+        own = {"preemption": None, "startup_checks": None, "_monitor": None}
+        replaced = () if self._monitor is None else self._monitor.replaced
+        return {name: value for name, value in {**self.__dict__, **own}.items() if name not in replaced}
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +308,8 @@ class Accelerator:
             )
         check_arguments(args)
         result = self.prepared.prepare(args, placements, self)
-        self._monitor.prepared()
+        if self._monitor is not None:
+            self._monitor.prepared()
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
@@ -1156,7 +1159,9 @@ class Accelerator:
             logger.warning_once(f"save_state got {names}, which has no effect with {type(self.strategy).__name__}.")
         if self.process_state.stands_by:
             return self._checkpointer.count_save(output_dir)
-        with self._monitor.part("saving"), ExitStack() as stack:
+        with ExitStack() as stack:
+            if self._monitor is not None:
+                stack.enter_context(self._monitor.part("saving"))
             if self.prepared.applied:
                 stack.enter_context(averages.suspended(self.prepared.applied))
             return self._checkpointer.save_state(output_dir, safe_serialization, blocking)
@@ -1235,9 +1240,10 @@ class Accelerator:
             load_model_func_kwargs["strict"] = strict
         if self.prepared.applied:
             averages.refuse_applied(self.prepared.applied, "load_state()")
-        with self._monitor.part("loading"):
+        with nullcontext() if self._monitor is None else self._monitor.part("loading"):
             self._checkpointer.load_state(input_dir, load_kwargs, load_model_func_kwargs)
-        self._monitor.loaded()
+        if self._monitor is not None:
+            self._monitor.loaded()
 
     def resume(self) -> bool:
         """Load the newest complete state, if there is one. Call it on every rank, when everything is prepared.
@@ -1531,7 +1537,8 @@ class Accelerator:
             if self.preemption is not None:
                 self.preemption.remove()
                 self.preemption = None
-            self._monitor.finish()
+            if self._monitor is not None:
+                self._monitor.finish()
             try:
                 self._tracking.finish()
             finally:

@@ -78,17 +78,17 @@ class Checkpointer:
         rank = self._process.process_index
         self._runs_file = "trackers.json" if rank == 0 else f"trackers_{rank}.json"
         self._continues_runs = bool(tracking.log_with)
-        self._memory = SharedMemory()
         self._background: BackgroundSave | None = None
-        self._background_collectives = BackgroundCollectives(self._process)
+        self._memory: SharedMemory | None = None  # of saves in the background; made by the first, as are
+        self._background_collectives: BackgroundCollectives | None = None
         self._uploader: Uploader | None = None
         self._newest_found: Location | None = None  # what `resume` and "latest" have found, on the process that looks
         self._replaces = False  # whether checkpoints of the directory may be replaced, as the run went on elsewhere
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no save and no upload in progress, and no buffers.
-        fresh = {"_memory": SharedMemory(), "_background_collectives": BackgroundCollectives(self._process)}
-        return {**self.__dict__, **fresh, "_background": None, "_uploader": None}
+        own = ("_memory", "_background_collectives", "_background", "_uploader")
+        return {**self.__dict__, **dict.fromkeys(own)}
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,8 @@ class Checkpointer:
             with writer.saving(process.collectives):
                 self._collect(writer, safe_serialization)
         else:
+            if self._memory is None or self._background_collectives is None:
+                self._memory, self._background_collectives = SharedMemory(), BackgroundCollectives(process)
             collectives = self._background_collectives()
             with writer.collecting(process.collectives):
                 self._collect(writer, safe_serialization)
@@ -281,8 +283,9 @@ class Checkpointer:
         try:
             self.wait_for_save()
         finally:
-            self._background_collectives.forget()
-            self._memory = SharedMemory()
+            if self._background_collectives is not None:
+                self._background_collectives.forget()
+            self._memory = self._background_collectives = None
 
     def close(self) -> None:
         """Wait for uploads, and end the processes."""

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from accel_checkpoint.checkpoint_reader import CheckpointReader, number_of
 from accel_checkpoint.names import (
+    AVERAGE_NAME,
     CUSTOM_FILE,
+    FSDP_MODEL_NAME,
     GRADIENTS_FILE,
     LOADER_NAME,
     MANIFEST_NAME,
     OPTIMIZER_NAME,
-    RNG_PACK,
-    RNG_STATE_NAME,
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
@@ -107,8 +107,7 @@ class StateReader(CheckpointReader):
         """Whether the epochs of loaders begin with their first batch, for scripts that leave out batches themselves."""
         self._left: dict[str, str] = {}  # what the checkpoint holds and nothing is prepared for, by kind of object
         where = "cpu" if map_location is None else map_location
-        self._map_location = process.device if where == "on_device" else where
-        self._read_names: set[str] = set()
+        self.map_location = process.device if where == "on_device" else where
 
     def read_state(
         self,
@@ -122,7 +121,7 @@ class StateReader(CheckpointReader):
         self.strict = options.get("strict") is True
         saved_optimizers = {match[1] or "0" for match in map(_OPTIMIZER_FILE.fullmatch, self.names) if match}
         trains_less = not self.strict and len(objects.optimizers) < len(saved_optimizers)
-        own = self._read(self.own_file)
+        own = self.read(self.own_file)
         self.own = own if isinstance(own, dict) else {}
         if self.manifest is None and self.own.get(MANIFEST_MARK):
             raise CheckpointError(
@@ -148,7 +147,7 @@ class StateReader(CheckpointReader):
         else:
             self._read_loaders(objects.dataloaders, objects.seeded_samplers)
         if objects.scaler is not None and (objects.optimizers or SCALER_NAME in self.names):
-            state = self._read(SCALER_NAME)
+            state = self.read(SCALER_NAME)
             check_scaler(objects.scaler, state, self.folder / SCALER_NAME)
             self.reversible.append(loading(objects.scaler, state, self.folder / SCALER_NAME))
         if strategy is not None:  # otherwise registered objects and windows are loaded on their own
@@ -156,11 +155,11 @@ class StateReader(CheckpointReader):
             self.check_count("registered object", len(saved), len(objects.registered))
             for index, obj in enumerate(objects.registered):
                 name = custom_file(index)
-                self.reversible.append(loading(obj, self._read(name), self.folder / name))
+                self.reversible.append(loading(obj, self.read(name), self.folder / name))
             windows = sorted(filter(GRADIENTS_FILE.fullmatch, self.names), key=number_of)
             if windows and self._left.keys() & {"model", "optimizer", "dataloader"}:
                 self._left["windows"] = "open accumulation windows"
-                self._read_names.update(windows)
+                self.read_names.update(windows)
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
         self.restore_rng = self.restoring_rng(self.own)
@@ -182,7 +181,7 @@ class StateReader(CheckpointReader):
             unneeded = (".safetensors", ".json", SHARD_TABLE_NAME, SHARD_SUFFIX)
             first, ranks = self._share
             for name in sorted(self.names)[first::ranks]:
-                if name not in self._read_names and not name.endswith(unneeded) and is_checkpoint_file(name):
+                if name not in self.read_names and not name.endswith(unneeded) and is_checkpoint_file(name):
                     read(self.folder / name, mapped=True)
 
     def check_count(self, kind: str, saved: int, present: int) -> None:
@@ -207,12 +206,6 @@ class StateReader(CheckpointReader):
             ) from error
         return dict(runs)
 
-    def _read(self, name: str, mapped: bool = False) -> Any:
-        self._read_names.update((name, RNG_PACK))
-        # The states of generators can only be set from host memory.
-        location = "cpu" if name.startswith((RNG_STATE_NAME, LOADER_NAME)) else self._map_location
-        return self.read(name, location, self.load_kwargs, mapped)
-
     def _read_models(self, models: list[Any], options: dict[str, Any]) -> None:
         stem, suffix = SAFE_MODEL_NAME, "safetensors"
         saved = numbered_files(self.names, stem, suffix)
@@ -225,12 +218,12 @@ class StateReader(CheckpointReader):
         for index, model in enumerate(models):
             name = numbered(stem, index, suffix)
             require_files(self.folder, [name], self.names)
-            self._read_names.add(name)
+            self.read_names.add(name)
             path = self.folder / name
             if suffix == "safetensors":
-                weights = read_safetensors(path, self._map_location)
+                weights = read_safetensors(path, self.map_location)
             else:
-                weights = read(path, self._map_location, mapped=True)
+                weights = read(path, self.map_location, mapped=True)
             inner = extract_model_from_parallel(model, keep_torch_compile=False)
             self.changes.append(loading_weights(inner, weights, path, clean=clean_name, **options))
 
@@ -263,14 +256,14 @@ class StateReader(CheckpointReader):
             model = owner_of(optimizer, models, f"optimizer {index}")
             owned.append((layouts[id(model)], optimizer, strategy.parameter_names(model, optimizer)))
         strict = bool(options.get("strict", True))
-        saved = reader.count_models()
+        saved = reader.count(FSDP_MODEL_NAME, SAFE_MODEL_NAME, MODEL_NAME)
         if not saved:
             self._refuse_engines()
         self.check_count("model", saved, len(models))
-        self.check_count("optimizer", reader.count_optimizers(), len(owned))
+        self.check_count("optimizer", reader.count(OPTIMIZER_NAME), len(owned))
         changes, self.collective = plan(reader, [layouts[id(model)] for model in models], owned, strict)
         self.changes += changes
-        self._read_names |= reader.used
+        self.read_names |= reader.used
 
     def _sharded_reader(self) -> Any:
         from ..fsdp.checkpoint.files import ShardedReader
@@ -280,23 +273,25 @@ class StateReader(CheckpointReader):
             names=set(self.names),
             rank=self.rank,
             world_size=self.process.num_processes,
-            read=self._read,
+            read=self.read,
             read_safetensors=lambda name: read_safetensors(self.folder / name, "cpu"),
             source=lambda directory: None if self.remote is None else self.remote.source(directory.name),
         )
 
     def _read_averages(self, averages: Sequence[Any], strategy: Strategy, layouts: Mapping[int, Layout] | None) -> None:
         """Read the moving averages, which are loaded after the weights that they are averages of."""
+        from ..fsdp.checkpoint.files import OF_AVERAGES
+
         reader = self._sharded_reader()
-        self.check_count("moving average", reader.count_averages(), len(averages))
+        self.check_count("moving average", reader.count(AVERAGE_NAME), len(averages))
         updates = self.own.get("averages", [])
         for index, average in enumerate(averages):
             layout = strategy.layout(average.model) if layouts is None else layouts[id(average.model)]
-            state = reader.average(index, layout)
+            state = reader.model(index, layout, OF_AVERAGES)
             number = updates[index] if isinstance(updates, list) and index < len(updates) else None
             number = require_number(number, f"{self.folder / self.own_file}: averages")
             self.changes.append(average.plan_load(state, layout, number, self.folder))
-        self._read_names |= reader.used
+        self.read_names |= reader.used
 
     def _read_objects(self, stem: str, objects: list[Any]) -> list[tuple[Any, Any, Path]]:
         """Return the objects of a kind, what was saved of them, and where."""
@@ -304,7 +299,7 @@ class StateReader(CheckpointReader):
         read = []
         for index, obj in enumerate(objects):
             name = numbered(stem, index, "bin")
-            read.append((obj, self._read(name), self.folder / name))
+            read.append((obj, self.read(name), self.folder / name))
         return read
 
     def _read_loaders(self, dataloaders: list[Any], samplers: Mapping[int, SeedableRandomSampler]) -> None:
@@ -312,7 +307,7 @@ class StateReader(CheckpointReader):
             name = numbered(SAMPLER_NAME, index, "bin")
             if name not in self.names and not (self.strict and self.manifest is not None):
                 continue
-            seed = self._read(name)
+            seed = self.read(name)
             if not isinstance(seed, dict) or not {"initial_seed", "epoch"} <= set(seed):
                 raise CheckpointError(f"{self.folder / name} does not hold a sampler's initial_seed and epoch.")
             values = {key: seed[key] for key in ("initial_seed", "epoch")}
@@ -342,7 +337,7 @@ class StateReader(CheckpointReader):
             if index not in positions and name not in self.names:
                 continue
             # The file that all ranks share is checked even if this rank has a position of its own.
-            found = [self._read(name)] if name in self.names else []
+            found = [self.read(name)] if name in self.names else []
             if index in positions:
                 found.append(positions[index])
             for state in found:
@@ -364,7 +359,7 @@ class StateReader(CheckpointReader):
         """Read the open accumulation windows of this rank, or a share of all on another number of ranks."""
         assert self.manifest is not None
         if not strategy.gradients.can_be_saved:
-            self._read_names.update(names)
+            self.read_names.update(names)
             logger.warning(
                 "%s holds the gradients of an open accumulation window, which %s cannot restore: a new window starts.",
                 self.folder,
@@ -387,7 +382,7 @@ class StateReader(CheckpointReader):
             self.windows = accumulation_state.combine(saved, ranks)
 
     def _read_window(self, name: str) -> dict[str, Any]:
-        content = self._read(name, mapped=True)
+        content = self.read(name, mapped=True)
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder / name} does not hold the gradients of accumulation windows.")
         return content

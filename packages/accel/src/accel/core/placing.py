@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
         ConfigurationError: torch would make new parameters, and other objects refer to the old ones.
     """
     tensors = chain(model.parameters(), model.buffers())
-    elsewhere = any(tensor.device != device for tensor in tensors)
+    elsewhere = set(map(attrgetter("device"), tensors)) - {device}
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     return move_in_place(model, device) if (elsewhere or overwrites) and _makes_parameters(device) else model.to(device)
 

@@ -100,7 +100,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
     """Return the user's model, and the innermost compiled wrapper around it, or None."""
     compiled: nn.Module | None = None
     while True:
-        is_wrapper = is_compiled_wrapper(model)
+        is_wrapper = _is_instance(model, OPTIMIZED_MODULE)
         if is_wrapper or getattr(model, COMPILED_CALL) is not None:
             compiled = model
         if is_wrapper:

@@ -70,7 +70,8 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
         item.load_state_dict(values)
     checkpointer.project.iteration = state["checkpoints"]
     # Its steps are those of the run from here on, and none of them is computed again.
-    accelerator._monitor.loaded()
+    if accelerator._monitor is not None:
+        accelerator._monitor.loaded()
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Any]:

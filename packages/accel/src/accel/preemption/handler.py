@@ -99,10 +99,8 @@ def _signal(name: SignalName) -> signal.Signals:
 _UNCATCHABLE = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
 
 
-def resolve(value: Any) -> SaveOnSignal | None:
-    """Return the settings for the argument ``save_on_signal`` of the Accelerator; None if it is off."""
-    if value is None or value is False:
-        return None
+def resolve(value: Any) -> SaveOnSignal:
+    """Return the settings for the argument ``save_on_signal`` of the Accelerator, which is not off."""
     if value is True:
         return SaveOnSignal()
     if isinstance(value, SaveOnSignal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -94,7 +95,8 @@ class Preparation:
 
     def model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare a model: precision, device, wrapping, compilation."""
-        check_type(model, nn.Module, "prepare_model", "Pass a model: a torch.nn.Module.")
+        if not isinstance(model, nn.Module):
+            check_type(model, nn.Module, "prepare_model", "Pass a model: a torch.nn.Module.")
         if is_prepared(model):
             return _add(self.models, model)
         strategy, dynamo, process = self.strategy, self.dynamo, self.strategy.state
@@ -104,7 +106,7 @@ class Preparation:
         if dynamo.compiles:
             self._check_compilation(model)
         strategy.check_model(model)
-        if not evaluation_mode:
+        if not evaluation_mode and "torchao" in sys.modules:  # else there is no weight of its classes
             check_nf4(model, strategy)
             replaced = store_as_bytes(model)
             if replaced:

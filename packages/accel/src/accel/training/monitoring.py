@@ -1,9 +1,8 @@
-"""The monitor of an Accelerator: nothing by default, or what a distribution such as accel-monitor registers."""
+"""The monitor of an Accelerator: none by default, or what a distribution such as accel-monitor registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accel_state.errors import MissingDependencyError
@@ -11,36 +10,13 @@ from accel_state.options import CoreOptions
 from accel_state.registry import Registry
 
 MONITORS: Registry[Callable[[Any, bool], Any]] = Registry("monitor", {}, "accel.monitors")
+"""What makes a monitor of an Accelerator, which calls its methods ``prepared()``, ``part(name)`` (a block whose time
+belongs to "saving", "loading" or "evaluation"), ``loaded()`` and ``finish()``. Its ``replaced`` names the Accelerator's
+methods that it replaces by attributes of the object."""
 
 
-class NoMonitor:
-    """The interface of a monitor, which does nothing here.
-
-    Attributes:
-        replaced: names of the Accelerator's methods that it has replaced by attributes of the object.
-    """
-
-    replaced: tuple[str, ...] = ()
-
-    def prepared(self) -> None:
-        """Objects were prepared."""
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a block whose time belongs to "saving", "loading" or "evaluation"."""
-        return nullcontext()
-
-    def loaded(self) -> None:
-        """Note that a state was loaded."""
-
-    def finish(self) -> None:
-        """Training has ended."""
-
-
-NO_MONITOR = NoMonitor()
-
-
-def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> NoMonitor:
-    """Return the monitor of an Accelerator.
+def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> Any:
+    """Return the monitor of an Accelerator; None if it is not measured.
 
     Args:
         monitor: whether it is measured; None leaves it to the launcher (``accel launch --monitor``).
@@ -53,11 +29,10 @@ def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> NoMonito
     """
     launched = core.monitor or core.monitor_port is not None
     if not (launched if monitor is None else monitor):
-        return NO_MONITOR
+        return None
     if "default" not in MONITORS:
         raise MissingDependencyError(
             f"{'monitor=True' if monitor else '--monitor'} needs the distribution accel-monitor. Install it with: "
             "pip install 'accel[monitor]'"
         )
-    started: NoMonitor = MONITORS.load("default")(accelerator, launched)
-    return started
+    return MONITORS.load("default")(accelerator, launched)

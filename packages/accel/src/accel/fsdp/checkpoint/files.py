@@ -46,7 +46,7 @@ from . import state_dicts
 from .state_dicts import State
 
 _OF_MODELS: Final = ((MODEL_STEM, "bin"), (SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin"))
-_OF_AVERAGES: Final = ((AVERAGE_NAME, "safetensors"), (AVERAGE_NAME, "bin"))
+OF_AVERAGES: Final = ((AVERAGE_NAME, "safetensors"), (AVERAGE_NAME, "bin"))
 
 
 def gather(
@@ -144,21 +144,10 @@ class ShardedReader:
     prefers_ranks: bool = False
 
     def count(self, *stems: str) -> int:
+        """Return how many objects there are files of, by the stems of their names."""
         suffix = rf"(?:_(\d+))?(?:_rank\d+)?(?:\.bin|\.safetensors|/{re.escape(SHARD_TABLE_NAME)})"
         matches = [re.fullmatch(f"(?:{'|'.join(stems)}){suffix}", name) for name in self.names]
         return len({int(match[1] or 0) for match in matches if match})
-
-    def count_models(self) -> int:
-        return self.count(MODEL_STEM, SAFE_MODEL_NAME, MODEL_NAME)
-
-    def count_optimizers(self) -> int:
-        return self.count(OPTIMIZER_NAME)
-
-    def count_averages(self) -> int:
-        return self.count(AVERAGE_NAME)
-
-    def average(self, index: int, layout: Layout) -> State:
-        return self.model(index, layout, _OF_AVERAGES)
 
     def model(self, index: int, layout: Layout, files: Sequence[tuple[str, str]] = _OF_MODELS) -> State:
         """Read the weights of a model, from shards or from the first of the ``files``: (stem, suffix)."""
