@@ -1,4 +1,4 @@
-"""What the controllers of Jobs, JobSets and TrainJobs do with pods, for the server in kube_cluster.py.
+"""What the controllers of Jobs, JobSets and TrainJobs do with pods, for the cluster in kube_cluster.py.
 
 Each reads the object as it was created. Names, variables, restarts and conditions are those of Kubernetes 1.37,
 JobSet v1alpha2 and the runtime torch-distributed of Kubeflow Trainer 2.3.
@@ -20,7 +20,7 @@ _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")  # of a failu
 class JobController:
     """That of indexed Jobs, in this class, and the base of the others."""
 
-    plural, complete, completed = "jobs", "Complete", "CompletionsReached"
+    kind, complete, completed = "Job", "Complete", "CompletionsReached"
 
     def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         self.cluster, self.name = cluster, str(body["metadata"]["name"])
@@ -87,7 +87,7 @@ class JobController:
 class JobSetController(JobController):
     """That of a JobSet of one Job, all of whose pods are started again together."""
 
-    plural, complete, completed = "jobsets", "Completed", "AllJobsCompleted"
+    kind, complete, completed = "JobSet", "Completed", "AllJobsCompleted"
 
     def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         self.policy: dict[str, Any] = body["spec"].get("failurePolicy", {})
@@ -124,7 +124,7 @@ class TrainJobController(JobSetController):
     name none, until their Job has seen as many failures as its ``backoffLimit``.
     """
 
-    plural, complete = "trainjobs", "Complete"
+    kind, complete = "TrainJob", "Complete"
 
     def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         super().__init__(cluster, body)
@@ -167,4 +167,4 @@ def _codes(spec: dict[str, Any]) -> list[int]:
     return [code for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]]
 
 
-CONTROLLERS = {one.plural: one for one in (JobController, JobSetController, TrainJobController)}
+CONTROLLERS = {one.kind: one for one in (JobController, JobSetController, TrainJobController)}

@@ -21,7 +21,7 @@ from accel_launch.config.read import load_settings
 from accel_launch.cpus import default_cpu_processes, usable_cores
 from accel_launch.elastic.report import RankFailure, describe, first_failure, shell_exit_code, with_hint
 from accel_launch.launch_plan import make_plan
-from accel_launch.launchers import ft
+from accel_launch.launchers import ft, replicas
 from accel_state.errors import ConfigurationError
 from accel_state.options import ConfigFile, load_groups, resolve
 from accel_state.options.conflicts import check
@@ -351,7 +351,7 @@ class TestReplicas:
         assert all("CUDA_VISIBLE_DEVICES" not in rank for rank in ft.FaultTolerantLauncher().commands(made)[0].ranks)
 
     def test_kills_from_outside_are_not_errors_of_the_script(self, tmp_path) -> None:
-        killed = ft.LocalReplica(0, progress=tmp_path)
+        killed = replicas.Replica(0, progress=tmp_path)
         # Twenty in half an hour, the first before the first step.
         assert not any(killed.count_end(-signal.SIGKILL, 90.0 * number) for number in range(20))
         # Exceptions and exit codes count, and so do crashes in native code, and hanging.
@@ -368,10 +368,10 @@ class TestReplicas:
 
     def test_a_look_comes_right_after_a_time_limit(self, tmp_path) -> None:
         made = plan(tmp_path, ft="true", replica_timeout="2", cpu="true")
-        run = ft._Run(made, made.settings.group(ft.FaultToleranceOptions), "token", directory=tmp_path)
+        run = replicas.Supervision(made, made.settings.group(ft.FaultToleranceOptions), "token", tmp_path)
         running = {"processes": [None], "state": "computes"}
         run.replicas = [
-            ft.LocalReplica(number, progress=tmp_path, **running, silent=silent)
+            replicas.Replica(number, progress=tmp_path, **running, silent=silent)
             for number, silent in ((0, 1.5), (1, 7.0))
         ]
         assert run.until_next_look() == 0.1  # nobody waits for the second one, which computes for long
@@ -382,7 +382,7 @@ class TestReplicas:
 
     def test_a_replica_waits_longer_before_its_first_step(self, tmp_path) -> None:
         """Others may evaluate while it joins; a step may be too short for a look to see it, so the report says it."""
-        replica = ft.LocalReplica(0, progress=tmp_path / "replica_0")
+        replica = replicas.Replica(0, progress=tmp_path / "replica_0")
         for report, computed, seconds in (("joins 7", False, 80.0), ("waits 8", True, 4.0)):
             replica.progress.write_text(report)
             replica.read()

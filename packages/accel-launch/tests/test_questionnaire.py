@@ -88,16 +88,6 @@ SESSIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         },
         *("main_process_port", "cpu gpu_ids"),
     ),
-    "Ray finds the machines itself": (
-        {**GPUS, "num_machines": 2, "ray": "10.0.0.1:6379", "ray_runtime_env": '{"working_dir": "."}'},
-        {"ray_config": {"ray_address": "10.0.0.1:6379", "ray_runtime_env": {"working_dir": "."}}, "num_machines": 2},
-        *("ft num_processes", "machine_rank main_process_ip rdzv_backend mpirun_hostfile num_replicas"),
-    ),
-    "replicas have no engine and no number of processes": (
-        {"distributed_type": "MULTI_GPU", "num_machines": 2, "ray": "auto", "ft": "yes", "num_replicas": 8},
-        {"ft": True, "ft_config": {"num_replicas": 8}},
-        *("", "num_processes use_deepspeed use_fsdp use_megatron_lm"),
-    ),
     "a range of machines needs no ranks": (
         {**GPUS, "main_process_ip": "10.0.0.1", "num_machines": "2:8"},
         {"num_machines": "2:8", "main_process_ip": "10.0.0.1"},
@@ -185,8 +175,7 @@ def _texts(opt: Option) -> list[str]:
     if opt.choices:
         return list(opt.choices)
     texts = {bool: ["true", "false"], int: ["1", "2", "3"], float: ["0.5", "1"]}.get(opt.kind, ["some_text"])
-    special = {"gpu_ids": ["0"], "ray": ["auto"], "ray_runtime_env": ['{"working_dir": "."}']}
-    return special.get(opt.name, texts)
+    return ["0"] if opt.name == "gpu_ids" else texts
 
 
 @settings(max_examples=60, deadline=None)

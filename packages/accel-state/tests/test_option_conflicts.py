@@ -169,7 +169,6 @@ def test_deepspeed_has_no_defaults_of_its_own() -> None:
             {"num_machines": "1:4", "use_deepspeed": "true"},
             ["--num_machines 1:4 and --use_deepspeed", "fixed number of processes"],
         ),
-        ({"num_machines": "1:4", "ray": "h:6379"}, ["--ray h:6379 and --num_machines 1:4", "fixed number"]),
         ({"num_machines": "1:4", "ft": "true"}, ["--num_machines 1:4 and --ft", "Give the number of machines"]),
         ({"distributed_type": "DATA_PARALLEL"}, ["--distributed_type DATA_PARALLEL", "LOCAL_MACHINE"]),
         (

@@ -28,7 +28,6 @@ GROUPS = load_groups()
 OPTIONS = [opt for group in GROUPS for opt in group.options()]
 # Values that options with a parser of their own take, as text; two different ones each.
 SPECIAL = {
-    "ray": ("auto", "10.0.0.1:6379"),
     "gpu_ids": ("0", "1,2"),
     "main_process_port": ("0", "4711"),
     "tee": ("3", "0:1,1:2"),
@@ -74,7 +73,6 @@ KEYS = {
     ("ft_config.", ""): "heartbeat_timeout min_replicas num_replicas num_spares processes_per_replica replica_timeout",
     ("ipex_config.", ""): "ipex use_xpu",
     ("mpirun_config.", ""): "mpirun_ccl mpirun_hostfile",
-    ("ray_config.", ""): "ray_resources ray_runtime_env ray_timeout",
     ("", ""): """
         activation_checkpointing activation_checkpointing_blocks activation_checkpointing_every
         activation_checkpointing_mode activation_checkpointing_offload base_job_name command_file
@@ -89,7 +87,7 @@ KEYS = {
 }
 # Those whose options are called otherwise: KEY=OPTION.
 OTHER_KEYS = """
-    use_cpu=cpu ray_config.ray_address=ray fsdp_config.fsdp_backward_prefetch_policy=fsdp_backward_prefetch
+    use_cpu=cpu fsdp_config.fsdp_backward_prefetch_policy=fsdp_backward_prefetch
     tp_config.tp_size=parallelism_config_tp_size fp8_config.fp8_format=fp8_format
     fp8_config.amax_history_length=fp8_amax_history_len fp8_config.amax_compute_algorithm=fp8_amax_compute_algo
     fp8_config.optimization_level=fp8_opt_level tpu_use_cluster=tpu_cluster tpu_vm=vm tpu_env=env commands=command

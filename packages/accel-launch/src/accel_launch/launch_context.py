@@ -57,11 +57,9 @@ class LaunchContext:
 
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:
     """Read this launcher's context from its environment."""
-    variables, on_ray = Variables(environ), option_value(settings, "ray") is not None
+    variables = Variables(environ)
     candidates = (ENVIRONMENTS.load(name).read(variables) for name in _STARTERS)
     process = next((candidate for candidate in candidates if candidate is not None), None)
-    if on_ray:
-        return _on_ray(settings, process)
     if process is None and not any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
         process = _read_node(settings, environ)
     allocation = Allocation.read(variables)
@@ -78,16 +76,6 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
     if process is None and allocation is not None and _spans_nodes(settings, allocation):
         return LaunchContext(Role.BATCH, "slurm", None, allocation.hosts, tasks)
     return LaunchContext(tasks_per_node=tasks, gpus_per_node=variables.integer(_SKY_GPUS))
-
-
-def _on_ray(settings: Resolution, process: Environment | None) -> LaunchContext:
-    """Return the context of the one launcher that starts all processes, on nodes that Ray knows."""
-    if process is not None and process.world_size > 1:
-        raise ConfigurationError(
-            f"{settings.where('ray')}, but {process.name} started {process.world_size} launchers, of which each would "
-            "start all processes. Start one."
-        )
-    return LaunchContext()
 
 
 def _read_node(settings: Resolution, environ: Mapping[str, str]) -> Environment | None:
@@ -149,7 +137,6 @@ class LaunchMode(enum.Enum):
     RANK = "rank"
     SRUN = "srun"
     MPIRUN = "mpirun"
-    RAY = "ray"
     DEEPSPEED = "deepspeed"
     TPU = "tpu"
     TPU_POD = "tpu_pod"
@@ -163,7 +150,7 @@ class LaunchMode(enum.Enum):
     @property
     def counts_devices_remotely(self) -> bool:
         """True if devices, and therefore processes, are counted on the target machines."""
-        return self in (LaunchMode.TPU, LaunchMode.TPU_POD, LaunchMode.SAGEMAKER, LaunchMode.RAY)
+        return self in (LaunchMode.TPU, LaunchMode.TPU_POD, LaunchMode.SAGEMAKER)
 
 
 # The value of --deepspeed_multinode_launcher with which the agent, not DeepSpeed, starts the ranks.
@@ -176,8 +163,6 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
         return LaunchMode.RANK
     if option_value(settings, "compute_environment") == "AMAZON_SAGEMAKER":
         return LaunchMode.SAGEMAKER
-    if option_value(settings, "ray"):
-        return LaunchMode.RAY
     if option_value(settings, "tpu"):
         if option_value(settings, "tpu_cluster"):
             return LaunchMode.TPU_POD

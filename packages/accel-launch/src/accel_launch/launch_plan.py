@@ -45,7 +45,6 @@ _AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_f
 # Those that --ft, which has no agents either, neither uses nor refuses.
 _WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "monitor_interval", "shutdown_timeout")
 _WITHOUT_REPLICAS += ("log_line_prefix_template",)
-_NOT_ON_RAY = ("tee", "redirects", "log_dir", "local_ranks_filter", "rdzv_id", "rdzv_conf", "monitor_interval")
 _AGENT_OPTIONS += (*_WITHOUT_REPLICAS, "rdzv_conf", "machine_timeout")
 
 
@@ -187,8 +186,6 @@ def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: Launc
     if settings["ft"]:
         where = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
         names = _WITHOUT_REPLICAS
-    if mode is LaunchMode.RAY:
-        where, names = "with --ray", (*_NOT_ON_RAY, *(_WITHOUT_REPLICAS if settings["ft"] else ()))
     given = [settings.settings[name] for name in names]
     return [
         f"{setting.where} has no effect {where}"

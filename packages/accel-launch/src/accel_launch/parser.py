@@ -102,13 +102,12 @@ def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
-def find_script(argv: Sequence[str], also: Sequence[str] = (), attached: Sequence[str] = ()) -> int:
+def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
     """Return the index of the first word that is neither an option nor the value of one.
 
     Args:
         argv: words of a command line.
         also: options with a value that are not those of a launch.
-        attached: those whose value, if they have one, follows a ``=``.
     """
     declared = [opt for group in load_groups() for opt in group.options()]
     options = {flag: opt for opt in declared for flag in (*opt.flags, *opt.undo_flags)}
@@ -120,8 +119,8 @@ def find_script(argv: Sequence[str], also: Sequence[str] = (), attached: Sequenc
         if not word.startswith("-") or word == "-":
             return index
         flag = word.partition("=")[0]
-        if flag in also or flag in attached:
-            index += 1 if "=" in word or flag in attached else 2
+        if flag in also:
+            index += 1 if "=" in word else 2
             continue
         index += 1 + _takes_next(word, options, argv[index + 1] if index + 1 < len(argv) else None)
     return index
@@ -139,8 +138,6 @@ def _takes_next(word: str, options: dict[str, Option], following: str | None) ->
         raise _unknown_option(flag, sorted(options), "accel launch")
     if sign or options[flag].is_flag or flag in options[flag].undo_flags:
         return False
-    if options[flag].bare is not None:
-        return following is not None and ("://" in following or options[flag].accepts(following))
     if following is None:
         raise ConfigurationError(f"{flag} needs a value: {options[flag].allowed()}.")
     return True

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.command import Command
-from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, load_groups
 
 from ..config.read import load_settings
@@ -19,7 +18,7 @@ from ..parser import ConfigParser, find_script, unwrap_lists
 DEFAULT_SECONDS = 25.0
 _RENDEZVOUS = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
 # Those that decide what is started for the checks; all others are only compared between machines.
-_OPTIONS = ("ray", "cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
+_OPTIONS = ("cpu", "gpu_ids", "num_processes", "num_machines", "machine_rank", *_RENDEZVOUS)
 _EPILOG = """\
 On a cluster, run it on every machine with the command line of `accel launch`, all its options and the script, or once
 inside a SLURM job. The script is not started: the machines compare what they would start, and the network between
@@ -51,7 +50,6 @@ class CommandLine:
     options: dict[str, Any]  # of a launch, as text by name
     script: list[str]  # with its arguments; empty for none
     seconds: float  # time limit
-    kubernetes: str | None = None  # the context of a cluster, "" for the current one; None: it is not checked
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
@@ -60,15 +58,9 @@ def read_command_line(argv: list[str]) -> CommandLine:
     Raises:
         ConfigurationError: an option is unknown, or not allowed.
     """
-    end = find_script(argv, also=("--timeout",), attached=("--kubernetes",))
+    end = find_script(argv, also=("--timeout",))
     options = unwrap_lists(vars(build_parser().parse_args([word for word in argv[:end] if word != "--"])))
-    seconds, kubernetes = options.pop("timeout"), options.pop("kubernetes")
-    if kubernetes is not None and argv[end:]:
-        raise ConfigurationError(
-            f"--kubernetes checks a cluster, and no script such as {argv[end]!r}. A context of kubectl is given as "
-            f"--kubernetes={argv[end]}."
-        )
-    return CommandLine(options, argv[end:], seconds, kubernetes)
+    return CommandLine(options, argv[end:], options.pop("timeout"))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,12 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = f"time limit for the multi-process checks (default: {DEFAULT_SECONDS:.0f})"
     parser.add_argument("--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="SECONDS", help=text)
-    text = "check whether `accel k8s submit` can be used with this context of kubectl (--kubernetes=NAME)"
-    parser.add_argument("--kubernetes", nargs="?", const="", metavar="CONTEXT", help=text)
     for group in load_groups():
         group.add_to_parser(parser)
     for action in parser._actions:
-        if action.dest not in (*_OPTIONS, "ft", "timeout", "kubernetes", "help"):
+        if action.dest not in (*_OPTIONS, "ft", "timeout", "help"):
             action.help = argparse.SUPPRESS
     for section in parser._action_groups:
         if all(action.help is argparse.SUPPRESS for action in section._group_actions):
@@ -115,18 +105,6 @@ def _results(command_line: CommandLine) -> Iterator[Any]:
     settings = load_settings(arguments)
     for subject, check in (*CHECKS, *((("torchft", check_torchft),) if settings["ft"] else ())):
         yield from run_check(subject, check)
-    if command_line.kubernetes is not None:
-        from ..cloud.kubernetes_check import check_kubernetes
-
-        context = command_line.kubernetes or None
-        yield from run_check("kubernetes", lambda: check_kubernetes(context))
-        return
-    if settings["ray"] is not None:
-        from ..launchers.ray_check import check_ray
-
-        # The cluster starts the processes, wherever it wants them.
-        yield from run_check("ray", lambda: check_ray(settings["ray"]))
-        return
     options = [f"--{name}={value}" for name, value in arguments.items() if name in _OPTIONS]
     options += _default_options(settings, arguments)
     facts = facts_of(settings, command_line.script)

@@ -1,4 +1,4 @@
-"""``accel k8s``: writes Kubernetes manifests that launch a training script, or submits them. Torch-free."""
+"""``accel k8s manifest``: writes a Kubernetes manifest that launches a training script. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ path in the image. Examples:
   accel k8s manifest --image registry.example.com/train:1 --nodes 4 --gpus-per-node 8 --output job.yaml train.py
   accel k8s manifest --image registry.example.com/train:1 --kind Job --nodes 2 --config_file fsdp.yaml train.py --lr 0.1
   kubectl apply -f job.yaml
-  accel k8s submit --image registry.example.com/train:1 --kind Job --nodes 2 train.py
 """
-_VERBS = {
-    "manifest": "Write a Kubernetes manifest that launches a training script.",
-    "submit": "Create a job in a Kubernetes cluster, print the logs of its pods, and exit with its exit code.",
-}
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _LONGEST_NAME = 63
 # Machines, ranks and addresses come from the cluster, devices from the resources, and a file is not in the image.
@@ -51,41 +46,33 @@ _LEFT_OUT = frozenset((*_NOT_HERE, "num_processes"))
 
 
 def run(argv: list[str]) -> int:
-    """Write a manifest, to a file or to the standard output, or submit what is in it.
+    """Write a manifest, to a file or to the standard output.
 
     Raises:
-        ConfigurationError: an error in the command line, the file exists, or the cluster refuses the job.
+        ConfigurationError: an error in the command line, or the file exists.
     """
-    verb = argv[0] if argv else "--help"
-    if verb not in _VERBS:
-        if verb in ("-h", "--help"):
-            _parser("manifest").print_help()
-            return 0
-        raise ConfigurationError(f"{verb!r} is not a command of accel k8s. Allowed: {', '.join(_VERBS)}.")
+    if not argv or argv[0] in ("-h", "--help"):
+        _parser().print_help()
+        return 0
+    if argv[0] != "manifest":
+        raise ConfigurationError(
+            f"{argv[0]!r} is not a command of accel k8s. Allowed: manifest, whose output `kubectl create -f` takes."
+        )
     reason = "comes from the cluster in a pod. Leave it out; --nodes counts the pods, whose number is fixed."
-    arguments, _, command_line = parse_job(argv[1:], _parser(verb), _NOT_HERE, reason)
+    arguments, _, command_line = parse_job(argv[1:], _parser(), _NOT_HERE, reason)
     settings = load_settings(command_line.options)
     documents = objects(_job(arguments, settings, command_line), arguments.kind)
-    if verb == "submit":
-        from ..cloud.kubernetes_submit import submit
-
-        if arguments.detach and arguments.cancel:
-            raise ConfigurationError(
-                "--detach and --cancel contradict each other: a job that is not followed cannot be "
-                "deleted by a signal. Leave one of them out."
-            )
-        return submit(documents, context=arguments.context, follow=not arguments.detach, cancel=arguments.cancel)
     from ..cloud.yaml_text import as_yaml
 
     deliver(as_yaml(documents), arguments.output, 0o666, "Start it with: kubectl apply -f")
     return 0
 
 
-def _parser(verb: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = ConfigParser(
-        prog=f"accel k8s {verb}",
-        usage=f"accel k8s {verb} --image IMAGE [job options] [options of accel launch] script [script arguments]",
-        description=_VERBS[verb],
+        prog="accel k8s manifest",
+        usage="accel k8s manifest --image IMAGE [job options] [options of accel launch] script [script arguments]",
+        description="Write a Kubernetes manifest that launches a training script.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -119,14 +106,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     job.add_argument("--service-account", "--service_account", help="service account of the pods", **texts)
     text = "runtime of a TrainJob (default: torch-distributed)"
     job.add_argument("--runtime", help=text, default="torch-distributed", **texts)
-    if verb == "manifest":
-        text = "the file to write, which must not exist (default: print the manifest)"
-        job.add_argument("--output", type=Path, metavar="FILE", help=text)
-    else:
-        job.add_argument("--context", help="context of kubectl's configuration (default: the current one)", **texts)
-        job.add_argument("--detach", action="store_true", help="do not follow the job")
-        text = "Ctrl-C and SIGTERM delete the job (default: it continues)"
-        job.add_argument("--cancel", action="store_true", help=text)
+    text = "the file to write, which must not exist (default: print the manifest)"
+    job.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -228,4 +209,4 @@ def _claim(text: str) -> tuple[str, str]:
     return claim, path
 
 
-COMMAND = Command("write or submit Kubernetes manifests", run)
+COMMAND = Command("write a Kubernetes manifest", run)

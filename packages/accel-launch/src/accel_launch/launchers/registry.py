@@ -12,7 +12,6 @@ _BUILT_IN = {
     "rank": "accel_launch.launchers.rank:RankLauncher",
     "srun": "accel_launch.launchers.srun:SrunLauncher",
     "mpirun": "accel_launch.launchers.mpirun:MpirunLauncher",
-    "ray": "accel_launch.launchers.ray:RayLauncher",
     "deepspeed": "accel_launch.launchers.deepspeed:DeepSpeedLauncher",
     "tpu": "accel_launch.launchers.tpu:TpuLauncher",
     "tpu_pod": "accel_launch.launchers.tpu_pod:TpuPodLauncher",

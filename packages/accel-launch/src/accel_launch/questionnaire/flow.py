@@ -154,9 +154,7 @@ def _validate(opt: Option, text: str) -> bool | str:
 
 # Options and groups, in the order of the questions.
 LOCAL_ORDER = (
-    *("distributed_type", "num_machines", "ray", "ray_runtime_env", "ft"),
-    "group:fault_tolerance",
-    *("machine_rank", "main_process_ip", "main_process_port"),
+    *("distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("same_network", "rdzv_backend", "machine_timeout", "debug", "cpu"),
     *("group:mpi", "group:dynamo", "group:paradigm", "group:deepspeed", "group:fsdp"),
     *("group:parallelism", "group:megatron", "group:checkpointing", "tpu_cluster"),
@@ -277,7 +275,8 @@ def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
     settings = check(resolve(groups, values, environ={}))
     kept = {name: value for name, value in known.items() if name not in asked and _is_kept(name, settings)}
     base = {name: settings[name] for name in BASE if values["compute_environment"] == "LOCAL_MACHINE"}
-    switches = {name for name in ENGINES if name in declared()} | {"use_parallelism_config"}
+    # No question asks for replicas, and they would contradict the answers about engines and processes.
+    switches = {name for name in ENGINES if name in declared()} | {"use_parallelism_config", "ft"}
     complete_values = {**base, **kept, **values, "distributed_type": settings["distributed_type"]}
     return {name: value for name, value in complete_values.items() if name not in switches}
 

@@ -19,7 +19,7 @@ class RayTrainEnvironment(Environment):
 
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
-        """See the base class; None in other processes of Ray, such as the ranks of ``accel launch --ray``."""
+        """See the base class; None in other processes of Ray."""
         ours = all(name in variables for name in ("RAY_JOB_ID", "NODE_RANK", "RANK"))
         if not ours or "GROUP_RANK" in variables:
             return None

@@ -320,31 +320,6 @@ def _check_machines(settings: Resolution) -> None:
             )
 
 
-def _check_ray(settings: Resolution) -> None:
-    """Reject what cannot be combined with actors of Ray."""
-    if settings["ray"] is None:
-        for name in ("ray_resources", "ray_runtime_env"):
-            if settings.settings[name].source is Source.COMMAND_LINE:
-                raise ConfigurationError(f"{settings.where(name)} has no effect without --ray. Give it too.")
-        return
-    where = settings.where("ray")
-    if settings["compute_environment"] != "LOCAL_MACHINE":
-        raise ConfigurationError(
-            f"{where} and {settings.where('compute_environment')} contradict each other. Leave one of them out."
-        )
-    for name in ("tpu", "mpirun_hostfile", "deepspeed_hostfile"):
-        if name in settings.settings and settings[name]:
-            raise ConfigurationError(
-                f"{where} and {settings.where(name)} cannot be combined: --ray starts every process itself. Leave one "
-                "of them out."
-            )
-    if isinstance(settings["num_machines"], MachineRange):
-        raise ConfigurationError(
-            f"{where} and {settings.where('num_machines')} cannot be combined: a run on Ray has a fixed number of "
-            "processes. Give the number of machines."
-        )
-
-
 RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_run_type,
     _check_rank,
@@ -354,7 +329,6 @@ RULES: tuple[Callable[[Resolution], None], ...] = (
     _check_checkpointing,
     _check_experts,
     _check_megatron,
-    _check_ray,
     _check_replicas,
     _check_machines,
 )

@@ -88,7 +88,7 @@ class CoreOptions(OptionGroup):
 
 _UNSHARDED = {
     "distributed_type": ("NO", *PARALLEL_TYPES),
-    **{name: (False,) for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "ft")},
+    **{name: (False,) for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm")},
 }
 _CHECKPOINTED = {"activation_checkpointing": (True,)}
 _checkpointing = functools.partial(

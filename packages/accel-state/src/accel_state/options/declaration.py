@@ -185,7 +185,6 @@ class Option(ValueSpec):
     other_envs: tuple[str, ...] = ()  # variables of other launchers, which set it where ``env`` does not
     exported: bool = False  # whether the launched processes receive it (under ``env``)
     alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
-    bare: str | None = None  # the value of another option that may be given without one (``--ray``)
     # another option, and its values that set this one to true unless this one is set
     implied_by: tuple[str, tuple[Any, ...]] | None = None
     retired: str | None = None  # why the option has no effect any more, for a note to the user; None for all others
@@ -380,8 +379,6 @@ def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
     settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}
     if opt.is_flag:
         section.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
-    elif opt.bare is not None:
-        section.add_argument(*opt.flags, nargs="?", const=opt.bare, metavar=opt.metavar, help=text, **settings)
     else:
         action = "append" if opt.kind is tuple else "store"
         section.add_argument(*opt.flags, action=action, metavar=opt.metavar, help=text, **settings)

@@ -24,7 +24,6 @@ class FaultToleranceOptions(OptionGroup):
         minimum=1,
         help="Number of replicas, which share every global batch. While some are dead, the others compute their "
         "share: the global batch, and so the result, stays the same.",
-        question="How many replicas will you use in total, each with the full model on one device?",
     )
     num_spares: int = _replicas(
         0, minimum=0, help="Number of further replicas that stand by, and take the share of a dead one at once."

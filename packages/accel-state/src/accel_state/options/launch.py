@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ..enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from .declaration import GIVEN, OptionGroup, option
+from .declaration import OptionGroup, option
 
 LOCAL_TYPES = tuple(DistributedType.list())
 PARALLEL_TYPES = tuple(name for name in LOCAL_TYPES if name.startswith("MULTI_"))
@@ -151,14 +151,14 @@ class ParadigmOptions(OptionGroup):
         implied_by=("distributed_type", ("DEEPSPEED",)),
         help="Train with DeepSpeed.",
         question="Do you want to use DeepSpeed?",
-        asked_when={"distributed_type": ("NO", *PARALLEL_TYPES), "ft": (False,)},
+        asked_when={"distributed_type": ("NO", *PARALLEL_TYPES)},
     )
     use_fsdp: bool = _switch(
         False,
         implied_by=("distributed_type", ("FSDP",)),
         help="Train with PyTorch FullyShardedDataParallel.",
         question="Do you want to use FullyShardedDataParallel?",
-        asked_when={"distributed_type": PARALLEL_TYPES, "use_deepspeed": (False,), "ft": (False,)},
+        asked_when={"distributed_type": PARALLEL_TYPES, "use_deepspeed": (False,)},
     )
     use_megatron_lm: bool = _switch(
         False,
@@ -167,7 +167,7 @@ class ParadigmOptions(OptionGroup):
         question="Do you want to use Megatron-LM?",
         asked_when={
             "distributed_type": PARALLEL_TYPES,
-            **{name: (False,) for name in ("use_deepspeed", "use_fsdp", "ft")},
+            **{name: (False,) for name in ("use_deepspeed", "use_fsdp")},
         },
     )
     use_parallelism_config: bool = _switch(
@@ -180,8 +180,6 @@ class ParadigmOptions(OptionGroup):
     ft: bool = _switch(
         False,
         help="Train with replicas that continue without those that are killed, which rejoin after a restart (torchft).",
-        question="Should replicas that die be restarted alone, while the others continue (needs torchft)?",
-        asked_when={"ray": (GIVEN,)},
     )
     strategy: str | None = _switch(
         metavar="NAME",

@@ -19,7 +19,6 @@ _CLASSES = {
     "torchrun": "torchrun:TorchrunOptions",
     "fault_tolerance": "fault_tolerance:FaultToleranceOptions",
     "mpi": "rendezvous:MpiOptions",
-    "ray": "ray:RayOptions",
     "deepspeed": "deepspeed:DeepSpeedOptions",
     "checkpointing": "core:CheckpointingOptions",
     "fsdp": "fsdp:FsdpOptions",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from .declaration import GIVEN, MORE_THAN_ONE, NO_RANGE, OptionGroup, option
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
-_several = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE,), "ray": (None,)})
-_fixed = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE, NO_RANGE), "ray": (None,)})
+_several = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE,)})
+_fixed = functools.partial(option, asked_when={"num_machines": (MORE_THAN_ONE, NO_RANGE)})
 
 
 def parse_streams(text: str) -> str:
@@ -167,7 +167,7 @@ class MpiOptions(OptionGroup):
         metavar="FILE",
         help="Start the processes with mpirun on the machines listed in this file, one per line.",
         question="Path of a hostfile, to start the processes with mpirun (leave it empty not to use mpirun)?",
-        asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,), "ray": (None,)},
+        asked_when={"cpu": (True,), "num_machines": (MORE_THAN_ONE,)},
     )
     ccl: int | None = _mpirun(
         minimum=1,

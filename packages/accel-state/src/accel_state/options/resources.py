@@ -47,7 +47,7 @@ class ResourceOptions(OptionGroup):
         help="Total number of processes on all machines. Left out: one per visible GPU, or one per machine if there is "
         "no GPU or --cpu is given; with distributed_type MULTI_CPU one per NUMA node, at least two.",
         question="How many processes in total will you use?",
-        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA"), "ft": (False,)},
+        asked_when={"distributed_type": (*PARALLEL_TYPES, "XLA")},
     )
     num_machines: int = option(
         1,
