@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from accel_state.errors import AccelError
-from accel_state.humanize import counted
 from accel_state.paths import leads_outside
 
 OPTIMIZER_NAME = "optimizer"
@@ -142,12 +141,3 @@ def require_number(value: object, what: str, minimum: int = 0) -> int:
             "checkpoint."
         )
     return value
-
-
-def require_count(kind: str, saved: int, present: int, directory: Path, strict: bool = True) -> None:
-    """Raise CheckpointError if more objects of some kind are to be loaded than were saved; if strict, also if fewer."""
-    if present > saved or (strict and present < saved):
-        raise CheckpointError(
-            f"{directory} has {counted(saved, kind)} and there {'is' if present == 1 else 'are'} {present} to load. "
-            "Prepare and register the same objects as when it was saved."
-        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
@@ -17,14 +15,12 @@ __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION", "BETA_SP_AVAILABLE_DEEPSPEED_VERSION", "BETA_TP_AVAILABLE_PYTORCH_VERSION",
     "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION", "CUDA_DISTRIBUTED_TYPES", "DTENSOR_PYTORCH_VERSION", "DYNAMO_BACKENDS",
     "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "FSDP2_PYTORCH_VERSION", "FSDP_PYTORCH_VERSION",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "PROFILE_PATTERN_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
-    "SAGEMAKER_PARALLEL_EC2_INSTANCES", "SAGEMAKER_PYTHON_VERSION", "SAGEMAKER_PYTORCH_VERSION",
-    "SAGEMAKER_TRANSFORMERS_VERSION", "STR_OPERATION_TO_FUNC", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
-    "TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_DYNAMO_MODES",
-    "TORCH_LAUNCH_PARAMS", "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "BaseEnum",
-    "FP8BackendType", "deepspeed_launcher", "multi_gpu_launcher", "simple_launcher", "tpu_launcher",
-    "_PYTORCH_DATALOADER_KWARGS", "_gpu_broadcast", "_gpu_gather", "_gpu_gather_object", "_is_package_available",
-    "_tpu_broadcast", "_tpu_gather",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "SAGEMAKER_PARALLEL_EC2_INSTANCES", "SAGEMAKER_PYTHON_VERSION",
+    "SAGEMAKER_PYTORCH_VERSION", "SAGEMAKER_TRANSFORMERS_VERSION", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "TENSOR_INT_TO_DTYPE", "TENSOR_TYPE_TO_INT", "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "BaseEnum", "FP8BackendType", "deepspeed_launcher", "multi_gpu_launcher",
+    "simple_launcher", "tpu_launcher", "_PYTORCH_DATALOADER_KWARGS", "_gpu_broadcast", "_gpu_gather",
+    "_gpu_gather_object", "_is_package_available", "_tpu_broadcast", "_tpu_gather",
 ]  # fmt: skip
 
 BETA_CP_AVAILABLE_PYTORCH_VERSION = FSDP2_PYTORCH_VERSION = "2.6.0"
@@ -41,10 +37,6 @@ SAGEMAKER_PYTORCH_VERSION = "1.10.2"
 SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 
-PROFILE_PATTERN_NAME = "profile_{suffix}.json"
-WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
-SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
-
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
@@ -58,10 +50,6 @@ DYNAMO_BACKENDS = (
     "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
     "AOT_TORCHXLA_TRACE_ONCE TORHCHXLA_TRACE_ONCE TVM"
 ).split()
-TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
-STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
-    ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt,
-}  # fmt: skip
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (  # for isinstance
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
     *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),

@@ -133,7 +133,7 @@ def is_fp8_available() -> bool:
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
 
 
-_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -155,9 +155,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         ConfigurationError: the operation or ``requirement_version`` is invalid.
         MissingDependencyError: the distribution is not installed.
     """
-    compare = _OPERATIONS.get(operation)
+    compare = OPERATIONS.get(operation)
     if compare is None:
-        raise ConfigurationError(f"operation={operation!r} is not one of {' '.join(_OPERATIONS)}")
+        raise ConfigurationError(f"operation={operation!r} is not one of {' '.join(OPERATIONS)}")
     try:
         required = parse(requirement_version)
     except InvalidVersion:

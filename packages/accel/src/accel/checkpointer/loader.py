@@ -32,7 +32,6 @@ from accel_checkpoint.names import (
     is_checkpoint_file,
     numbered,
     numbered_files,
-    require_count,
     require_files,
     require_number,
 )
@@ -186,7 +185,11 @@ class StateReader(CheckpointReader):
 
     def check_count(self, kind: str, saved: int, present: int) -> None:
         """Note how many objects of a kind are left; raise CheckpointError if there are too few of them to load."""
-        require_count(kind, saved, present, self.folder, self.strict)
+        if present > saved or (self.strict and present < saved):
+            raise CheckpointError(
+                f"{self.folder} has {counted(saved, kind)} and there {'is' if present == 1 else 'are'} {present} to "
+                "load. Prepare and register the same objects as when it was saved."
+            )
         if present < saved:
             self._left[kind] = f"{saved - present} of {counted(saved, kind)}"
 

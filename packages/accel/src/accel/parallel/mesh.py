@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_data.rng_state import capture_rng, restore_rng
 from accel_state import PartialState, environments
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
@@ -114,6 +115,19 @@ def sub_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     if name in _GROUPED:
         return _FLATTENED[mesh].get(name)
     return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
+
+
+def share_generators(mesh: DeviceMesh, state: PartialState) -> None:
+    """Give ranks with the same batch the same generators (python, numpy, torch, device). Every rank must call it."""
+    device = state.device_backend
+    for axis in mesh.mesh_dim_names or ():
+        if axis not in DATA_AXES:
+            states = capture_rng(), None if device.name == "cpu" else device.get_rng_state()
+            of_host, of_device = collectives_over(mesh, axis, state).broadcast_object(states)
+            if coordinate(mesh, axis):
+                restore_rng(of_host)
+                if of_device is not None:
+                    device.set_rng_state(of_device)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

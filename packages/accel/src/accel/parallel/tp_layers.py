@@ -21,10 +21,10 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import keeps_local, shard_replicated
 from ..core.fused_dtensor import remember_packed
-from ..core.kept_results import is_keeping
+from ..core.kept_results import is_keeping, keep
 from ..core.nf4_weights import is_stored_in_nf4
+from .async_products import in_autocast_dtype, product_gradient
 from .differentiable import Collective, differentiable
-from .kept_products import kept_product
 from .tp_collectives import SharedInput, collectives_of_sum, joined, part, share_of, shared, summed
 from .tp_four_bit import four_bit_product, is_four_bit, shard_four_bit
 from .tp_nf4 import parts_of_nf4
@@ -340,3 +340,32 @@ def apply_torch_style(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle)
     """Shard a module by a style of torch, without a broadcast: its parameters are the same on all ranks."""
     style.src_data_rank = None
     parallelize_module(module, mesh, style, **keeps_local(parallelize_module))
+
+
+def kept_product(x: torch.Tensor, matrix: torch.Tensor, reduce: Collective, spread: Collective) -> torch.Tensor:
+    """Return ``reduce(x @ matrix)``, which a recomputation takes from the forward pass.
+
+    Args:
+        x: this rank's part of the inputs.
+        matrix: this rank's rows of the weight.
+        reduce: the collective that adds up the products of the ranks.
+        spread: the collective that makes the gradient of the product from the gradient of the result.
+    """
+    output: torch.Tensor = _KeptProduct.apply(*in_autocast_dtype([x, matrix]), reduce, spread)
+    return output
+
+
+class _KeptProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, matrix: torch.Tensor, reduce: Collective, spread: Collective) -> Any:
+        ctx.spread = spread
+        ctx.save_for_backward(x, matrix)
+        return keep(lambda: reduce(x @ matrix))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, matrix = ctx.saved_tensors
+        whole = ctx.spread(gradients[0])
+        of_x = whole @ matrix.t() if ctx.needs_input_grad[0] else None
+        of_matrix = product_gradient(x, whole) if ctx.needs_input_grad[1] else None
+        return of_x, of_matrix, None, None

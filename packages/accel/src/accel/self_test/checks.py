@@ -145,15 +145,16 @@ def train_prepared(accelerator: Accelerator, accumulation: int) -> tuple[list[to
     return result, world
 
 
-def check_checkpoint(accelerator: Accelerator) -> None:
-    """load_state restores the weights of save_state bit for bit."""
+def check_checkpoint(accelerator: Accelerator, blocking: bool = True) -> None:
+    """load_state restores the weights of save_state bit for bit, also if they change while it writes."""
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     take_step(accelerator, model, optimizer)
     directory = broadcast_object_list([tempfile.mkdtemp(prefix="accel_test_")])[0]
     saved = weight_values(accelerator, model)
-    accelerator.save_state(f"{directory}/state")
+    accelerator.save_state(f"{directory}/state", blocking=blocking)
     take_step(accelerator, model, optimizer)
+    accelerator.wait_for_save()
     if weight_values(accelerator, model) == saved:
         raise SelfTestError("a step of AdamW did not change the weights")
     accelerator.load_state(f"{directory}/state")

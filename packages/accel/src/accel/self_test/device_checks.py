@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,10 +10,10 @@ from torch import nn
 from accel_bigmodel import cpu_offload
 from accel_state import devices
 from accel_state.devices.base import Device
-from accel_state.operations import broadcast_object_list, send_to_device
+from accel_state.operations import send_to_device
 
 from ..accelerator import Accelerator
-from .checks import SelfTestError, expect_equal, make_model, take_step, weight_values
+from .checks import SelfTestError, check_checkpoint, expect_equal
 
 ELEMENTS = 1 << 16
 
@@ -122,19 +120,7 @@ def check_offload(accelerator: Accelerator) -> None:
 
 def check_background_save(accelerator: Accelerator) -> None:
     """Check that a checkpoint written while training continues contains the weights of its moment."""
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    directory = broadcast_object_list([tempfile.mkdtemp(prefix="accel_test_")])[0]
-    saved = weight_values(accelerator, model)
-    accelerator.save_state(f"{directory}/state", blocking=False)
-    take_step(accelerator, model, optimizer)
-    accelerator.wait_for_save()
-    accelerator.load_state(f"{directory}/state")
-    expect_equal("weights after load_state", weight_values(accelerator, model), saved)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        shutil.rmtree(directory)
-    accelerator.free_memory()
+    check_checkpoint(accelerator, blocking=False)
 
 
 DEVICE_CHECKS: Mapping[str, Callable[[Accelerator], None]] = {

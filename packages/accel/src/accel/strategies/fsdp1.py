@@ -35,7 +35,6 @@ from .._torch_compat import (
 )
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
-from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..core.types import Layout
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
@@ -88,13 +87,7 @@ class FSDP1Strategy(ShardedStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
-        self.check_quantized(model)
-        if self.settings.sync_module_states:
-            start_with_scales_of_rank_0(model, self.state.collectives)
-        self.upcast(model)
-        settings = self.settings
-        ignored = settings.ignored_in(model)
-        self.warn_of_ignored(ignored)
+        settings, ignored = self.settings, self.ready_to_shard(model, self.state.collectives)
         units = find_units(model, settings.policy_for(model), ignored)
         untouched = {parameter for module in ignored for parameter in module.parameters()}
         named = parameters_of_units(model, owned_by(model, units), untouched)

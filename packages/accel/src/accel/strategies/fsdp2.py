@@ -29,7 +29,6 @@ from .._torch_compat import (
 )
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
-from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..core.unwrap import clean_name, is_compiled_module, tied_names
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
@@ -111,14 +110,8 @@ class FSDP2Strategy(ShardedStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.is_wrapped(model):
             return model
-        self.check_quantized(model)
-        if self.settings.sync_module_states:
-            start_with_scales_of_rank_0(model, self.model_collectives)
         self._check_batch_norms(model)
-        self.upcast(model)
-        settings = self.settings
-        ignored = settings.ignored_in(model)
-        self.warn_of_ignored(ignored)
+        settings, ignored = self.settings, self.ready_to_shard(model, self.model_collectives)
         blocks = find_units(model, settings.policy_for(model), ignored)
         units = self._units(model, blocks)
         owned = owned_by(model, units)

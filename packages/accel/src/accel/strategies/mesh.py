@@ -51,8 +51,7 @@ from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.expert_balance import reduce_auxiliary_loss
 from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
-from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh
-from ..parallel.rng_sync import share_generators
+from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh, share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.split_sequences import SplitSequences

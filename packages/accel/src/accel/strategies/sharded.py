@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_checkpoint.names import AVERAGE_NAME
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
+from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import check_before_loading
@@ -21,7 +22,7 @@ from ..contract.strategy import Strategy
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes, unpack
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
-from ..core.quantized_layers import add_scales, check_sharded
+from ..core.quantized_layers import add_scales, check_sharded, start_with_scales_of_rank_0
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, names_in_order
 from ..fsdp.checkpoint.files import gather, gather_one
@@ -109,8 +110,28 @@ class ShardedStrategy(Strategy):
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)
 
-    def check_quantized(self, model: nn.Module) -> None:
+    def ready_to_shard(self, model: nn.Module, collectives: Collectives) -> list[nn.Module]:
+        """Refuse what cannot be sharded, make master weights, and return the modules that are not sharded.
+
+        Args:
+            model: the model.
+            collectives: over the ranks that hold parts of it. Every rank must call it.
+        """
         check_sharded(model, getattr(self.precision, "param_dtype", None), self.fsdp_version)
+        if self.settings.sync_module_states:
+            start_with_scales_of_rank_0(model, collectives)
+        self.upcast(model)
+        ignored = self.settings.ignored_in(model)
+        # torch does not synchronise their gradients.
+        trainable = sum(parameter.requires_grad for module in ignored for parameter in module.parameters())
+        if trainable:
+            logger.warning(
+                "ignored_modules has %d trainable parameters. FSDP does not synchronise their gradients: average them "
+                "yourself, or freeze them.",
+                trainable,
+                main_process_only=True,
+            )
+        return ignored
 
     def upcast(self, model: nn.Module) -> None:
         """Keep master weights in fp32 where models compute in half precision."""
@@ -126,17 +147,6 @@ class ShardedStrategy(Strategy):
                 "precision, and are saved in fp32. Load the model in fp32 to avoid this warning.",
                 len(low),
                 low[0][0],
-                main_process_only=True,
-            )
-
-    def warn_of_ignored(self, ignored: Iterable[nn.Module]) -> None:
-        """Warn about trainable parameters of ignored modules, whose gradients torch does not synchronise."""
-        trainable = sum(parameter.requires_grad for module in ignored for parameter in module.parameters())
-        if trainable:
-            logger.warning(
-                "ignored_modules has %d trainable parameters. FSDP does not synchronise their gradients: average them "
-                "yourself, or freeze them.",
-                trainable,
                 main_process_only=True,
             )
 

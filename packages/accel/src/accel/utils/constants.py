@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from typing import Any
-
 from accel_checkpoint.names import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from accel_checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accel_checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
 from accel_checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
 from accel_checkpoint.names import SCALER_NAME as SCALER_NAME
 from accel_checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
+from accel_state.imports import OPERATIONS
 
 from ..core.weights_io import MODEL_NAME as MODEL_NAME
 from ..core.weights_io import SAFE_MODEL_NAME as SAFE_MODEL_NAME
@@ -31,12 +28,4 @@ FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DI
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
-
-STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
+STR_OPERATION_TO_FUNC = OPERATIONS
