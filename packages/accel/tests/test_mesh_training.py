@@ -335,7 +335,7 @@ def refusals() -> None:
     AcceleratorState._reset_state()
     with pytest.raises(ConfigurationError, match="tp_size=3.*the 2 processes"):
         Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=3))
-    with pytest.raises(ConfigurationError, match="settings were given for torch_tp, mesh"):
+    with pytest.raises(ConfigurationError, match="settings were given for mesh, torch_tp"):
         Accelerator(
             torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), parallelism_config=ParallelismConfig(tp_size=2)
         )
