@@ -34,6 +34,12 @@ def test_losses_equal_plain_pytorch(results, mesh) -> None:
     assert run["later"] == {"compilations": 0, "cuts": 18, "copies": 0}
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_moving_averages_equal_those_of_torch(results, mesh) -> None:
+    assert results[mesh]["averages"]["difference"] < 1e-6
+    assert results[mesh]["averages"]["later"]["copies"] == 0
+
+
 @pytest.mark.parametrize(("mesh", "parts"), [("dp4", 4), ("fsdp4", 4), ("tp4", 1), ("fsdp2_tp2", 2)])
 def test_one_process_counts_the_parts_of_the_data(results, mesh, parts) -> None:
     """The schedule advances as on as many processes; metrics have each sample once, in order."""

@@ -94,6 +94,11 @@ def test_compilation_profiler_and_precision(results) -> None:
     assert (inside, output, weight) == ("torch.bfloat16", "torch.float32", "torch.float32") and 0 < difference < 0.02
 
 
+def test_moving_averages_equal_those_of_torch(results) -> None:
+    assert results["averages"]["difference"] < 1e-6
+    assert results["averages"]["later"]["compilations"] == results["averages"]["later"]["copies"] == 0
+
+
 def test_what_would_train_nothing_or_compile_always_is_told(results) -> None:
     (message,) = results["offers"]["recompiled"]
     assert "training steps were recompiled" in message and "Pad all batches" in message

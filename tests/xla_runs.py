@@ -342,6 +342,66 @@ def offers(accelerator: Any, folder: Path) -> dict[str, Any]:
     return results
 
 
+def averages_run(make: Callable[[], Any], folder: Path, parts: int = 1) -> dict[str, Any]:
+    """Moving averages over accumulated steps, without interruption and resumed, and torch's AveragedModel.
+
+    Args:
+        make: returns an Accelerator with windows of two batches.
+        folder: where the state is saved.
+        parts: the batches of the loader in a batch of the run.
+    """
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    decay, steps, saved = 0.7, 6, 3
+    data = torch.randn(steps * 2 * 8, 8, generator=torch.Generator().manual_seed(2))
+
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        model[0].bias.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        return model, optimizer, DataLoader(TensorDataset(data), batch_size=8 // parts)
+
+    model, optimizer, _ = build()
+    plain = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    for step in range(steps):
+        for batch in data[step * 16 : step * 16 + 16].split(8):
+            (model(batch).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.update_parameters(model)
+    loss = plain(data[:8]).square().mean().item()
+    differences, counts = [], Counts()
+    for resumed in (False, True):
+        fresh()
+        accelerator = make()
+        model, optimizer, loader = accelerator.prepare(*build())
+        average = accelerator.moving_average(model, decay)
+        if resumed:
+            accelerator.load_state(folder)
+        for number, (batch,) in enumerate(loader, 2 * saved if resumed else 0):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                assert average.update() == (number % 2 == 1)
+                optimizer.zero_grad()
+            if number == 2 * saved - 1:
+                accelerator.save_state(folder)
+            counts = Counts() if number == 7 else counts
+        later = counts.since()
+        first = data[:8].to(accelerator.device)
+        before = accelerator.get_state_dict(model)
+        before = {name: value.cpu().clone() for name, value in before.items()}
+        with average.applied():
+            differences.append(abs(model(first).square().mean().item() - loss))
+            for name, value in accelerator.get_state_dict(model).items():
+                differences.append((value.cpu() - plain.module.state_dict()[name]).abs().max().item())
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(value, after[name].cpu()) for name, value in before.items())
+        accelerator.end_training()
+    return {"difference": max(differences), "later": later}
+
+
 def recorded(tensor: torch.Tensor) -> str:
     """What is recorded for a tensor and has not run yet."""
     import torch_xla
@@ -374,6 +434,7 @@ def single(folder: Path) -> dict[str, Any]:
     results["resume"] = resume_run(accelerator, folder)
     accelerator.free_memory()
     results["offers"] = offers(accelerator, folder)
+    results["averages"] = averages_run(lambda: Accelerator(gradient_accumulation_steps=2), folder / "averages")
     return results
 
 
@@ -416,7 +477,7 @@ def mesh(folder: Path) -> dict[str, Any]:
     import torch_xla
 
     from accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-    from accel.utils import set_seed
+    from accel.utils import TorchTensorParallelConfig, set_seed
 
     set_seed(3)  # before it is known how the devices are used
     results: dict[str, Any] = {}
@@ -463,6 +524,13 @@ def mesh(folder: Path) -> dict[str, Any]:
             "samples": [sample for batch in samples for sample in batch],
         }
         accelerator.end_training()
+        plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"}) if "tp_size" in sizes else None
+        settings = ParallelismConfig(**sizes, tp_handler=plan)
+        results[name]["averages"] = averages_run(
+            lambda settings=settings: Accelerator(parallelism_config=settings, gradient_accumulation_steps=2),  # type: ignore[misc]
+            folder / f"{name} averages",
+            parts,
+        )
     results["refused"] = refused()
     return results
 

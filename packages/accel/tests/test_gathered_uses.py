@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -196,28 +198,73 @@ def train_engine(cases: list[tuple[str, int]]) -> list[Any]:
     return found
 
 
-def read_freed() -> list[float]:
-    accelerator = accelerator_of(config(3))
+def penalty(parameters: Iterable[torch.Tensor]) -> float:
+    return sum(parameter.square().sum().item() for parameter in parameters)
+
+
+# What a script does with weights between steps, without gradients.
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda model: model.middle.weight.norm(),
+    "data": lambda model: model.middle.weight.data.norm(),
+    "detach": lambda model: model.middle.weight.detach().abs().sum(),
+    "penalty": lambda model: penalty(model.middle.parameters()),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.middle.parameters()),
+    "norms": lambda model: torch._foreach_norm([model.middle.weight, model.middle.bias]),
+    "decay": lambda model: model.middle.weight.mul_(0.5),
+    "decay of data": lambda model: model.middle.weight.data.mul_(0.5),
+    "init": lambda model: nn.init.zeros_(model.middle.weight),
+    "copy": lambda model: copy.deepcopy(model.middle.weight),
+    "average": lambda model: torch.empty(13, 13).lerp_(model.middle.weight, 0.5),
+}
+
+
+def read_freed() -> dict[str, Any]:
+    accelerator = accelerator_of(config(3, zero={"stage3_param_persistence_threshold": 0}))
     model: Any = deepspeed_net()
     loader = DataLoader(data(), batch_size=BATCH)
-    model, *_ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model, optimizer, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     weight = model.module.middle.weight
     with pytest.raises(ConfigurationError, match=r"at ZeRO stage 3 gathers values only.*torch\.no_grad"):
         accelerator.gathered_parameters(model)
-    found = [weight.norm().item()]
-    for module in (model, model.module.middle):
-        with torch.no_grad(), accelerator.gathered_parameters(module):
-            found.append(weight.norm().item())
-    found.append(weight.norm().item())
+    found: dict[str, Any] = {}
+    for step, (x, y) in enumerate(DataLoader(data(2), batch_size=BATCH)):
+        for name, read in READS.items():
+            with torch.no_grad(), pytest.raises(ConfigurationError) as caught:
+                read(model.module)
+            found[f"{name} {step}"] = str(caught.value)
+        with pytest.raises(ConfigurationError):  # a parameter that requires gradients
+            weight.norm()
+        for module in (model, model.module.middle):
+            with torch.no_grad(), accelerator.gathered_parameters(module):
+                norm = weight.norm().item()
+                assert type(weight) is nn.Parameter
+        # What reads no values.
+        assert isinstance(weight, nn.Parameter) and not weight.is_cuda and weight.requires_grad and weight.numel() == 0
+        assert "Parameter" in repr(weight) and weight in set(model.parameters()) and weight.grad is None
+        model.module.to("cpu").requires_grad_(True)
+        accelerator.backward(loss_of_net(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"weights {step}"] = norm
     release(accelerator)
     return found
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed")
-def test_values_of_freed_weights_are_gathered() -> None:
-    norm = deepspeed_net().middle.weight.norm().item()
+def test_freed_weights_are_refused_and_their_values_gathered() -> None:
+    norms, model = [], deepspeed_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(data(2), batch_size=BATCH):
+        norms.append(model.middle.weight.norm().item())
+        loss_of_net(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     for found in run_world(read_freed, 2):
-        assert found == pytest.approx([0, norm, norm, 0])
+        assert [found.pop(f"weights {step}") for step in (0, 1)] == pytest.approx(norms, abs=1e-6)
+        assert len(found) == 2 * len(READS)
+        for name, message in found.items():
+            assert re.match(r"middle\.(weight|bias) was used outside of a forward that gathers it", message), name
+            assert "torch.no_grad(), accelerator.gathered_parameters(model)" in message
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "deepspeed is installed")
@@ -236,7 +283,7 @@ def test_weights_outside_of_an_engines_forward_equal_one_process_or_are_refused(
             expected.append(loss.item())
         assert result == pytest.approx(expected, abs=1e-5), (case, stage)
     # An engine whose backward pass has failed is not used again.
-    named = {"all_weights": "last.bias", "one_weight": "last.weight", "one_weight_first": "middle.weight"}
+    named = {"all_weights": "first.weight", "one_weight": "last.weight", "one_weight_first": "middle.weight"}
     for case, name in named.items():
         [message] = run_world(train_engine, 2, [(case, 3)])[0]
         assert f"{name} was used outside of a forward that gathers it" in message

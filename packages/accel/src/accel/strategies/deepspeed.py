@@ -22,7 +22,7 @@ from ..core.nf4_weights import check_nf4
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, innermost_model, tied_names
 from ..core.weights_io import average_part
-from ..deepspeed import gradients, master_weights, runtime
+from ..deepspeed import freed_weights, gradients, master_weights, runtime
 from ..deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -34,6 +34,11 @@ from ..deepspeed.optimizer import warn_once
 from ..deepspeed.plugin import DeepSpeedPlugin
 from ..kwargs.base import Handlers
 from . import outside_forward
+
+_ADVICE = (
+    "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`. For gradients, read it in the "
+    "model's forward, by its name (self.head.weight), or set zero_stage=2, where every rank has all weights."
+)
 
 
 class DeepSpeedStrategy(Strategy):
@@ -120,18 +125,18 @@ class DeepSpeedStrategy(Strategy):
         return prepared
 
     def _explain_uses_of(self, engine: Any) -> None:
-        """Explain errors of weights that are read while ZeRO stage 3 has freed them."""
+        """Refuse to compute with weights that ZeRO stage 3 has freed, and explain errors of weights it has gathered."""
+        errors = {}
         for name, parameter in engine.module.named_parameters():
             if hasattr(parameter, "ds_shape"):
                 self._sharded_names[parameter] = name
-                outside_forward.explain_at_exit(self)
+                errors[parameter] = outside_forward.message(name, _ADVICE)
+        if errors:
+            outside_forward.explain_at_exit(self)
+            freed_weights.watch(errors)
 
     def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
-        advice = (
-            "Read it in the model's forward, by its name (self.head.weight), or set zero_stage=2, where every rank has "
-            "all weights."
-        )
-        return outside_forward.explain(error, self._sharded_names, advice, loss)
+        return outside_forward.explain(error, self._sharded_names, _ADVICE, loss)
 
     def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
         if self.shards_parameters and torch.is_grad_enabled():

@@ -52,6 +52,7 @@ class XlaStrategy(Strategy):
 
     distributed_type: DistributedType | None = DistributedType.XLA
     skips_gradient_sync = True
+    averages_weights = True
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)

@@ -337,9 +337,8 @@ def start(
     if not strategy.averages_weights or unknown_backend:
         where = f"the FP8 backend {fp8_backend!r}" if unknown_backend else type(strategy).__name__
         raise ConfigurationError(
-            f"moving averages of weights have not been compared with one process under {where}. They work in one "
-            "process, with DDP, FSDP 1 and 2, DeepSpeed and on meshes, in fp32, bf16, fp16 and in fp8 with the backend "
-            "'native'."
+            f"moving averages of weights have not been compared with one process under {where}. They work with the "
+            "strategies of accel, in fp32, bf16, fp16, and in fp8 with the backend 'native'."
         )
     average = MovingAverage(model, prepared, multi_avg_fn or get_ema_multi_avg_fn(decay), use_buffers)
     prepared.averages.append(average)
@@ -366,12 +365,20 @@ def suspended(applied: Sequence[Swap]) -> Iterator[None]:
 
 def own_memory(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a state dict without tensors in the memory of the model, which gets other values after the block."""
-    held = {local(item).untyped_storage().data_ptr() for item in chain(model.parameters(), model.buffers())}
+    held = set(map(_address, chain(model.parameters(), model.buffers())))
     shared = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and local(value).untyped_storage().data_ptr() in held:
+        if isinstance(value, torch.Tensor) and _address(value) in held:
             shared[name] = value
     return {**state, **copy.deepcopy(shared)}  # names of the same weight stay so
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's memory; None on XLA devices, whose tensors have no address."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
