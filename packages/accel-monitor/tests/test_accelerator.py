@@ -283,6 +283,41 @@ def test_killed_ranks_lose_no_second_and_no_step(tmp_path: Path) -> None:
     assert ledger.seconds[Cause.EXIT] > 0 and ledger.seconds[Cause.LAUNCHER] > 0
 
 
+UNFINISHED = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+model = torch.nn.Linear(8, 1)
+data = DataLoader(TensorDataset(torch.ones(160, 8)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+for (inputs,) in loader:
+    accelerator.backward(model(inputs).mean())
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow  # starts a launcher and its ranks twice
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_launch_in_a_directory_is_a_run_of_its_own(tmp_path: Path, processes: int) -> None:
+    """Neither launch calls end_training(); that of one process becomes the script, whose parent is this one."""
+    script = tmp_path / "train.py"
+    script.write_text(UNFINISHED)
+    words = ["--cpu", "--num_processes", str(processes), "--monitor", str(script), str(tmp_path)]
+    began = time.time()
+    for _ in range(2):
+        command = [sys.executable, "-m", "accel_launch", "launch", *words]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=140)
+    runs = read_runs(tmp_path)
+    assert [[attempt.last_step for (attempt,) in run.attempts.values()] for run in runs] == [
+        [20 // processes] * processes
+    ] * 2
+    for run in runs:
+        ledger = make_ledger(run)
+        assert ledger.seconds[Cause.BETWEEN] == 0 and run.begin >= began - 1
+
+
 SERVED = """
 import http.client, sys, time, torch
 from pathlib import Path

@@ -31,11 +31,12 @@ class Writer:
         with self.file.open("a") as file:
             file.write(json.dumps({"id": f"{self.rank}-{self.count}", **line}) + "\n")
 
-    def start(self, process_start: float, startup: float) -> None:
+    def start(self, process_start: float, startup: float, launch: str | None = None) -> None:
         self.count += 1
         self.at, self.parts, self.step = 0.0, dict.fromkeys(NAMES, 0.0), 0
         self.write(kind="start", replica=None, rank=self.rank, world_size=self.world_size, device="cpu", step=0,
-                   host=self.host, pid=1, time=process_start + startup, process_start=process_start)  # fmt: skip
+                   host=self.host, pid=1, time=process_start + startup, process_start=process_start,
+                   launch=launch)  # fmt: skip
 
     def spend(self, part: str, seconds: float) -> None:
         self.at += seconds
@@ -181,6 +182,56 @@ def test_runs_in_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture) ->
                               time=30.0, process_start=30.0, id="other")  # fmt: skip
     Writer(tmp_path, 1).write(id="other", kind="sample", at=150.0, parts=[150.0, *[0.0] * 10], step=0)
     assert any("same time" in note for run in read_runs(tmp_path) for note in run.notes)
+
+
+def test_another_launch_without_a_state_is_another_run(tmp_path: Path) -> None:
+    """The first launch ended without end_training(), on two machines with launchers of their own."""
+    for number, host in enumerate("ab"):
+        rank = Writer(tmp_path, number, host, 2)
+        for launch, begin in (("first", 100.0), ("second", 500.0)):
+            rank.start(begin + number, 1.0, f"{launch} on {host}")
+            rank.steps(5)
+            rank.sample("end", finished=False)
+    first, second = read_runs(tmp_path)
+    for run in (first, second):
+        ledger = make_ledger(run)
+        assert ledger.seconds[Cause.DEAD] == pytest.approx(1.0), "rank 0, whose host started a second earlier"
+        assert ledger.seconds[Cause.BETWEEN] == 0 and ledger.total == pytest.approx(13)
+
+
+def test_a_launcher_that_starts_its_ranks_again_continues_the_run(tmp_path: Path) -> None:
+    """Before the first saved state: no state is loaded; the launcher of the other machine ran all the time."""
+    for number, host in enumerate("ab"):
+        rank = Writer(tmp_path, number, host, 2)
+        rank.start(100.0, 1.0, f"launcher of {host}")
+        rank.steps(5)
+        rank.sample()
+        rank.start(120.0, 1.0, "launcher of a" if host == "a" else "a launcher in place of b")
+        rank.steps(8)
+        rank.sample("end", finished=True)
+    (run,) = read_runs(tmp_path)
+    ledger = make_ledger(run)
+    assert ledger.seconds[Cause.DEAD] == pytest.approx(2 * 14) and ledger.seconds[Cause.BETWEEN] == 0
+    assert ledger.repeated_steps == 5
+
+
+def test_time_between_two_launches_of_a_run_is_not_dead(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rank = Writer(tmp_path)
+    rank.start(100.0, 1.0, "evening")
+    rank.steps(9)
+    rank.save(1.0)
+    rank.sample("end", finished=False)
+    rank.start(1000.0, 1.0, "morning")
+    rank.load(9, 1.0)
+    rank.steps(7)
+    rank.sample("end", finished=True)
+    ledger = make_ledger(read_runs(tmp_path)[0])
+    assert ledger.seconds[Cause.BETWEEN] == pytest.approx(1000 - 111) and ledger.seconds[Cause.DEAD] == 0
+    assert ledger.total == pytest.approx(ledger.wall) == pytest.approx(909)
+    target = tmp_path / "page.html"
+    assert COMMAND.run([str(tmp_path), "--html", str(target)]) == 0
+    assert "<title>between launches: 14 min 49 s</title>" in target.read_text() and "dead:" not in target.read_text()
+    assert "between launches" in capsys.readouterr().out
 
 
 def test_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +13,7 @@ from accel_state import devices, env
 from accel_state.errors import ConfigurationError
 from accel_state.hardware import profile_of
 
+from . import process
 from .monitor import Monitor
 
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "wait_for_everyone")
@@ -49,7 +49,7 @@ class AcceleratorMonitor:
             replica=replica,
             device=device,
             peak_flops=_peak_flops(device, str(accelerator.mixed_precision)),
-            launcher=os.getppid() if launched else None,
+            launcher=process.agent() if launched else None,
         )
         accelerator.backward = self._monitor.timed_backward(accelerator.backward)
         accelerator.clip_grad_norm_ = self._monitor.timed_clipping(accelerator.clip_grad_norm_)

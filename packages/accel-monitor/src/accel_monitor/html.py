@@ -24,7 +24,9 @@ _COLORS = {
     Cause.EXIT: "#b9a9ec",
     Cause.LAUNCHER: "#5e4aa8",
     Cause.DEAD: "#3a3f46",
+    Cause.BETWEEN: "#dfe3e7",
 }
+_ALONE = frozenset((Cause.DEAD, Cause.BETWEEN))
 _MAX_ROWS = 64
 _SPANS = 240
 _STYLE = """
@@ -102,11 +104,11 @@ def _timeline(ledger: Ledger) -> Iterator[str]:
 
 
 def _merged(entries: list[Entry], span: float) -> Iterator[Entry]:
-    """Neighbouring entries joined until they are wide enough to be seen. A rank that was dead is not joined."""
+    """Neighbouring entries joined until they are wide enough to be seen. Time in which no process ran is not joined."""
     current: Entry | None = None
     for entry in entries:
-        alone = Cause.DEAD in entry.seconds or Cause.STARTUP in entry.seconds
-        if current is None or alone or current.end - current.begin >= span or Cause.DEAD in current.seconds:
+        alone = not _ALONE.isdisjoint(entry.seconds) or Cause.STARTUP in entry.seconds
+        if current is None or alone or current.end - current.begin >= span or not _ALONE.isdisjoint(current.seconds):
             if current is not None:
                 yield current
             current = entry

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .parts import STEP_PARTS, Part
-from .records import Attempt, Run, Sample
+from .records import Attempt, Launches, Run, Sample
 
 
 class Cause(Enum):
@@ -28,6 +28,7 @@ class Cause(Enum):
     EXIT = "exit of the ranks"
     LAUNCHER = "exit of the launcher"
     DEAD = "dead"
+    BETWEEN = "between launches"
 
 
 CAUSES = {
@@ -134,18 +135,19 @@ class Ledger:
 def make_ledger(run: Run) -> Ledger:
     """Give every second of every rank to one cause.
 
-    A second without a report, between two processes of a rank, is dead. Steps up to the highest that an earlier
-    process of the rank had completed are computed again, with everything in them.
+    A second without a report, between two processes of a rank, is dead, or between launches if no launcher ran. Steps
+    up to the highest that an earlier process of the rank had completed are computed again, with everything in them.
     """
     entries, repeated, failures = {}, 0, 0
+    launches = Launches(attempt for attempts in run.attempts.values() for attempt in attempts)
     newest = max((attempts[-1] for attempts in run.attempts.values()), key=lambda attempt: attempt.begin)
     for slot, attempts in run.attempts.items():
-        life = _Life(attempts, _slow_steps(run, slot, len(attempts)))
+        life = _Life(attempts, _slow_steps(run, slot, len(attempts)), launches)
         entries[slot] = life.entries
         last = attempts[-1]
         in_use = slot[0] != newest.slot[0] or slot[1] < newest.start["world_size"]
         if not last.finished and not last.running and in_use and run.end > last.gone:
-            life.entries.append(_dead(last.gone, run.end))
+            life.entries.append(_absent(last.gone, run.end, Cause.DEAD))
         repeated = max(repeated, life.repeated_steps)
         failures = max(failures, sum(not attempt.finished and not attempt.running for attempt in attempts))
     seconds = {cause: 0.0 for cause in Cause}
@@ -155,8 +157,8 @@ def make_ledger(run: Run) -> Ledger:
     return Ledger(run, entries, seconds, repeated, failures, _advice(run, failures))
 
 
-def _dead(begin: float, end: float) -> Entry:
-    return Entry(begin, end, {Cause.DEAD: end - begin})
+def _absent(begin: float, end: float, cause: Cause) -> Entry:
+    return Entry(begin, end, {cause: end - begin})
 
 
 def _exits(attempt: Attempt, shift: float) -> Iterator[Entry]:
@@ -188,22 +190,24 @@ def _slow_steps(run: Run, slot: tuple[int, int], count: int) -> list[list[tuple[
 class _Life:
     """The entries of one rank, over its processes; ``slow`` are the steps of each in which others were slow."""
 
-    def __init__(self, attempts: list[Attempt], slow: list[list[tuple[int, float]]]) -> None:
+    def __init__(self, attempts: list[Attempt], slow: list[list[tuple[int, float]]], launches: Launches) -> None:
         self.entries: list[Entry] = []
         self.repeated_steps = 0
         self._reached = 0  # the highest step so far
         self._frontier = 0  # the highest step before the latest start or load: up to it, steps are repetitions
         end: float | None = None
+        previous = attempts[0]
         for attempt, self._slow in zip(attempts, slow, strict=True):
             shift = 0.0
             if end is not None and attempt.begin > end:
-                self.entries.append(_dead(end, attempt.begin))
+                cause = Cause.BETWEEN if launches.changed(previous, attempt) else Cause.DEAD
+                self.entries.append(_absent(end, attempt.begin, cause))
             elif end is not None:
                 # Clocks of two hosts; or two runs at the same time, which a note of the run reports.
                 shift = end - attempt.begin
             self.entries += self._attempt(attempt, shift)
             self.entries += _exits(attempt, shift)
-            end = attempt.gone + shift
+            end, previous = attempt.gone + shift, attempt
 
     def _attempt(self, attempt: Attempt, shift: float) -> Iterator[Entry]:
         made, begin = float(attempt.start["time"]) + shift, attempt.begin + shift

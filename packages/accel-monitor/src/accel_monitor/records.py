@@ -148,6 +148,11 @@ class Attempt:
         return float(self.start["process_start"])
 
     @property
+    def launch(self) -> str | None:
+        """The launcher that started the process, on its machine; None if it is not known."""
+        return self.start.get("launch")
+
+    @property
     def end(self) -> float:
         """The moment of the last counters, in seconds since the epoch."""
         return float(self.start["time"]) + (self.samples[-1].at if self.samples else 0.0)
@@ -227,7 +232,8 @@ def find_folder(directory: Path) -> Path:
 def read_runs(directory: str | Path) -> list[Run]:
     """Read the runs of a project directory, oldest first.
 
-    A process that begins without loading a state, after one of the same rank that completed its run, begins a new run.
+    A process that begins without loading a state begins a new run, if one of the same rank completed its run before it,
+    or if all ranks are started by another launcher.
 
     Raises:
         ConfigurationError: there are none.
@@ -380,9 +386,12 @@ def _add_latest(attempt: Attempt, file: Path) -> None:
 def _split(folder: Path, by_slot: dict[tuple[int, int], list[Attempt]]) -> list[Run]:
     """Divide the attempts of each slot into runs, at the moments at which some slot begins a new one."""
     begins = []
+    launches = Launches(attempt for attempts in by_slot.values() for attempt in attempts)
     for attempts in by_slot.values():
         for earlier, later in pairwise(attempts):
-            if earlier.finished and not later.loads and later.begin > earlier.end:
+            if later.loads or later.begin <= earlier.end:
+                continue
+            if earlier.finished or (later.first_step == 0 and launches.changed(earlier, later)):
                 begins.append((earlier.end, later.begin))
     cuts: list[float] = []
     for earlier_end, later_begin in sorted(begins):
@@ -399,6 +408,26 @@ def _split(folder: Path, by_slot: dict[tuple[int, int], list[Attempt]]) -> list[
         if chosen:
             runs.append(Run(folder, chosen))
     return runs
+
+
+class Launches:
+    """When the launchers of a directory's processes ran.
+
+    Args:
+        attempts: the processes.
+    """
+
+    def __init__(self, attempts: Iterable[Attempt]) -> None:
+        spans: dict[str | None, tuple[float, float]] = {}
+        for attempt in attempts:
+            begin, end = spans.get(attempt.launch, (attempt.begin, attempt.gone))
+            spans[attempt.launch] = min(begin, attempt.begin), max(end, attempt.gone)
+        self._is_known = None not in spans
+        self._spans = list(spans.values())
+
+    def changed(self, earlier: Attempt, later: Attempt) -> bool:
+        """Return True if no launcher, on any machine, ran from the end of a process to the start of a later one."""
+        return self._is_known and not any(begin <= earlier.end and end >= later.begin for begin, end in self._spans)
 
 
 def _overlaps(run: Run) -> Iterator[str]:

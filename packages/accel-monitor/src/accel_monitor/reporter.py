@@ -109,6 +109,7 @@ class Reporter:
             "parts": NAMES,
             "time": now - (time.perf_counter() - recorder.start),
             "process_start": process.start_time(self._pid) or now,
+            "launch": self._launch(identity["replica"]),
             "interval": interval,
         }
         file = (self._folder / f"{self._name}.jsonl").absolute()  # the script may change its working directory
@@ -123,6 +124,17 @@ class Reporter:
         self._started = False
         self._live = self._make_live()
         self._thread = threading.Thread(target=self._run, name="accel-monitor", daemon=True)
+
+    def _launch(self, replica: int | None) -> str | None:
+        """Return what started this process, and starts it again in the same launch; None if that is not known."""
+        launcher = process.agent() if self._started_with is None else self._started_with
+        if launcher is None and self._world_size == 1:
+            launcher = self._pid  # nothing starts it again
+        # A replica that is started again gets another agent.
+        if launcher is None or replica is not None:
+            return None
+        found = process.identity(launcher)
+        return None if found is None else f"{self._identity['host']}-{found}"
 
     def _make_live(self) -> LiveRecord | None:
         try:
