@@ -30,6 +30,8 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 WHOLE_MODEL = "whole model"
 """Category of the parameters before wrapping; those that are not in the wrapped model are of other stages."""
+_NAMED_BY_USE = (GATHERED, REDUCTION)
+"""Categories of buffers: the operators that allocate them, such as ``empty.memory_format``, do not name their use."""
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, REDUCTION, ACTIVATIONS, TEMPORARIES)
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward pass", "backward pass", "recomputation"
@@ -74,8 +76,13 @@ class _Held:
     dtype: str
     category: str | None = None  # None until it is known
 
+    @property
+    def label(self) -> str:
+        """What the storage is in reports: the operation that made it, or a buffer's use."""
+        return self.category if self.category in _NAMED_BY_USE else self.operation
+
     def group(self, size: int) -> Group:
-        return Group(self.category or TEMPORARIES, self.operation, self.module, self.shape, self.dtype, size)
+        return Group(self.category or TEMPORARIES, self.label, self.module, self.shape, self.dtype, size)
 
 
 @dataclass(frozen=True)
@@ -182,8 +189,13 @@ class MemoryTracker(TorchDispatchMode):
         start = Counter[Group]()
         for held, size in self._start:
             start[held.group(size)] += 1
-        events = tuple(Event(raw.block, raw.moment, raw.held.group(raw.size), raw.count) for raw in self._events)
-        return StepMemory(dict(start), events)
+        events = []
+        for raw in self._events:
+            moment = raw.moment
+            if raw.held.category in _NAMED_BY_USE:
+                moment = Moment(moment.phase, moment.module, raw.held.label)
+            events.append(Event(raw.block, moment, raw.held.group(raw.size), raw.count))
+        return StepMemory(dict(start), tuple(events))
 
     def categorize(self, tensors: Iterable[torch.Tensor], category: str, what: str = "", where: str = "") -> None:
         """Say what tensors are for, also for the time since they were made."""

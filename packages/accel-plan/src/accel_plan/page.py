@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from html import escape
 from itertools import accumulate
 
-from accel_state.charts.page import Cell, Curve, chart, charts, document, table
+from accel_state.charts.page import Cell, Curve, chart, charts, document, facts, table
 from accel_state.hardware import HardwareProfile
-from accel_state.humanize import counted
+from accel_state.humanize import convert_bytes, counted
 
-from .memory import CATEGORIES, StepMemory
+from .memory import CATEGORIES, Moment, StepMemory
+from .peak import PeakMemory
 from .plan import RankPlan
-from .report import as_text
+from .report import as_text, verdict
 from .timing import Span, Speeds, simulate
 
 _POINTS = 1500
@@ -27,23 +28,39 @@ def as_html(plan: RankPlan, hardware: HardwareProfile | None) -> str:
         plan: what to show.
         hardware: of its time, if it has one.
     """
-    figures = []
+    title = f"{plan.model} on {counted(plan.processes, 'process')}"
+    parts = [f"<h1>{escape(title)}</h1>", facts(_headline(plan))]
+    # One chart a row: a step has thousands of instants.
     if plan.step is not None:
-        figures.append(_memory_chart(plan, plan.step))
+        parts.append(charts([_memory_chart(plan, plan.step)]))
     if plan.time is not None and hardware is not None:
         fp8 = plan.mixed_precision == "fp8"
         speeds = Speeds(hardware, plan.time.compiled, fp8, plan.time.overlaps_products)
-        figures.append(_time_chart(simulate(plan.operations, speeds, timeline=True).spans))
-    title = f"{plan.model} on {counted(plan.processes, 'process')}"
-    parts = [f"<h1>{escape(title)}</h1>", charts(figures) if figures else "", "<h2>Mesh</h2>", _mesh(plan, hardware)]
+        parts.append(charts([_time_chart(simulate(plan.operations, speeds, timeline=True).spans)]))
+    if plan.peak is not None:
+        parts += ["<h2>Largest tensors at the peak</h2>", _tensors(plan.peak)]
     if plan.time is not None:
         parts += ["<h2>Time</h2>", _seconds(plan)]
+    parts += ["<h2>Mesh</h2>", _mesh(plan, hardware)]
     report = f"<details><summary>The report as text</summary><pre>{escape(as_text(plan))}</pre></details>"
     return document(f"accel plan: {title}", *parts, report)
 
 
+def _headline(plan: RankPlan) -> dict[str, str]:
+    """Return whether the plan fits, how fast it is, and what limits it."""
+    fits = verdict(plan)
+    found = {"memory": fits[0].upper() + fits[1:] if fits else f"{convert_bytes(plan.total)} on rank {plan.rank}"}
+    if plan.memory_limit is not None and not fits:
+        found["memory"] = f"More than {convert_bytes(plan.total)}; whether it fits is not known"
+    if plan.time is not None:
+        found["speed"] = f"{plan.time.tokens:,.0f} tokens per second and device"
+        found["model FLOPs utilization (MFU)"] = f"{plan.time.utilization:.1%}"
+        found["bottleneck"] = plan.time.bottleneck
+    return found
+
+
 def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
-    """Return bytes by category after each allocation, with the peak in the title."""
+    """Return bytes by category after each allocation, with the limit, and the peak in the title."""
     changes = {name: [0] * len(step.events) for name in CATEGORIES}
     start = dict.fromkeys(CATEGORIES, 0)
     for group, count in step.start.items():
@@ -53,17 +70,44 @@ def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
     series = {name: list(accumulate(changes[name], initial=start[name])) for name in CATEGORIES}
     total = [sum(values) for values in zip(*series.values(), strict=True)]
     shown = _highest(total)
-    curves = [Curve("all", [(index, total[index] / 2**30) for index in shown], 0)]
     used = [name for name in CATEGORIES if any(series[name])]
-    curves += [
-        Curve(name, [(index, series[name][index] / 2**30) for index in shown], color)
-        for color, name in enumerate(used, 1)
+    # The first area is the highest: what a rank holds all the time is at the bottom.
+    curves = [
+        Curve(name, [(index, series[name][index]) for index in shown], color, stacked=True)
+        for color, name in reversed(list(enumerate(used)))
     ]
     peak = max(total)
     when = total.index(peak)
-    curves.append(Curve("peak", [(when, peak / 2**30)], 1, marked=True))
-    phase = "" if plan.peak is None else f" in the {plan.peak.moment.phase}, at {plan.peak.moment.operation}"
-    return chart(f"Memory (GiB): {peak / 2**30:.2f} at the peak{phase}", curves, "allocations")
+    curves.append(Curve("all", [(index, total[index]) for index in shown], None, width=1))
+    curves.append(Curve("peak", [(when, peak)], None, marked=True))
+    if plan.memory_limit is not None:
+        reserve = 0 if plan.reserve is None else plan.reserve.total
+        name = f"limit: {convert_bytes(plan.memory_limit)}"
+        name += f" less a reserve of {convert_bytes(reserve)}" if reserve else ""
+        curves.append(Curve(name, [(index, plan.memory_limit - reserve) for index in shown], None, dashed=True))
+    where = "" if plan.peak is None else f" {_where(plan.peak.moment)}"
+    return chart(f"Memory: {convert_bytes(peak)} at the peak{where}", curves, "allocations", unit="B")
+
+
+def _where(moment: Moment) -> str:
+    """Return the place of a moment in the step."""
+    module = f" of {moment.module}" if moment.module else ""
+    return f"in the {moment.phase}{module}, at {moment.operation}"
+
+
+def _tensors(peak: PeakMemory) -> str:
+    """Return the largest tensors by module."""
+    columns = {"module": "module", "use": "use", "made": "made by", "tensors": "tensors", "bytes": "memory"}
+    rows = []
+    for item in peak.tensors:
+        group = item.group
+        name = group.module or "(the whole model)"
+        shape = f"{item.count} x {group.dtype} [{', '.join(map(str, group.shape))}]"
+        made = "" if group.operation == group.category else group.operation
+        texts = {"module": name, "use": group.category, "made": made, "tensors": shape}
+        row = {key: Cell(text, text) for key, text in texts.items()}
+        rows.append({**row, "bytes": Cell(convert_bytes(item.bytes), item.bytes)})
+    return table(columns, rows)
 
 
 def _highest(total: list[int]) -> list[int]:
@@ -138,4 +182,4 @@ def _seconds(plan: RankPlan) -> str:
         }
         for name, seconds in plan.time.parts.items()
     ]
-    return f"<p>{escape(plan.time.bottleneck)}</p>{table(columns, rows)}"
+    return table(columns, rows)

@@ -121,11 +121,22 @@ def _peak(plan: RankPlan, peak: PeakMemory) -> list[str]:
     return lines
 
 
-def _verdict(plan: RankPlan) -> list[str]:
+def verdict(plan: RankPlan) -> str:
+    """Return whether the peak fits in the device's memory; empty without a peak or a limit."""
     limit = plan.memory_limit
-    if limit is None:
+    if limit is None or plan.peak is None:
+        return ""
+    rest = limit - plan.needed
+    if rest < 0:
+        return f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"
+    spare = "" if plan.reserve is not None else " for the device's context and allocator"
+    return f"fits in {convert_bytes(limit)}, with {convert_bytes(rest)} left{spare}"
+
+
+def _verdict(plan: RankPlan) -> list[str]:
+    found, reserve = verdict(plan), plan.reserve
+    if not found:
         return []
-    rest, reserve = limit - plan.needed, plan.reserve
     lines = [""]
     if reserve is not None:
         lines += [
@@ -136,11 +147,7 @@ def _verdict(plan: RankPlan) -> list[str]:
             _row("peak and reserve", plan.needed, ""),
             "",
         ]
-    spare = "" if reserve is not None else " for the device's context and allocator"
-    verdict = f"fits in {convert_bytes(limit)}, with {convert_bytes(max(rest, 0))} left{spare}"
-    if rest < 0:
-        verdict = f"does not fit in {convert_bytes(limit)}: {convert_bytes(-rest)} too much"
-    return [*lines, verdict]
+    return [*lines, found]
 
 
 def _report_of_time(plan: RankPlan) -> list[str]:

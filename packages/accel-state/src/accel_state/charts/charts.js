@@ -3,12 +3,34 @@
   const HEIGHT = 240;
   const plots = [];
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const shown = value => {
+  // Sizes at which a unit begins, largest first.
+  const UNITS = {
+    s: [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [0, "ns", 1e-9]],
+    B: [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [0, "B", 1]],
+  };
+  const POWERS = Array.from({ length: 64 }, (_, power) => 2 ** power);
+  const shown = (value, unit = "") => {
     if (value == null) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(3);
+    if (unit && size !== 0) {
+      const [low, name, scale = low] = UNITS[unit].find(([smallest]) => size >= smallest);
+      return `${Number((value / scale).toPrecision(4))} ${name}`;
+    }
+    if (size !== 0 && (size < 1e-3 || size >= 1e7)) return Number(value.toPrecision(4)).toExponential();
     return String(Number(value.toPrecision(6)));
   };
+  const colorOf = curve => (curve.color == null ? "--text" : `--curve-${curve.color}`);
+  // The exponential moving average of `accel track show --smooth`, with the bias correction of Adam.
+  const smoothed = (values, weight) => {
+    let average = 0, total = 0;
+    return values.map(value => {
+      if (value == null) return value;
+      average = weight * average + (1 - weight) * value;
+      total = weight * total + (1 - weight);
+      return average / total;
+    });
+  };
+  const slider = document.getElementById("smoothing");
   // A range of one value has no width.
   const widened = (low, high) => {
     if (low == null || high == null || !isFinite(low) || !isFinite(high)) return [0, 1];
@@ -45,38 +67,68 @@
     const content = JSON.parse(figure.querySelector("script").textContent);
     const target = figure.querySelector(".plot");
     const wide = (plot, values) => 14 + 7 * Math.max(3, ...(values || []).map(text => text.length));
+    const stacked = content.curves.some(curve => curve.stacked);
+    const format = (plot, splits) => splits.map(value => (value == null ? "" : shown(value, content.unit)));
     // Lanes are rows with names, at the heights 0, 1, 2 and so on.
     const lanes = content.lanes.length
       ? {
           range: () => [-0.6, content.lanes.length - 0.4],
           axis: axis({ size: wide, splits: () => content.lanes.map((lane, row) => row), values: () => content.lanes }),
         }
-      : { range: padded, axis: axis({ size: wide }) };
+      : {
+          range: stacked ? (plot, low, high) => [0, widened(0, high)[1] * 1.08] : padded,
+          axis: axis({ size: wide, values: format, ...(content.unit === "B" ? { incrs: POWERS } : {}) }),
+        };
     const options = {
       width: target.clientWidth,
       height: HEIGHT,
       scales: { x: { time: false, range: (plot, low, high) => widened(low, high) }, y: { range: lanes.range } },
       axes: [axis({ size: 30, space: 70 }), lanes.axis],
-      legend: { markers: { width: 0, fill: (plot, index) => `var(--curve-${content.curves[index - 1].color})` } },
-      cursor: { sync: { key: "page", scales: ["x", null] }, points: { size: 7 } },
+      legend: { markers: { width: 0, fill: (plot, index) => `var(${colorOf(content.curves[index - 1])})` } },
+      // Charts with another horizontal axis have no value at the same place.
+      cursor: { sync: { key: content.x, scales: ["x", null] }, points: { size: content.lanes.length ? 0 : 7 } },
       series: [
         { label: content.x, value: (plot, value) => shown(value) },
         ...content.curves.map(curve => ({
           label: curve.label,
-          stroke: () => css(`--curve-${curve.color}`),
-          width: curve.width,
+          stroke: () => css(colorOf(curve)),
+          width: curve.stacked ? 0 : curve.width,
+          ...(curve.stacked ? { fill: () => css(colorOf(curve)), points: { show: false } } : {}),
+          ...(curve.dashed ? { dash: [6, 4] } : {}),
           ...(content.lanes.length ? { paths: bars(curve) } : {}),
-          points: curve.marked ? { show: true, size: 11, width: 3 } : {},
-          value: (plot, value) => shown(value),
+          ...(curve.marked ? { points: { show: true, size: 11, width: 3 } } : {}),
+          // The value in a lane is its row, which has a name.
+          value: (plot, value, series, at) =>
+            content.lanes.length ? "" : shown(at == null ? value : own[series][at], content.unit),
         })),
       ],
+      hooks: { setSeries: stacked ? [(plot, index, change) => change.show != null && refresh()] : [] },
     };
     // An interruption of one curve lasts until its next point, also where other curves have points in between.
     const EXPAND_NULLS = 2;
-    const tables = content.curves.map(curve => [curve.x, curve.y]);
-    const data = tables.length ? uPlot.join(tables, tables.map(() => [0, EXPAND_NULLS])) : [[]];
-    const plot = new uPlot(options, data, target);
+    let own = [[]]; // the values of each curve, as the legend shows them
+    const compute = isShown => {
+      const weight = slider && !stacked && !content.lanes.length ? Number(slider.value) : 0;
+      const tables = content.curves.map(curve => [curve.x, weight ? smoothed(curve.y, weight) : curve.y]);
+      own = tables.length ? uPlot.join(tables, tables.map(() => [0, EXPAND_NULLS])) : [[]];
+      if (!stacked) return own;
+      const drawn = [...own];
+      let below = own[0].map(() => 0);
+      // The last one is the lowest, and drawn last: each area reaches down to zero, and covers those behind it.
+      for (let index = content.curves.length; index > 0; index--) {
+        if (!content.curves[index - 1].stacked || !isShown(index)) continue;
+        drawn[index] = below = below.map((sum, at) => sum + (own[index][at] ?? 0));
+      }
+      return drawn;
+    };
+    const plot = new uPlot(options, compute(() => true), target);
+    const refresh = () => {
+      const { min, max } = plot.scales.x;
+      plot.setData(compute(index => plot.series[index].show), false);
+      plot.setScale("x", { min, max }); // keeps the zoom, and draws again
+    };
     plots.push(plot);
+    if (slider) slider.addEventListener("input", refresh);
     for (const key of document.querySelectorAll(".key[aria-pressed=false]")) show(plot, key.dataset.label, false);
     new ResizeObserver(() => plot.setSize({ width: target.clientWidth, height: HEIGHT })).observe(target);
   };
@@ -105,6 +157,7 @@
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(plot => plot.redraw(false)));
 
+  if (slider) slider.addEventListener("input", () => { slider.nextElementSibling.textContent = Number(slider.value).toFixed(2); });
   for (const key of document.querySelectorAll(".key[data-label]")) {
     key.addEventListener("click", () => {
       const visible = key.getAttribute("aria-pressed") !== "true";

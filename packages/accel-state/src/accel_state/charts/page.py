@@ -1,7 +1,8 @@
 """A page of charts and tables: one HTML file that needs no network. Torch-free.
 
 The charts have a grid and a legend with the values under the pointer, which all charts of a page share; dragging
-zooms. Pages follow the reader's choice of light or dark, and fit a telephone. Columns of tables sort by a click.
+zooms, and a slider smooths. Pages follow the reader's choice of light or dark, and fit a telephone. Columns of tables
+sort by a click.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
+from typing import Literal
 
 COLORS = 8
 """The number of colours; more curves start again with the first."""
@@ -30,16 +32,20 @@ class Curve:
     Attributes:
         label: its name in the legend.
         points: (x, y) by increasing x; the line is interrupted where a y is not finite.
-        color: the number of its colour.
+        color: the number of its colour; None draws it in the colour of text.
         width: of the line, in pixels.
         marked: each point is drawn as a circle.
+        dashed: the line is dashed.
+        stacked: the curve is an area on top of the next stacked curve; all of them have the same x.
     """
 
     label: str
     points: Sequence[tuple[float, float]]
-    color: int
+    color: int | None
     width: float = 1.6
     marked: bool = False
+    dashed: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ def document(title: str, *parts: str) -> str:
     )
 
 
-def chart(title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[str] = ()) -> str:
+def chart(
+    title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[str] = (), unit: Literal["", "s", "B"] = ""
+) -> str:
     """Return a chart.
 
     Args:
@@ -84,16 +92,20 @@ def chart(title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[
         curves: its curves.
         x: the name of what is on the horizontal axis.
         lanes: names that the vertical axis shows at 0, 1, 2 and so on, instead of numbers.
+        unit: of the values: seconds (shown as ms, µs, ...), bytes (shown as MiB, GiB, ...) or none.
     """
     content = {
         "x": x,
+        "unit": unit,
         "lanes": list(lanes),
         "curves": [
             {
                 "label": curve.label,
-                "color": curve.color % COLORS,
+                "color": None if curve.color is None else curve.color % COLORS,
                 "width": curve.width,
                 "marked": curve.marked,
+                "dashed": curve.dashed,
+                "stacked": curve.stacked,
                 "x": [_bounded(step) for step, _ in curve.points],
                 "y": [_bounded(value) if math.isfinite(value) else None for _, value in curve.points],
             }
@@ -111,6 +123,24 @@ def chart(title: str, curves: Sequence[Curve], x: str = "step", lanes: Sequence[
 def charts(figures: Sequence[str]) -> str:
     """Charts in as many columns as fit."""
     return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def smoothing(weight: float) -> str:
+    """Return a slider that smooths all curves of the page with an exponential moving average, but not areas and lanes.
+
+    Args:
+        weight: the weight of past values at first, from 0 (no smoothing) to 0.99.
+    """
+    return (
+        '<label class="soft smoothing">Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
+        f'value="{weight}"><output>{weight:.2f}</output></label>'
+    )
+
+
+def facts(found: Mapping[str, str]) -> str:
+    """Return what a reader should see first: values in large letters, below their names."""
+    cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found.items())
+    return f'<dl class="facts">{cards}</dl>'
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Cell]]) -> str:
