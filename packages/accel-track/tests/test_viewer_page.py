@@ -6,17 +6,14 @@ import html.parser
 import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import look, needs_chromium
 
 from accel_track import TrackerRun
 from accel_track.commands.track import run
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Page(html.parser.HTMLParser):
@@ -107,13 +104,8 @@ def test_one_table_of_all_runs(page: Path) -> None:
         assert row["note"] == "</script><script>alert(1)" and "config.note" not in row, "the same in all runs"
 
 
-# In a window of 390 pixels, as a telephone has it: an inner one, because that of the browser cannot be so narrow.
-INSIDE = """<iframe id=inner src="page.html" style="border:0;width:390px;height:2600px"></iframe><script>
-const wait = ms => new Promise(done => setTimeout(done, ms));
-const look = async () => {
-  const view = document.getElementById("inner").contentWindow, page = view.document, found = {};
-  view.dispatchEvent(new view.Event("beforeprint")); // draws what is not in view too
-  await wait(300);
+LOOK = """
+  const found = {};
   found.canvases = page.querySelectorAll("figure.chart canvas").length;
   found.width = page.documentElement.scrollWidth;
   const over = page.querySelector(".u-over"), box = over.getBoundingClientRect();
@@ -134,28 +126,74 @@ const look = async () => {
   await wait(200);
   found.hidden = page.querySelectorAll(".u-legend .u-off").length;
   return found;
-};
-onload = () => look().catch(String).then(found => { document.title = JSON.stringify(found); });
-</script>"""
+"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@needs_chromium
 def test_in_a_browser(page: Path) -> None:
-    (page.parent / "outside.html").write_text(INSIDE)
-    # One file may read another one's page, as pages of one server can.
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    profile = f"--user-data-dir={page.parent / 'profile'}"
-    command += [profile, "--virtual-time-budget=6000", "--window-size=800,2700", "--dump-dom"]
-    result = subprocess.run(
-        [*command, (page.parent / "outside.html").as_uri()], capture_output=True, text=True, timeout=120
-    )
-    title = re.search(r"<title>(.*?)</title>", result.stdout)
-    assert title, f"the page did not answer: {result.stdout[:500]} {result.stderr[-500:]}"
-    found = json.loads(html.unescape(title[1]))
-    assert isinstance(found, dict), found
+    found = look(page, LOOK)
     assert found["canvases"] == 2, "each chart is drawn"
     assert found["width"] <= 390, "it does not scroll sideways"
     assert sorted(found["legends"][0]) == ["0", "1", "2"], "step and values under the pointer"
     assert found["legends"][1] == ["0", "0.1", "0.1"], "the pointer is at the same step in the other chart"
     assert found["up"] == sorted(found["up"]) and found["down"] == found["up"][::-1] and len(set(found["up"])) == 2
     assert found["hidden"] == 2, "a run is hidden in both charts"
+
+
+def logged(folder: Path, configs: list[dict[str, Any]], **values: float) -> str:
+    """The page of runs that log these values twice, one run for each configuration."""
+    for config in configs:
+        with TrackerRun("jsonl", folder / "runs") as tracking:
+            tracking.init_trackers("digits", config)
+            for step in range(2):
+                tracking.log({name.replace("__", "/"): value for name, value in values.items()}, step=step)
+    run(["show", str(folder / "runs"), "--html", str(folder / "page.html")])
+    return (folder / "page.html").read_text()
+
+
+def labels(page: str) -> list[str]:
+    return sorted(curve["label"] for curve in figures(page)["loss"]["curves"])
+
+
+def test_runs_are_called_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
+    assert labels(logged(tmp_path, [{"lr": 0.1, "model": {"depth": 2}, "seed": 7}], loss=1.0)) != [""]
+    page = logged(tmp_path, [{"lr": 0.1, "model": {"depth": 3}, "seed": 7}], loss=1.0)
+    assert labels(page) == ["depth=2", "depth=3"]
+    assert 'data-label="depth=3"' in page, "a click in the table hides the run"
+    page = logged(tmp_path, [{"lr": 0.2, "model": {"depth": 3}, "seed": 7}], loss=1.0)
+    assert labels(page) == ["lr=0.1, depth=2", "lr=0.1, depth=3", "lr=0.2, depth=3"]
+    # A second run of one configuration has its name too.
+    page = logged(tmp_path, [{"lr": 0.2, "model": {"depth": 3}, "seed": 7}], loss=1.0)
+    assert labels(page)[:2] == ["lr=0.1, depth=2", "lr=0.1, depth=3"]
+    assert all(re.fullmatch(r"lr=0\.2, depth=3 \(\d+-\d+-\w+\)", label) for label in labels(page)[2:])
+    assert len(set(labels(page))) == 4
+
+
+MEASURED = {"data_seconds": 0.00024, "forward_seconds": 0.001, "step_seconds": 0.00124, "memory_bytes": 2.0**30}
+
+
+def test_values_of_the_monitor_are_in_a_part_of_their_own(tmp_path: Path) -> None:
+    values = {f"monitor__{name}": value for name, value in MEASURED.items()}
+    page = logged(tmp_path, [{"lr": 0.1}], loss=1.0, **values)
+    before, part = page.split("<details>", 1)
+    assert list(figures(before)) == ["loss"]
+    found = figures(part)
+    assert list(found) == ["Seconds of a step by part", "monitor/step_seconds", "monitor/memory_bytes"]
+    areas = found["Seconds of a step by part"]
+    assert [(curve["label"], curve["y"], curve["stacked"]) for curve in areas["curves"]] == [
+        ("data", [0.00024, 0.00024], True),
+        ("forward", [0.001, 0.001], True),
+    ]
+    assert [chart["unit"] for chart in found.values()] == ["s", "s", "B"]
+    # Parts of several runs are compared one by one; without other values, they are in view.
+    page = logged(tmp_path / "two", [{"lr": 0.1}, {"lr": 0.2}], **values)
+    assert list(figures(page.split("<details open>", 1)[1])) == [f"monitor/{name}" for name in MEASURED]
+
+
+def test_the_page_smooths_as_the_command_says(page: Path) -> None:
+    run(["show", str(page.parents[1] / "runs"), "--html", str(page), "--smooth", "0.9"])
+    text = page.read_text()
+    assert 'value="0.9"' in text
+    assert sorted(curve["y"][0:2] for curve in figures(text)["train/loss"]["curves"]) == [
+        [pytest.approx(scale), pytest.approx(scale * math.exp(-0.1))] for scale in (1.0, 2.0)
+    ], "the page has the values, and its slider smooths them"

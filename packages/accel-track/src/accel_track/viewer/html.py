@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from accel_state.charts.page import Cell, Curve, chart, document, table
+from accel_state.charts.page import Cell, Curve, chart, document, smoothing, table
 from accel_state.charts.page import charts as grid_of
 
 from ..jsonl_reader import Run
@@ -17,24 +17,31 @@ from .terminal import Chart, text_of
 _FACTS = ("status", "started", "host")
 # Before the name of a setting or a value, as the key of its column: it may have the name of a fact.
 _SETTING, _VALUE = "config.", "value."
+_MONITOR = "monitor/"
+"""Before the names of what ``accel launch --monitor`` adds; the page has these values in a part of their own."""
+_LABELLED_SETTINGS, _LONGEST_SETTING = 3, 24
+_UNITS: dict[str, Literal["s", "B"]] = {"_seconds": "s", "_bytes": "B"}
 
 
-def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, patterns: Sequence[str] = ()) -> None:
+def write_html(
+    runs: Sequence[Run], charts: Sequence[Chart], path: Path, patterns: Sequence[str] = (), weight: float = 0.0
+) -> None:
     """Write a page with the curves of ``charts``, and the facts, configs and last values of ``runs``.
 
     Args:
         runs: the runs.
-        charts: their curves.
+        charts: their curves, not smoothed.
         path: the file.
         patterns: shell patterns of the values to list; empty lists all.
+        weight: of past values in the moving average that the page shows at first; its slider changes it.
     """
+    configs = {run.name: _flat(run.facts.get("config")) for run in runs}
+    differing = _differing(list(configs.values()))
     colors = {run.name: number for number, run in enumerate(runs)}
     names = _short_names(list(colors))
-    figures = []
-    for item in charts:
-        curves = [Curve(names[name], points, colors[name]) for name, points in item.curves.items()]
-        figures.append(chart(item.metric, curves))
-    configs = [
+    labels = _labels(names, configs, differing)
+    own = [_figure(item, labels, colors) for item in charts if not item.metric.startswith(_MONITOR)]
+    sources = [
         f"<details><summary>{escape(run.name)}</summary><pre>"
         f"{escape(json.dumps(run.facts.get('config', {}), indent=2, ensure_ascii=False))}</pre></details>"
         for run in runs
@@ -45,14 +52,78 @@ def write_html(runs: Sequence[Run], charts: Sequence[Chart], path: Path, pattern
         f"<h1>{escape(', '.join(projects))}</h1>",
         f'<p class="soft">{len(runs)} run{"" if len(runs) == 1 else "s"}. Drag over a chart to zoom, double-click to '
         "zoom out; click a name in a legend, or a colour in the table, to hide a run.</p>",
-        grid_of(figures),
+        smoothing(weight),
+        grid_of(own),
+        _monitored(charts, labels, colors, is_open=not own),
         "<h2>Runs</h2>",
-        table(*_rows(runs, colors, names, patterns)),
+        table(*_rows(runs, colors, names, labels, configs, differing, patterns)),
         "<h2>Configurations</h2>",
-        *configs,
+        *sources,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _figure(item: Chart, labels: Mapping[str, str], colors: Mapping[str, int]) -> str:
+    curves = [Curve(labels[name], points, colors[name]) for name, points in item.curves.items()]
+    return chart(item.metric, curves, unit=_unit(item.metric))
+
+
+def _unit(metric: str) -> Literal["", "s", "B"]:
+    for end, unit in _UNITS.items():
+        if metric.endswith(end):
+            return unit
+    return ""
+
+
+def _monitored(charts: Sequence[Chart], labels: Mapping[str, str], colors: Mapping[str, int], is_open: bool) -> str:
+    """Return the charts of the monitor's values in a part that opens, or nothing.
+
+    The parts of a step of a single run are the areas of one chart, whose height is the time of the step.
+    """
+    found = [item for item in charts if item.metric.startswith(_MONITOR)]
+    parts = [item for item in found if item.metric.endswith("_seconds") and item.metric != f"{_MONITOR}step_seconds"]
+    figures = []
+    if len(colors) == 1 and len(parts) > 1:
+        found = [item for item in found if item not in parts]
+        curves = []
+        for color, item in enumerate(parts):
+            (points,) = item.curves.values()
+            part = item.metric.removeprefix(_MONITOR).removesuffix("_seconds")
+            curves.append(Curve(part, points, color, stacked=True))
+        figures.append(chart("Seconds of a step by part", curves, unit="s"))
+    figures += [_figure(item, labels, colors) for item in found]
+    if not figures:
+        return ""
+    state = " open" if is_open else ""
+    summary = "What the monitor measured: the time of a step by part, throughput and memory"
+    return f"<details{state}><summary>{summary}</summary>{grid_of(figures)}</details>"
+
+
+def _labels(
+    names: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], differing: Sequence[str]
+) -> dict[str, str]:
+    """Return what legends call the runs: the settings in which they differ, with the name where that is not enough."""
+    ends = [key.rpartition(".")[2] for key in differing]
+    short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
+    labels = {}
+    for name, config in configs.items():
+        settings = []
+        for key in [key for key in differing if key in config][:_LABELLED_SETTINGS]:
+            text = _cell(config[key]).text
+            settings.append(f"{short[key]}={text[:_LONGEST_SETTING]}{'…' if len(text) > _LONGEST_SETTING else ''}")
+        labels[name] = ", ".join(settings)
+    texts = list(labels.values())
+    for name, label in labels.items():
+        if not label or texts.count(label) > 1:
+            labels[name] = f"{label} ({names[name]})" if label else names[name]
+    return labels
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings that are not the same in all runs."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
 
 
 def _short_names(names: Sequence[str]) -> dict[str, str]:
@@ -62,21 +133,23 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _rows(
-    runs: Sequence[Run], colors: Mapping[str, int], names: Mapping[str, str], patterns: Sequence[str]
+    runs: Sequence[Run],
+    colors: Mapping[str, int],
+    names: Mapping[str, str],
+    labels: Mapping[str, str],
+    configs: Mapping[str, Mapping[str, Any]],
+    differing: Sequence[str],
+    patterns: Sequence[str],
 ) -> tuple[dict[str, str], list[dict[str, Cell]]]:
     """Return the columns, by key, and the rows of the table: settings that differ, last values, and facts."""
-    configs = [_flat(run.facts.get("config")) for run in runs]
-    differing = []
-    for key in dict.fromkeys(key for config in configs for key in config):
-        if len({repr(config.get(key)) for config in configs}) > 1:
-            differing.append(key)
     columns = {"run": "run", **{f"{_SETTING}{key}": f"{_SETTING}{key}" for key in differing}}
     last_values = {run.name: run.last(patterns) for run in runs}
     columns |= {f"{_VALUE}{name}": name for values in last_values.values() for name in values}
     columns |= {fact: fact for fact in ("step", *_FACTS)}
     rows = []
-    for run, config in zip(runs, configs, strict=True):
-        row = {"run": Cell(names[run.name], run.name, colors[run.name], names[run.name])}
+    for run in runs:
+        config = configs[run.name]
+        row = {"run": Cell(names[run.name], run.name, colors[run.name], labels[run.name])}
         row |= {fact: _cell(run.facts[fact]) for fact in _FACTS if fact in run.facts}
         last = last_values[run.name]
         steps = [step for step, _ in last.values() if isinstance(step, (int, float)) and not isinstance(step, bool)]

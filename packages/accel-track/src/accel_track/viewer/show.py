@@ -71,7 +71,7 @@ def show(arguments: argparse.Namespace) -> None:
         write_png(drawn, arguments.png)
         print(f"wrote {arguments.png}")
     if arguments.html is not None:
-        write_html(runs, drawn, arguments.html, patterns)
+        write_html(runs, charts(runs, patterns) if needs_charts else [], arguments.html, patterns, arguments.smooth)
         print(f"wrote {arguments.html}")
     if arguments.png is None and arguments.html is None:
         _print(runs, drawn, arguments)
