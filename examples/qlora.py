@@ -107,11 +107,7 @@ def main() -> None:
     whole, own = (sum(item.nbytes for item in items) for items in (packed, map(part_of, packed)))
     accelerator.print(f"4-bit weights: {whole / 2**10:.1f} KiB, of which rank 0 holds {own / 2**10:.1f} KiB")
     # One adapter is gathered at a time, and no weight in 4 bits.
-    adapters = {
-        name: (item.full_tensor() if hasattr(item, "full_tensor") else item).detach().cpu().contiguous()
-        for name, item in accelerator.unwrap_model(model).named_parameters()
-        if item.requires_grad
-    }
+    adapters = accelerator.get_state_dict(model, trainable_only=True)
     if arguments.output_dir is not None and accelerator.is_main_process:
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         save_file(adapters, arguments.output_dir / "adapters.safetensors")

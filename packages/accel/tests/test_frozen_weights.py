@@ -13,6 +13,7 @@ import torch
 from language_models import BATCH, build, dataset, stack
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from windows import assert_same
 
 from accel import Accelerator
@@ -351,6 +352,86 @@ def test_four_bit_layers_train_after_an_evaluation(cases: list[tuple[int, int]])
     for ranks, version in cases:
         for found in run_world(train_four_bit, ranks, torch.float32, version, timeout=200):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that all-gathers return on this rank."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in func.name():
+            self.total += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_four_bit() -> tuple[int, int]:
+    """Bytes that a forward and a backward pass gather, and those of the parameters as they are stored."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.prepare(FourBit(torch.uint8).to("cpu"))
+    with GatheredBytes() as gathered:
+        accelerator.backward(model(torch.randn(8, 64)).sum())
+    return gathered.total, sum(item.nbytes for item in model.parameters())
+
+
+@needs_bitsandbytes
+def test_four_bit_weights_are_gathered_in_four_bits() -> None:
+    for gathered, stored in run_world(gathered_four_bit, 2, timeout=200):
+        assert stored == 64 * 64 // 2 + 4 * (2 * 4 * 64 + 8 * 64)
+        assert gathered == 2 * stored  # once for each pass
+
+
+def trainable_weights(kind: str, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that a model in training has, after one step; in one process of plain PyTorch without settings."""
+    model = build(kind)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "h.1." in name)
+    optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=1e-2)
+    accelerator = Accelerator(cpu=True, **settings) if settings else None
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    loss = model(**stack(dataset(1)[:BATCH])).loss
+    loss.backward() if accelerator is None else accelerator.backward(loss)
+    optimizer.step()
+    if accelerator is None:
+        return {name: item.detach() for name, item in model.named_parameters() if item.requires_grad}
+    with GatheredBytes() as gathered:
+        state = accelerator.get_state_dict(model, trainable_only=True)
+    trained = sum(item.nbytes for item in model.parameters() if item.requires_grad)
+    assert gathered.total <= trained or "fsdp_plugin" not in settings, "frozen weights were gathered"
+    return state
+
+
+def trainable_on_ranks(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for kind, settings in cases:
+        with context.isolated():
+            found.append(trainable_weights(kind, settings))
+    with context.isolated(), pytest.raises(ConfigurationError, match="does not support FSDP 1.*fsdp_version=2"):
+        trainable_weights("llama", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)})
+    with context.isolated(), pytest.raises(ConfigurationError, match="does not support unwrap=False"):
+        Accelerator(cpu=True).get_state_dict(nn.Linear(1, 1), unwrap=False, trainable_only=True)
+    return found
+
+
+@needs_models
+def test_a_state_of_trainable_weights_alone() -> None:
+    """Fused weights (GPT-2 under tensor parallelism) and checkpointed blocks have the names and shapes of the model."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
+    )
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("gpt2", {"parallelism_config": ParallelismConfig(tp_size=2)}),
+        ("llama", {"fsdp_plugin": plugin}),
+        ("llama", {"kwargs_handlers": [DistributedDataParallelKwargs()]}),
+    ]
+    first, second = run_world(trainable_on_ranks, 2, cases, timeout=250)
+    assert [len(state) for state in second[:2]] == [0, 0]
+    for (kind, settings), state in zip(cases, first, strict=True):
+        expected = trainable_weights(kind, {})
+        assert state.keys() == expected.keys(), settings
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
 
 
 def saved_four_bit(storage: torch.dtype, version: int, folder: str) -> bool:

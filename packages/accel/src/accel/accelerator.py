@@ -1339,18 +1339,20 @@ class Accelerator:
         """Load what :meth:`save` wrote, without running code from the file; see :func:`accel.utils.load`."""
         return weights_io.load(f, map_location, **kwargs)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True, *, trainable_only: bool = False) -> dict[str, Any]:
         """Return the weights of a prepared model, under the names of the model that was prepared.
 
         Args:
             model: a prepared model.
             unwrap: remove from the names what wrapping and compiling have added.
+            trainable_only: only the parameters that require gradients, such as the adapters of a frozen model. FSDP 2
+                and tensor parallelism gather no other parameter.
 
         Returns:
             Tensors by name, complete also where the model is sharded. In that case every rank must call it.
 
         Raises:
-            ConfigurationError: not a module.
+            ConfigurationError: not a module; or the strategy does not support ``trainable_only``.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True)
@@ -1360,7 +1362,11 @@ class Accelerator:
         """
         check_type(model, nn.Module, "get_state_dict", "Pass a model that prepare() returned.")
         check_flag("unwrap", unwrap)
-        state = self.strategy.state_dict(model, unwrap)
+        check_flag("trainable_only", trainable_only)
+        if trainable_only and not unwrap:
+            raise ConfigurationError("trainable_only=True does not support unwrap=False. Leave one of them out.")
+        strategy = self.strategy
+        state = strategy.trainable_state_dict(model) if trainable_only else strategy.state_dict(model, unwrap)
         if unwrap:
             quantized_layers.add_scales(model, state)
         return averages.own_memory(state, model) if self.prepared.applied else state

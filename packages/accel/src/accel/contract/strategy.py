@@ -24,6 +24,7 @@ from ..core.unwrap import (
     names_in_order,
     parameter_state_dict,
     tied_names,
+    trainable_names,
 )
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
@@ -356,6 +357,11 @@ class Strategy:
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state, under the names of the user's own model unless ``unwrap`` is off."""
         return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
+
+    def trainable_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the parameters of :meth:`state_dict` that require gradients."""
+        trainable = trainable_names(model)
+        return {name: value for name, value in self.state_dict(model).items() if name in trainable}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights of a model for a checkpoint. Every rank must call it."""

@@ -162,6 +162,12 @@ def clean_name(name: str) -> str:
     return name
 
 
+def trainable_names(model: nn.Module) -> set[str]:
+    """Return the names of a model's parameters that require gradients, tied ones under each of their names."""
+    parameters = innermost_model(model).named_parameters(remove_duplicate=False)
+    return {clean_name(name) for name, parameter in parameters if parameter.requires_grad}
+
+
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return groups of names that refer to the same parameter."""
     groups: dict[int, list[str]] = {}

@@ -15,6 +15,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import checkpoint_wrappers, checkpointed_module, selective_contexts
 from ..core.kept_results import KeptResults, is_computing
+from ..core.unwrap import clean_name, is_peft_model
 from .activation_offload import offload_inputs
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -82,6 +83,40 @@ def checkpoint_units(
         return offload_inputs(wrapped) if settings.activation_checkpointing_offload else wrapped
 
     apply(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
+    if is_peft_model(model):
+        peft_model: Any = model
+        peft_model.save_pretrained = partial(_save_pretrained, peft_model)
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Save the adapters without checkpoints: PEFT selects and saves weights by the names of modules."""
+    state = kwargs.get("state_dict")
+    if state is not None:
+        kwargs["state_dict"] = {clean_name(name): value for name, value in state.items()}
+    with _without_checkpoints(model):
+        type(model).save_pretrained(model, *args, **kwargs)
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Replace checkpoints by the modules inside, until the block ends."""
+    wrappers = {id(wrapper) for wrapper in checkpoints_in(model).values()}
+    places = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent._modules.items()
+        if id(child) in wrappers
+    ]
+    for parent, name, child in places:
+        inner: Any = child
+        while (below := checkpointed_module(inner)) is not None:
+            inner = below
+        parent._modules[name] = inner
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
 
 
 def _selective(

@@ -7,7 +7,7 @@ is row-wise too, and every rank computes ``up`` from the summed result. Forwards
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -18,6 +18,23 @@ from .tp_layers import Columns, Rows, is_linear
 
 BASE: Final = ".base_layer"
 _UP: Final = ".lora_B."
+_COPIES: Final = ".modules_to_save."
+
+
+def copied(name: str, module: Any) -> list[tuple[str, Any]]:
+    """Return the modules, with their names, that compute in the place of a module: itself, unless PEFT copied it.
+
+    A module that is named in ``modules_to_save`` becomes the frozen original and a trained copy of each adapter.
+    """
+    if type(module).__name__ != "ModulesToSaveWrapper" or not type(module).__module__.startswith("peft."):
+        return [(name, module)]
+    copies = [(f"{name}{_COPIES}{adapter}", copy) for adapter, copy in module.modules_to_save.items()]
+    return [(f"{name}.original_module", module.original_module), *copies]
+
+
+def has_adapters(plan: Iterable[str]) -> bool:
+    """Return True if a plan, of :func:`plan_with_adapters`, names layers of PEFT."""
+    return any(name.endswith(BASE) or _COPIES in name for name in plan)
 
 
 def is_adapted(module: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from accel_state.errors import ConfigurationError
 
 from ..core.unwrap import extract_model_from_parallel
-from .tp_adapters import BASE, base_of, plan_with_adapters
+from .tp_adapters import BASE, base_of, copied, plan_with_adapters
 from .tp_layers import Columns, Heads, Rows, Style, VocabularyRows, is_in_blocks, is_linear
 
 _STYLES: Mapping[str, Callable[[], Style | None]] = {
@@ -123,9 +123,9 @@ def _resolve(model: nn.Module, plan: Mapping[str, Any], must_match: bool) -> Ten
                 f"{', '.join(names[:5])}, ..."
             )
         for name in matching:
-            if style is not None:
-                _check_style(name, modules[name], style, given)
-                styles[name] = style
+            for inner, module in copied(name, modules[name]) if style is not None else ():
+                _check_style(inner, module, style, given)
+                styles[inner] = style
     return styles
 
 

@@ -285,6 +285,12 @@ class FSDP1Strategy(ShardedStrategy):
         # With NO_SHARD torch returns it on every rank.
         return state if self.state.is_main_process else {}
 
+    def trainable_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        raise ConfigurationError(
+            "get_state_dict(trainable_only=True) does not support FSDP 1, which flattens parameters. Use "
+            "fsdp_version=2, or get_state_dict(model)."
+        )
+
     def parameter_names(self, model: nn.Module, optimizer: Optimizer) -> list[str]:
         if not self.settings.use_orig_params and model in self._original_names:
             return [clean_name(name) for name in self._original_names[model]]

@@ -29,9 +29,10 @@ from .._torch_compat import (
 )
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
-from ..core.unwrap import clean_name, is_compiled_module, tied_names
+from ..core.unwrap import clean_name, is_compiled_module, tied_names, trainable_names
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.activation_checkpointing import checkpoint_units, checkpoints_in
+from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser, own_parameters
 from ..fsdp.unit_dtypes import check_trainable_dtypes, parameters_of_units
 from ..fsdp.wrap_policy import find_units, owned_by
@@ -319,6 +320,13 @@ class FSDP2Strategy(ShardedStrategy):
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         scale_to_norm([local(item) for item in gradients], norm, max_norm)
         return norm
+
+    def trainable_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Gather one parameter at a time; frozen ones stay sharded."""
+        if not self.is_wrapped(model):
+            return super().trainable_state_dict(model)
+        trainable = trainable_names(model)
+        return self._gathered(model, {name: item for name, item in model_state(model).items() if name in trainable})
 
     def reshard(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -55,7 +55,7 @@ from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh, share_gener
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.split_sequences import SplitSequences
-from ..parallel.tp_adapters import BASE, input_name
+from ..parallel.tp_adapters import has_adapters, input_name
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style, is_in_blocks
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from ..parallel.tp_sequence import SequenceRegion, region_inputs
@@ -286,8 +286,8 @@ class MeshStrategy(FSDP2Strategy):
         try:
             if self._compiles(model):
                 raise UnsupportedModelError("it is compiled")
-            if any(name.endswith(BASE) for name in plan):
-                raise UnsupportedModelError("its layers have low-rank adapters, whose first factor is whole")
+            if has_adapters(plan):
+                raise UnsupportedModelError("its layers have low-rank adapters, or copies that PEFT trains")
             if overlaps and any(is_in_blocks(module) for module in self._styles):
                 raise UnsupportedModelError("its layers have weights in 4 bits")
             blocks = find_structure(model, plan)
@@ -341,7 +341,7 @@ class MeshStrategy(FSDP2Strategy):
     def _check_fine_tuned(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Refuse what has not been compared with one process."""
         modules = dict(model.named_modules())
-        name = next((key for key in plan if key.endswith(BASE) or is_in_blocks(modules[key])), None)
+        name = next((key for key in plan if has_adapters([key]) or is_in_blocks(modules[key])), None)
         axis = "ep_size" if self.experts is not None else "pp_size" if self.stages else None
         if name is not None and axis is not None:
             raise ConfigurationError(
