@@ -293,6 +293,8 @@ def test_a_pipeline_whose_memory_was_not_as_planned_has_no_peak(tmp_path, sizes,
     text = as_text(found)
     assert found.peak is None and "  Whether it fits in 1.0 TiB is therefore not known." in text.splitlines()
     assert "bytes of parameters, total bytes" in text and "fits in 1.0 TiB, with" not in text
+    # In which ranks with different tokens compare the factors of their losses.
+    assert sums(found.collectives)["all-reduce"] == (1, 8)
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved_zero_bubble", "dualpipev")]
