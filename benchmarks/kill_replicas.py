@@ -10,7 +10,8 @@ Each prints a table of all results in the file. The schedule of kills (SIGKILL o
 step, how long after) follows from --seed, which is printed; --first N is the run up to its first N kills. --restarts
 runs the same schedule with --max_restarts, where all processes continue from a state. --overhead compares steps
 without kills with those of DDP, in five interleaved rounds. --monitor also checks the ledger of accel-monitor: every
-second of a process belongs to one cause, and the steps that it counts as computed again are those in these files.
+second of a process belongs to one cause, and the steps that it counts as computed again are those in these files; with
+--restarts, the seconds of each rank are those from the start of the launcher to its exit.
 
 Each replica writes the samples and the loss of every share that it computes. A checker joins these files; it compares
 them with the order that plain PyTorch draws, and the final weights with those of a run without kills. Steps last
@@ -44,6 +45,7 @@ import torch
 from replica_script import SEED, Settings
 
 from accel_monitor import Run, make_ledger, read_runs
+from accel_monitor.report import report
 
 SCRIPT = Path(__file__).with_name("replica_script.py")
 STOP_LIMIT = 2.0  # --replica_timeout
@@ -156,9 +158,25 @@ class Booked:
 
     again: dict[str, tuple[int, int]]  # steps computed again, by replica or rank: in the ledger, and in the files
     difference: float  # between the seconds of all causes and the time from first to last report, as a share
+    seconds: dict[str, tuple[int, float]]  # processes, and seconds of all causes, by replica or rank
+    report: list[str]  # that of `accel goodput`
 
     def is_right(self) -> bool:
         return self.difference <= 0.01 and all(ledger == files for ledger, files in self.again.values())
+
+    def print_sums(self, seconds: float) -> bool:
+        """Print the seconds of each rank beside those of the launcher; whether they differ by at most 1%.
+
+        Args:
+            seconds: from the start of the launcher to its exit, as the process that started it measures them.
+        """
+        print("\n".join([*self.report, ""]))
+        print("| rank | processes | seconds of all causes | launcher, start to exit | difference |")
+        print("| ---: | ---: | ---: | ---: | ---: |")
+        for name, (processes, known) in sorted(self.seconds.items()):
+            print(f"| {name} | {processes} | {known:.2f} s | {seconds:.2f} s | {known / seconds - 1:+.2%} |")
+        print()
+        return all(abs(known / seconds - 1) <= 0.01 for _, known in self.seconds.values())
 
 
 def booked(folder: Path, restarts_all: bool) -> Booked:
@@ -177,7 +195,11 @@ def booked(folder: Path, restarts_all: bool) -> Booked:
         again[name] = alone.repeated_steps, done[name].total() - len(done[name])
     ledger = make_ledger(run)
     lives = [of_slot[-1].end - of_slot[0].begin for of_slot in ledger.entries.values()]
-    return Booked(again, abs(ledger.total / sum(lives) - 1))
+    seconds = {}
+    for slot, of_slot in ledger.entries.items():
+        known = sum(sum(entry.seconds.values()) for entry in of_slot)
+        seconds[str(slot[1] if restarts_all else slot[0])] = len(run.attempts[slot]), known
+    return Booked(again, abs(ledger.total / sum(lives) - 1), seconds, list(report(ledger)))
 
 
 class Harness:
@@ -394,6 +416,9 @@ def measure_kills(arguments: argparse.Namespace, folder: Path) -> None:
         print(f"seconds without a cause, or with two: {ledger.difference:.2%}; steps computed again: {ledger.again}")
         if not ledger.is_right():
             sys.exit("the ledger differs from the files of the processes")
+        # The launcher of --ft does not report its exit.
+        if arguments.restarts and not ledger.print_sums(seconds):
+            sys.exit("the ledger differs from the time of the launcher by more than 1%")
     print(f"{found.processes} processes, sha256 {', '.join(sorted(found.hashes))}")
     keep_row(arguments, row_of(f"`{name}`, {len(kills)} kills", kills, seconds, found, reference))
     # With --max_restarts gradients are added in another order: that of DDP's first buckets, for one step.
