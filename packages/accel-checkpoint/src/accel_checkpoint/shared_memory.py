@@ -142,13 +142,10 @@ class _Pickler(pickle.Pickler):
         self._place = memory.places()
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout != torch.strided or obj.device.type != "cpu":
+        if not isinstance(obj, torch.Tensor) or obj.device.type != "cpu" or not is_plain(obj):
             return NotImplemented
-        if obj.is_quantized or vars(obj) or (place := self._place(obj.untyped_storage())) is None:
-            return NotImplemented
-        view = obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride()
-        flags = obj.is_conj(), obj.is_neg(), obj.requires_grad, isinstance(obj, nn.Parameter)
-        return _tensor, (_Shared(place), view, flags)
+        place = self._place(obj.untyped_storage())
+        return NotImplemented if place is None else (tensor_in, (_Shared(place), *view_of(obj)))
 
 
 class _Shared:
@@ -187,7 +184,21 @@ def _storage_at(number: int, offset: int, nbytes: int) -> torch.UntypedStorage:
     raise pickle.UnpicklingError(f"bytes {offset} to {offset + nbytes} of segment {number} are in another process")
 
 
-def _tensor(storage: torch.UntypedStorage, view: tuple[Any, ...], flags: tuple[bool, ...]) -> torch.Tensor:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is defined by a storage, offset, size and strides; others copy themselves."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return tensor.device.type != "meta" and not vars(tensor)
+
+
+def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    """Return what a plain tensor is besides its storage, for :func:`tensor_in`."""
+    flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, isinstance(tensor, nn.Parameter)
+    return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()), flags
+
+
+def tensor_in(storage: torch.UntypedStorage, view: tuple[Any, ...], flags: tuple[bool, ...]) -> torch.Tensor:
+    """Return the tensor in a storage that looks like the one that :func:`view_of` has described."""
     dtype, *place = view
     is_conjugate, is_negative, requires_grad, is_parameter = flags
     tensor = torch.empty(0, dtype=dtype).set_(storage, *place)

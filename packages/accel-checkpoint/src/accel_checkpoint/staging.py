@@ -12,8 +12,7 @@ from torch import nn
 from accel_state import devices
 from accel_state.tensor_storage import id_tensor_storage
 
-from ._torch_compat import neg_view
-from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, is_plain, tensor_in, view_of
 
 StorageKey = tuple[torch.device, int, int]
 
@@ -41,7 +40,7 @@ class HostCopies:
                 if key not in without_storage:
                     without_storage[key] = tensor.detach().cpu()
                 memo[id(tensor)] = without_storage[key]
-            elif _is_plain(tensor):
+            elif is_plain(tensor):
                 memo[id(tensor)] = self._copy_tensor(tensor, storages)
             elif tensor.device.type not in ("cpu", "meta"):
                 # Copied by its class. deepcopy would copy it on its device, where the thread that reads the copy is not
@@ -55,15 +54,7 @@ class HostCopies:
         if key not in storages:
             storages[key] = self._allocate(original.nbytes())
             _copy_storage(storages[key], original)
-        copied = torch.empty(0, dtype=tensor.dtype).set_(
-            storages[key], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-        # Conjugation and negation are flags of the tensor; the memory holds the values before them.
-        copied = copied.conj() if tensor.is_conj() else copied
-        copied = neg_view(copied) if tensor.is_neg() else copied
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        return copied.requires_grad_(tensor.requires_grad)
+        return tensor_in(storages[key], *view_of(tensor))
 
 
 def _copy_storage(target: torch.UntypedStorage, original: torch.UntypedStorage) -> None:
@@ -99,13 +90,6 @@ def without_unsavable(value: Any) -> Any:
 def _has_storage(tensor: torch.Tensor) -> bool:
     device = devices.of(tensor.device)
     return device is None or device.has_storage
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is defined by a storage, offset, size and strides; others copy themselves."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-        return False
-    return tensor.device.type != "meta" and not vars(tensor)
 
 
 def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

@@ -83,7 +83,7 @@ def read_metadata(directory: Path, classes: Classes | None = None) -> Metadata:
             f"{directory} has no {SHARD_TABLE_NAME}, the metadata of a sharded state. Copy the checkpoint again."
         ) from None
     metadata = parse_metadata(content, str(path), classes)
-    for name in file_names(metadata):
+    for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
         if leads_outside(directory, name):
             raise CheckpointError(
                 f"{path} cannot be read: {name} is a link that leads outside of the directory. Copy the checkpoint "
@@ -109,11 +109,6 @@ def parse_metadata(content: bytes, where: str, classes: Classes | None = None) -
             f"{where} cannot be read: {error}. Copy the checkpoint again, or load another one."
         ) from error
     return metadata
-
-
-def file_names(metadata: Metadata) -> set[str]:
-    """Return the files that metadata refers to."""
-    return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
 def _check(metadata: Any) -> None:

@@ -75,8 +75,6 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.upload_to is not None:
             self._check_upload(place)
-        if self.pack_rank_files not in (None, True, False):
-            raise ConfigurationError(f"pack_rank_files={self.pack_rank_files!r} must be True, False or None.")
         if self.pack_rank_files and self.save_on_each_node:
             raise ConfigurationError(
                 "pack_rank_files=True has one process write the small files of all ranks, and with "

@@ -203,7 +203,7 @@ class EngineLoader:
                     "load_state cannot load optimizer states that are offloaded to NVMe, which save_state does not "
                     "save. Offload them to cpu, or use engine.load_checkpoint(directory)."
                 )
-            elif self._has_same_ranks or not engine.zero_optimization():
+            elif self.world_size in (None, PartialState().num_processes) or not engine.zero_optimization():
                 structure.check_engine(engine, self.directory, tag, self._read_mapped, self.strict)
                 loads.append(partial(self._load_engine, engine, self.directory, tag))
             else:
@@ -216,10 +216,6 @@ class EngineLoader:
             loads.append(partial(self._load_converted, conversion, tag, engine))
         loads.append(conversion.finish)
         return [Change(self.directory, conversion.convert, lambda: conversion.remove)], loads
-
-    @property
-    def _has_same_ranks(self) -> bool:
-        return self.world_size in (None, PartialState().num_processes)
 
     def _read(self, path: Path) -> Any:
         return read_engine_file(path, load_kwargs=self.load_kwargs)

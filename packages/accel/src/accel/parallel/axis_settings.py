@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from accel_state.arguments import check_flag, check_number
 from accel_state.errors import ArgumentTypeError, ConfigurationError
 from accel_state.options import ParallelismOptions
 
@@ -51,8 +51,7 @@ class TorchTensorParallelConfig:
     loss_parallel: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enable_async_tp, bool):
-            raise ArgumentTypeError(f"enable_async_tp={self.enable_async_tp!r} must be True or False.")
+        check_flag("enable_async_tp", self.enable_async_tp)
         self.enable_async_tp = self.enable_async_tp or ParallelismOptions.from_environment().enable_async_tp
 
 
@@ -223,11 +222,7 @@ class ExpertParallelConfig:
     balance_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        rate = self.balance_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-            raise ArgumentTypeError(f"balance_rate={rate!r} must be a number.")
-        if not math.isfinite(rate) or rate < 0:
-            raise ConfigurationError(f"balance_rate={rate!r} must be 0 or a positive number, such as 1e-3.")
+        check_number("balance_rate", self.balance_rate, at_least=0)
 
 
 def positive(name: str, value: Any) -> int:

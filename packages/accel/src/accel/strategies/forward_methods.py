@@ -104,13 +104,9 @@ def register(
                 "them, or of a submodule such as 'text_model.encode'."
             )
         for owner in owners:
-            unit, inner = _unit_of(owner, units)
+            innermost = (pair for pair in reversed(list(units.items())) if owner in set(pair[1].modules()))
+            unit, inner = next(innermost)
             setattr(owner, method, ForwardMethod(getattr(owner, method), unit, inner, keeps))
-
-
-def _unit_of(owner: nn.Module, units: Mapping[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """Return the innermost unit that contains a module, and the module inside the unit."""
-    return next((unit, inner) for unit, inner in reversed(list(units.items())) if owner in set(inner.modules()))
 
 
 def _submodule(model: nn.Module, path: str, name: str) -> nn.Module:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from accel_data import PreparedLoader
 from accel_state import GradientState
 from accel_state.errors import ConfigurationError
@@ -70,14 +68,10 @@ def _owners(data: Any, loaders: list[Any]) -> list[Any]:
     """Return the loaders whose current batches contain tensors of ``data``; tensors of several batches do not count."""
     owners: dict[int, Any] = {}
     for tensor in leaves(data):
-        of_tensor = [loader for loader in loaders if _has_yielded(loader, tensor)]
+        of_tensor = [loader for loader in loaders if isinstance(loader, PreparedLoader) and loader.yielded(tensor)]
         if len(of_tensor) == 1:
             owners[id(of_tensor[0])] = of_tensor[0]
     return list(owners.values())
-
-
-def _has_yielded(loader: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(loader, PreparedLoader) and loader.yielded(tensor)
 
 
 def _padding(loader: Any) -> object:
