@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 # operation -> (files, functions, calls); the number of calls of a save and a load depends on its threads
 LIMITS = {
     "training step": (11, 25, 25),
-    "Accelerator()": (39, 84, 143),
-    "prepare": (37, 96, 173),
-    "save_state": (19, 73, 180),
-    "load_state": (18, 87, None),
+    "Accelerator()": (36, 80, 135),
+    "prepare": (34, 88, 158),
+    "save_state": (18, 70, 160),
+    "load_state": (17, 80, None),
     "launch of 2 processes": (46, 238, 1200),
 }
 

@@ -125,7 +125,7 @@ def write_parts(
 ) -> dict[str, FileRecord]:
     """Write files, and bring them to the disk."""
     records: dict[str, FileRecord] = {}
-    with worker_threads(workers_count) as submit:
+    with worker_threads(workers_count) as submit, without_sums():
         for part in parts:
             path = directory / part.name
             path.parent.mkdir(exist_ok=True)
@@ -133,8 +133,7 @@ def write_parts(
             file = HashingFile(path)
             target: Any = io.BufferedWriter(file, _BUFFER_BYTES)
             try:
-                with without_sums():
-                    part.write_value(on_host(part.value) if on_device else part.value, target)
+                part.write_value(on_host(part.value) if on_device else part.value, target)
                 target.flush()
             except BaseException as error:
                 file.abandon()

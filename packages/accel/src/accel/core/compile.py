@@ -46,20 +46,19 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         launched = DynamoOptions.from_environment()
-        self.backend = DynamoBackend(_first(self.backend, launched.backend, "NO"))
+        backend = launched.backend if self.backend is None else self.backend
+        self.backend = DynamoBackend("NO" if backend is None else backend)
         if str(self.backend) in REMOVED_DYNAMO_BACKENDS:
             known = [name for name in DynamoBackend.list() if name not in REMOVED_DYNAMO_BACKENDS]
             raise ConfigurationError(
                 f"dynamo_backend={str(self.backend)!r} is no longer in PyTorch. Allowed: {', '.join(known)}."
             )
-        mode_chosen = _first(self.mode, None if self.options is not None else launched.mode)
-        # torch refuses a mode together with options, even the default mode.
-        self.mode = mode_chosen if mode_chosen is not None or self.options is not None else "default"
-        self.fullgraph = bool(_first(self.fullgraph, launched.use_fullgraph, False))
-        self.dynamic = _first(self.dynamic, launched.use_dynamic)
-        self.use_regional_compilation = bool(
-            _first(self.use_regional_compilation, launched.use_regional_compilation, False)
-        )
+        if self.mode is None and self.options is None:  # torch refuses a mode together with options
+            self.mode = "default" if launched.mode is None else launched.mode
+        self.fullgraph = bool(launched.use_fullgraph if self.fullgraph is None else self.fullgraph)
+        self.dynamic = launched.use_dynamic if self.dynamic is None else self.dynamic
+        regional = self.use_regional_compilation
+        self.use_regional_compilation = bool(launched.use_regional_compilation if regional is None else regional)
         if self.mode is not None and self.mode not in _MODES:
             raise ConfigurationError(
                 f"mode={self.mode!r} is not a mode of torch.compile. Allowed: {', '.join(_MODES)}."
@@ -82,13 +81,6 @@ class TorchDynamoPlugin(KwargsHandler):
         values = self.to_dict()
         del values["use_regional_compilation"]
         return {key: value for key, value in values.items() if value is not None and value != defaults.get(key)}
-
-
-def _first(*values: Any) -> Any:
-    for value in values:
-        if value is not None:
-            return value
-    return None
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
