@@ -79,7 +79,6 @@ def test_missing_machines_are_reported(shell, free_port) -> None:
 @pytest.mark.slow  # waits for a time limit; test_board.py cuts the connection of two machines
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_suspended_launcher_is_given_up_and_learns_of_it(shell, started, free_port, wait_until, backend) -> None:
-    """With c10d the suspended one serves the store, in a call to which the main thread of the other one hangs."""
     shell.write("s.py", "import os, time; open(f'up{os.environ[\"RANK\"]}', 'w').close(); time.sleep(300)")
     port = free_port()
     words = ["launch", "--cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
-from accel_launch.elastic import ranged_rendezvous, short_lives
+from accel_launch.elastic import short_lives
 from accel_launch.elastic.meeting import ElasticJob, Meeting, RunEnded
 from accel_launch.elastic.ranged_rendezvous import RangedRendezvous, check_last_call
 from accel_launch.network.peers import Peers
@@ -57,7 +57,7 @@ class Range:
         return [one.result(60) for one in [self.begin(machine) for machine in machines]]
 
     def begin(self, machine: RangedRendezvous) -> Future[Meeting]:
-        return in_thread(machine.meet, 0)
+        return in_thread(machine.meet)
 
     def close(self) -> None:
         for one in reversed(self.made):
@@ -140,12 +140,12 @@ def test_it_begins_with_the_least_and_takes_in_one_that_joins(ranges, wait_until
 
 def test_of_two_that_start_on_one_machine_one_listens(ranges, monkeypatch) -> None:
     """Each found the port free; the one that is slower connects to the other."""
-    monkeypatch.setattr(ranged_rendezvous, "is_free", lambda *_: True)
+    monkeypatch.setattr("accel_launch.elastic.meeting.is_free", lambda *_: True)
     machines = ranges()
     assert sorted(places(machines.meet(machines.make(), machines.make()))) == [(0, 2), (1, 2)]
     machines.job = replace(machines.job, serves=True)
     with pytest.raises(ConfigurationError, match="cannot listen there"):
-        machines.make().meet(0)
+        machines.make().meet()
 
 
 def test_two_that_join_at_once_are_taken_in_together(ranges, wait_until) -> None:
@@ -207,7 +207,7 @@ def test_failures_count_and_machines_that_are_gone_do_not(ranges, wait_until) ->
     assert "is gone: starting 2 processes on 2 machines" in met[0].news
     other = machines.begin(second)
     with pytest.raises(RendezvousClosedError, match="--max_restarts 1 does not allow"):
-        main.meet(0)
+        main.meet()
     in_thread(main.withdraw, Cause(KILLED, "rank 0 was killed", 137))
     with pytest.raises(RendezvousClosedError, match=r"the run has ended: rank 0 was killed"):
         other.result(60)
@@ -221,11 +221,11 @@ def test_too_few_machines_are_waited_for_and_then_it_is_an_error(ranges, wait_un
     leave(second)
     wait_until(main.is_awaited, "the main machine sees that one leaves")
     with pytest.raises(RendezvousTimeoutError, match=r"not within 0.5 s: waited for at least 2 machines .*; here: \w+"):
-        main.meet(0)
+        main.meet()
     late = machines.make()
     main.withdraw(Cause(KILLED, "not within 0.5 s", 2))
     with pytest.raises(RendezvousTimeoutError, match="not within 0.5 s: waited for"):
-        late.meet(0)
+        late.meet()
 
 
 def test_the_main_machine_is_waited_for_and_continues_the_count(ranges, wait_until) -> None:
@@ -266,7 +266,7 @@ def test_a_machine_that_has_ended_is_not_started_again(ranges, wait_until) -> No
     time.sleep(LAST_CALL + 0.2)
     assert not main.is_awaited()  # the run is about to end: nobody joins
     with pytest.raises(RendezvousClosedError, match="have ended and are not restarted"):
-        main.meet(0)
+        main.meet()
     in_thread(main.withdraw, Cause(KILLED, "rank 0 was killed", 137))
     with pytest.raises(RendezvousClosedError, match="rank 0 was killed"):
         late.result(60)
@@ -276,7 +276,7 @@ def test_only_the_machine_that_disagrees_is_kept_out(ranges, wait_until, capsys)
     machines = ranges()
     main, _ = started(machines, 2)
     with pytest.raises(ConfigurationError, match="the machines disagree"):
-        machines.make(**{"must script": "other.py"}).meet(0)
+        machines.make(**{"must script": "other.py"}).meet()
     time.sleep(LAST_CALL + 0.2)
     assert not main.is_awaited()
     assert "other.py" in capsys.readouterr().err

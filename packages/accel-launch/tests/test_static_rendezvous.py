@@ -37,8 +37,11 @@ from accel_state.options import RendezvousOptions
 class Machines:
     """The rendezvous of machines at one port; concurrent calls run in threads."""
 
-    def __init__(self, port: int, count: int, max_restarts: int = 3, timeout: float = 60) -> None:
+    def __init__(
+        self, port: int, count: int, max_restarts: int = 3, timeout: float = 60, backend: str = "static"
+    ) -> None:
         self.port, self.count, self.max_restarts, self.timeout = port, count, max_restarts, timeout
+        self.backend = backend
         self.handlers = [self.make(rank) for rank in range(count)]
 
     def make(self, rank: int) -> StaticRendezvous:
@@ -46,6 +49,7 @@ class Machines:
             machine_rank=rank,
             main_process_ip="127.0.0.1",
             main_process_port=self.port,
+            rdzv_backend=self.backend,
             rdzv_conf=f"timeout={self.timeout}",
             max_restarts=self.max_restarts,
             machine_timeout=0.0,
@@ -142,6 +146,28 @@ def test_a_relaunch_before_the_first_rendezvous_uses_no_restart(machines, wait_u
         assert three.handlers[2].meet().rank == 2
         assert [waiting[0].result(60).rank, waiting[2].result(60).rank] == [0, 1]
     assert [handler.round for handler in (*three.handlers, former)] == [0, 0, 0, 0]
+
+
+def test_machines_without_given_ranks(machines, wait_until, capsys) -> None:
+    """The first one at the main address has rank 0; a further one waits, and takes the place of one that is gone."""
+    three = machines(3, backend="c10d", max_restarts=1)
+    three.handlers = [three.make(0) for _ in range(4)]  # as in a file that all machines share
+    main, *others = three.handlers
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(main.meet)
+        wait_until(lambda: main.board is not None, "the first one listens")
+        met = [one.result(60) for one in [pool.submit(other.meet) for other in others[:2]]]
+        assert first.result(60).rank == 0 and {one.rank for one in met} == {1, 2}
+        spare = pool.submit(others[2].meet)
+        wait_until(lambda: others[2].board is not None and others[2].board.met, "the fourth one is connected")
+        time.sleep(2.5)  # it asks once a second
+        assert others[2].board.me.rank == -1 and not main.is_awaited()
+        others[0].board._closing = True  # as if it were killed
+        others[0].board._wake()
+        wait_until(main.is_awaited, "the fourth one has its place")
+        again = [one.result(60) for one in (pool.submit(main.meet), pool.submit(others[1].meet), spare)]
+    assert [one.rank for one in again] == [0, met[1].rank, met[0].rank]
+    assert [handler.round for handler in three.handlers if handler is not others[0]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("forks", [False, True])

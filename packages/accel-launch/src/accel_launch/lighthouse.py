@@ -40,7 +40,6 @@ class Lighthouse:
         host: the main address, of machine rank 0.
         machines: the other machines; None on a single one.
         serves: whether it is on this machine.
-        opens: whether processes on machines without a launcher reach it, through a tunnel that listens at ``host``.
         log: whether to show its output.
         say: prints a note.
     """
@@ -54,7 +53,6 @@ class Lighthouse:
         host: str = LOOPBACK,
         machines: ReplicaMachines | None = None,
         serves: bool = True,
-        opens: bool = False,
     ) -> None:
         self._options, self._token, self._log, self._say = options, token.encode(), log, say
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,17 +60,13 @@ class Lighthouse:
         self._tunnel: TunnelServer | TunnelClient | None = None
         self._unknown_peers: set[str] = set()
         self._machines = machines
-        self.entrance: tuple[str, int] | None = None
-        """Host and port of the tunnel that leads to it from other machines, if it is here; else None."""
         if machines is not None and not serves:
             self._tunnel = TunnelClient(machines.wait_for_lighthouse(), self._token)
             self._port = self._tunnel.port
             return
         self._port = get_free_port()
-        if machines is not None or opens:
+        if machines is not None:
             self._tunnel = TunnelServer(listening_host(host), 0, self._port, self._token, self._note_unknown)
-            self.entrance = host, self._tunnel.port
-        if machines is not None and self._tunnel is not None:
             machines.announce(self._tunnel.port)
         self._start()
 

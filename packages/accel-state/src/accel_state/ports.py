@@ -8,7 +8,6 @@ import ipaddress
 import random
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +20,6 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Above the ports that jobs of SLURM and MPI derive from their names.
 _LOWEST_PORT = 25000
 _NOT_FREE = (errno.EADDRINUSE, errno.EACCES)
-_CONNECT_SECONDS = 5.0
-_RETRY_SECONDS = 0.2
 
 
 def get_free_port() -> int:
@@ -136,18 +133,6 @@ def listening_host(host: str) -> str:
 
 def _resolves_to_loopback(host: str) -> bool:
     return is_loopback(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
-
-
-def wait_for_server(host: str, port: int, seconds: float) -> bool:
-    """Wait up to ``seconds`` until a server listens on the port; return whether one does."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < seconds:
-        try:
-            with socket.create_connection((host, port), timeout=min(_CONNECT_SECONDS, seconds)):
-                return True
-        except OSError:
-            time.sleep(_RETRY_SECONDS)
-    return False
 
 
 def parse_listening_address(text: str) -> tuple[str, int]:

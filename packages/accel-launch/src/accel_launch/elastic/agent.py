@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ..network.board import SHUTDOWN_SECONDS, Board, say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
-from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, kill_descendants, stop
+from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
 from .causes import cause_of, interruption
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .output import LogDirectories, Streams, Tee, line_prefix
@@ -36,7 +35,6 @@ logger: Final = logging.getLogger("accel_launch.agent")
 
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
-_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,6 @@ class Agent:
         """The processes of the latest start, by local rank."""
         self.elsewhere: Cause | None = None
         """Why another machine failed first, if one did."""
-        self.finished: threading.Event = threading.Event()
-        """Set when the launcher has left the rendezvous."""
         self.ended_at: float | None = None
         """When the last rank of this machine had ended, in seconds since the epoch; None while one may run."""
         self.succeeded: set[int] = set()
@@ -250,7 +246,7 @@ class Agent:
         """Wait for the other machines; ranks that are started again get a new store."""
         limit = self._job.rendezvous.max_restarts
         with self._watch.interruptible():
-            meeting = self.meetings.meet(limit - self._left)
+            meeting = self.meetings.meet()
         self._meeting, self._board, self._left = meeting, meeting.board, limit - meeting.restarts
         if self._board is None:
             self._peers = None
@@ -259,27 +255,6 @@ class Agent:
             self._peers = Peers(self._board, self.meetings.round, meeting.machines, members)
         if self._board is not None and self._left > 0 and not self.meetings.may_shrink:
             self._board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
-        if self._board is not None and self._peers is not None and self.meetings.may_hang:
-            threading.Thread(target=self._end_if_lost, args=(self._board, self._peers), daemon=True).start()
-
-    def _end_if_lost(self, board: Board, peers: Peers) -> None:
-        """End the ranks, and this launcher if no restart is left, when a machine is lost and the main thread hangs.
-
-        torch's rendezvous keeps it in a call into its store for many minutes, if that is on the lost machine.
-        """
-        while not (lost := board.wait(lambda: bool(board.lost()), SHUTDOWN_SECONDS)):
-            if self._board is not board or self.finished.is_set():
-                return
-        cause = peers.loss()
-        if not lost or cause is None or self.finished.wait(_HUNG_SECONDS) or self._board is not board:
-            return
-        for rank in self.ranks:
-            rank.send(signal.SIGKILL)
-        if self._left > 0 or not self._job.owns_process or self.finished.wait(_PAUSE_SECONDS):
-            return
-        say(cause.text)
-        kill_descendants()
-        os._exit(cause.code)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

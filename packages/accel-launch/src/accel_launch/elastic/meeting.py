@@ -10,9 +10,10 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from accel_state.errors import ConfigurationError
 from accel_state.options import RendezvousOptions
 from accel_state.options.resources import MachineRange
-from accel_state.ports import DEFAULT_PORT, LOOPBACK, listening_host
+from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, is_local, listening_host
 
 from ..network.board import Board, join
 from ..network.peers import timeout_seconds
@@ -43,7 +44,9 @@ class ElasticJob:
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
     output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
     grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
-    serves: bool | None = None  # with a range of machines: whether the main address is this one's; None to find out
+    serves: bool | None = (
+        None  # where machines have no given ranks: whether the main address is this one's; None to find out
+    )
 
     @property
     def forks(self) -> bool:
@@ -89,8 +92,6 @@ class Meetings(ABC):
         self.round: int = -1
         """The start that the ranks belong to, as the other machines count; 0 is the first."""
 
-    may_hang = False
-    """Whether a call may hang for minutes when a machine is lost, so that another thread must end the ranks."""
     may_shrink = False
     """Whether the run continues without machines that are lost or leave, and counts restarts itself."""
 
@@ -115,6 +116,18 @@ class Meetings(ABC):
             give_up_seconds=job.rendezvous.machine_timeout,
         )
 
+    def _join_without_rank(self, number: int) -> Board:
+        """Join the board with rank 0 if this launcher is the first one at the main address, else with ``number``."""
+        serves = self._job.serves
+        if serves is None:
+            serves = is_local(self._host) and is_free(self._port, listening_host(self._host))
+        try:
+            return self._join(0 if serves else number)
+        except ConfigurationError:
+            if self._job.serves is not None:
+                raise
+            return self._join(number)  # another launcher on this machine was faster
+
     def _serve_ranks(self, port: int = 0) -> int:
         """Start the store for the next start of the ranks, close the former one, and return the port."""
         former, self._rank_server = self._rank_server, serve(listening_host(self._host), port, forks=self._job.forks)
@@ -128,11 +141,8 @@ class Meetings(ABC):
         self._rank_server = None
 
     @abstractmethod
-    def meet(self, restarts: int) -> Meeting:
+    def meet(self) -> Meeting:
         """Wait for all other machines.
-
-        Args:
-            restarts: those that this machine has counted.
 
         Raises:
             RendezvousError: of torch, with the reason why the machines did not meet.

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from accel_state.errors import ConfigurationError
 from accel_state.humanize import counted
 from accel_state.options.resources import MachineRange
-from accel_state.ports import is_free, is_local, listening_host
+from accel_state.ports import is_local
 
 from ..network.board import QUIET_SECONDS, Board, Hub, Member, say
 from ..network.interfaces import own_address
@@ -61,12 +61,7 @@ class RangedRendezvous(Meetings):
 
     def _join_range(self) -> Board:
         number = FIRST_SEAT + uuid.uuid4().int % (1 << 30)
-        try:
-            board = self._join(0 if self._serves() else number)
-        except ConfigurationError:
-            if self._job.serves is not None:
-                raise
-            board = self._join(number)  # another launcher on this machine was faster
+        board = self._join_without_rank(number)
         board.after_loss = self._after_loss
         if isinstance(board, Hub):
             board.closed_seconds = _CLOSED_SECONDS
@@ -75,12 +70,6 @@ class RangedRendezvous(Meetings):
                 board.own_address = own_address(self._host)  # also before another machine connects
                 board.post(address=board.own_address)
         return board
-
-    def _serves(self) -> bool:
-        """Return True if this launcher is the one at the main address: of several on one machine, the first one."""
-        if self._job.serves is not None:
-            return self._job.serves
-        return is_local(self._host) and is_free(self._port, listening_host(self._host))
 
     def _after_loss(self, machine: Machine) -> str:
         if machine.rank:
@@ -172,7 +161,7 @@ class RangedRendezvous(Meetings):
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def meet(self, restarts: int) -> Meeting:
+    def meet(self) -> Meeting:
         """Wait until the launcher at the main address begins a start in which this machine takes part.
 
         Raises:

@@ -100,10 +100,6 @@ def _meetings(job: ElasticJob) -> Meetings:
         from .ranged_rendezvous import RangedRendezvous
 
         return RangedRendezvous(job)
-    if job.num_machines > 1 and job.rendezvous.rdzv_backend != "static":
-        from .torch_rendezvous import TorchRendezvous
-
-        return TorchRendezvous(job)
     return StaticRendezvous(job)
 
 
@@ -119,7 +115,6 @@ def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
         agent.meetings.withdraw(_reason(error))
         raise
     agent.meetings.leave()
-    agent.finished.set()
     return _outcome(agent, result, logs)
 
 

@@ -1,10 +1,12 @@
-"""The rendezvous of machines with given ranks, which start and restart their processes together.
+"""The rendezvous of a fixed number of machines, which start and restart their processes together.
 
 Each start is a round. The launchers see each other's records on a board (:mod:`accel_launch.network.board`). A machine
 whose processes failed posts that it waits for the next round; the others notice when they monitor their own processes,
 and all arrive before anything starts. Each round has a new store for the processes: the former one leads to processes
 that have ended. In torch's own static rendezvous each machine restarts alone, and its processes find the former ones of
 other machines.
+
+With ``--rdzv_backend c10d`` the launcher at the main address has machine rank 0, and assigns the others theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from ..network.board import QUIET_SECONDS, Board, Hub, Member, say
 from ..network.peers import Waiting
-from ..network.records import Cause, Machine, State
+from ..network.records import ANY_RANK, Cause, Machine, State
 from .meeting import Meeting, Meetings
 
 _SLICE_SECONDS = 0.5
@@ -28,10 +30,10 @@ class StaticRendezvous(Meetings):
     board: Board | None
     round: int
 
-    def meet(self, restarts: int = 0) -> Meeting:
+    def meet(self) -> Meeting:
         """Join the latest round, or request a new one if this machine is in it already; wait for all other machines.
 
-        A failure counts as one restart, even if it makes several machines fail: ``restarts`` is not used.
+        A failure counts as one restart, even if it makes several machines fail.
 
         Raises:
             RendezvousTimeoutError: they did not arrive in time.
@@ -43,7 +45,8 @@ class StaticRendezvous(Meetings):
             self.round += 1
             return self._meeting(self._serve_ranks(self._port if self.round == 0 else 0))
         if self.board is None:
-            self.board = self._join(self._rank)
+            given = self._job.rendezvous.rdzv_backend == "static"
+            self.board = self._join(self._rank) if given else self._join_without_rank(ANY_RANK)
         self._arrive(self.board)
         return self._meeting(self._wait_for_start(self.board))
 
@@ -52,12 +55,14 @@ class StaticRendezvous(Meetings):
 
     @property
     def _rank(self) -> int:
-        return self._job.rendezvous.machine_rank
+        return self._job.rendezvous.machine_rank if self.board is None else self.board.me.rank
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _arrive(self, board: Board) -> None:
-        """Post that this machine waits for the latest round."""
+        """Post that this machine waits for the latest round, once it has a rank."""
+        if self._rank == ANY_RANK:
+            return
         own = self.round + 1 if board.me.started else max(self.round, 0)
         latest = max([own, *(_needed_round(machine, board.me) for machine in board.others())])
         max_restarts = self._job.rendezvous.max_restarts
@@ -132,6 +137,8 @@ class StaticRendezvous(Meetings):
         if isinstance(board, Member) and not board.met:
             return f"the machine of rank 0 at {self.place}: {board.problem}"
         machines = board.machines()
+        if self._rank == ANY_RANK:
+            return f"one of the {self._job.num_machines} machines at {self.place} to be gone, whose place it takes"
         here = [
             rank
             for rank, machine in machines.items()

@@ -28,7 +28,7 @@ from accel_state.ports import is_local, listen, listening_host
 
 from .agreement import compare
 from .interfaces import addresses_here
-from .records import RAISED, Cause, Lines, Machine, State, line, read_object, silences
+from .records import ANY_RANK, RAISED, Cause, Lines, Machine, State, line, read_object, silences
 
 BEAT_SECONDS = 1.0
 REPORT_SECONDS = 10.0
@@ -413,9 +413,26 @@ class Hub(Board):
             if "left" in message:
                 self._left.add(peer.id)
             if "machine" in message:
-                self._take(peer, _at(Machine.read(message["machine"]), peer.address))
+                machine = _at(Machine.read(message["machine"]), peer.address)
+                if machine.rank != ANY_RANK:
+                    self._take(peer, machine)
+                elif rank := self._free_rank(machine):
+                    peer.lines.send(line({"rank": rank}))
+                    self._take(peer, replace(machine, rank=rank))
             if peer.rank in self._machines and self._machines[peer.rank].id == peer.id:
                 self._silent[peer.rank] = 0.0
+
+    def _free_rank(self, machine: Machine) -> int:
+        """Return the machine rank for a launcher without one; 0 if there is none at the moment."""
+        for rank in range(1, self._expected):
+            holder, silent = self._machines.get(rank), self._silent.get(rank, 0.0)
+            if holder is None or holder.id == machine.id:
+                return rank
+            # A launcher that loses its connection has connected again by then.
+            is_gone = silent > (QUIET_SECONDS if rank in self._closed else REPORT_SECONDS)
+            if is_gone or holder.state.is_final:
+                return rank
+        return 0
 
     def _take(self, peer: _Peer, machine: Machine) -> None:
         """Take the record of a launcher."""
@@ -637,6 +654,11 @@ class Member(Board):
             self.replaced_by = str(message["replaced"])
         if "refused" in message:
             self.refusal = Cause.read(message["refused"])
+        if "rank" in message and self._rank == ANY_RANK:
+            me = self._machines.pop(ANY_RANK)
+            self._rank = int(message["rank"])
+            self._machines[self._rank] = replace(me, rank=self._rank)
+            self._is_sent = False
         for machine in map(Machine.read, message.get("machines", ())):
             if machine.rank != self._rank:
                 self._machines[machine.rank] = machine
@@ -677,7 +699,7 @@ class Member(Board):
         if self._lines is None:
             return
         try:
-            if not self._is_sent:
+            if not self._is_sent or (beat and self._rank == ANY_RANK):
                 self._lines.send(line({"machine": self._machines[self._rank].encode(with_facts=True)}))
                 self._is_sent = True
             else:
@@ -728,7 +750,7 @@ def join(
     Args:
         host: the main address.
         port: the main port.
-        rank: of this machine.
+        rank: of this machine; ``ANY_RANK`` to be assigned one of 1 to ``count - 1``.
         count: machines of the run.
         local_processes: ranks of this machine.
         facts: what the machines must agree on.

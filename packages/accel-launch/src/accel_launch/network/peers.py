@@ -34,12 +34,13 @@ def timeout_seconds(rdzv_conf: str) -> float:
     Raises:
         ConfigurationError: that is not a number.
     """
-    text = rendezvous_settings(rdzv_conf)["timeout"]
+    settings = rendezvous_settings(rdzv_conf)
+    name = "join_timeout" if "join_timeout" in settings else "timeout"  # torch's two names for it
     try:
-        return float(text)
+        return float(settings[name])
     except ValueError:
         raise ConfigurationError(
-            f"--rdzv_conf timeout={text} must be a number of seconds, such as timeout=600."
+            f"--rdzv_conf {name}={settings[name]} must be a number of seconds, such as {name}=600."
         ) from None
 
 

@@ -28,7 +28,7 @@ class State(enum.Enum):
     ENDED = "ended"
     """Ended by a signal with ranks that save on it, or because another machine failed."""
     LEFT = "left"
-    """The launcher has left for another meeting (c10d), or its machine leaves the others (a range of machines)."""
+    """The machine leaves the others (a range of machines)."""
 
     @property
     def is_final(self) -> bool:
@@ -36,6 +36,8 @@ class State(enum.Enum):
         return self not in (State.WAITING, State.RUNNING)
 
 
+ANY_RANK = -1
+"""The machine rank of a launcher to which machine rank 0 has not yet assigned one."""
 FIRST_SEAT = 1 << 20
 """Machines of a range have a number from here on instead of a machine rank, which follows from who takes part."""
 

@@ -107,7 +107,7 @@ class RendezvousOptions(OptionGroup):
     rdzv_backend: str = _fixed(
         "static",
         choices=("static", "c10d"),
-        help="static: each machine is given its --machine_rank; c10d: the rendezvous assigns ranks, also on restarts. "
+        help="static: each machine is given its --machine_rank; c10d: the launcher at the main address assigns ranks. "
         "Has no effect on a range of machines.",
         question="What rendezvous backend will you use?",
     )
