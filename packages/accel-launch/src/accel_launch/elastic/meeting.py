@@ -44,9 +44,8 @@ class ElasticJob:
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
     output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
     grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
-    serves: bool | None = (
-        None  # where machines have no given ranks: whether the main address is this one's; None to find out
-    )
+    # Where machines have no given ranks: whether the main address is this one's; None to find out.
+    serves: bool | None = None
 
     @property
     def forks(self) -> bool:
