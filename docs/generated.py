@@ -2,6 +2,7 @@
 
 `<!-- commands -->`: the help of every command. `<!-- variables -->`: the environment variables of all options.
 `<!-- torchrun -->`: what becomes of each option of torchrun.
+`<!-- facts -->`: the version, the license, and a link to the repository if `ACCEL_URL` names it.
 `<!-- index: accel.utils -->`: a table of the names of a module, and the documentation of those that no package's page
 has.
 """
@@ -22,6 +23,7 @@ from typing import Any
 _COMMANDS = re.compile(r"^<!-- commands -->$", re.MULTILINE)
 _VARIABLES = re.compile(r"^<!-- variables -->$", re.MULTILINE)
 _TORCHRUN = re.compile(r"^<!-- torchrun -->$", re.MULTILINE)
+_FACTS = re.compile(r"^<!-- facts -->$", re.MULTILINE)
 _INDEX = re.compile(r"^<!-- index: ([\w.]+) -->$", re.MULTILINE)
 _MODULES = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _EXPORTS = re.compile(r"^<!-- exports: ([\w.]+) -->$", re.MULTILINE)
@@ -36,6 +38,7 @@ _WIDTH = "88"
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Replace the markers of a page; called by mkdocs."""
     root = Path(config.config_file_path).parent
+    markdown = _FACTS.sub(lambda _: facts(root, config.repo_url), markdown)
     if any(mark.search(markdown) for mark in (_COMMANDS, _VARIABLES, _TORCHRUN, _INDEX)):
         with _sources(root):
             markdown = _COMMANDS.sub(lambda _: commands(), markdown)
@@ -48,6 +51,18 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Drop what mkdocstrings leaves of roles, and name the sentinel of arguments; called by mkdocs."""
     return _UNSET.sub("...", _ROLE.sub(r"\1", html))
+
+
+def facts(root: Path, address: str | None) -> str:
+    """Return the version of accel, a link to its repository, and its license, in one line.
+
+    Args:
+        root: the directory of the repository.
+        address: where the repository is published; the repository itself names no address.
+    """
+    project = root.joinpath("packages", "accel", "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'(?m)^version = "(.+)"$', project)
+    return " · ".join([f"Version {version}", *([f"[Repository]({address})"] if address else []), "Apache-2.0"])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Draws the section "Measured" of the README and the home page from docs/measured.json: `python docs/measured.py`.
 
-`benchmarks/bench_measured.py --write` measures the figures. The chart is docs/images/measured.svg; the tables replace
-what is between the marks of the two pages.
+`benchmarks/bench_measured.py --write` measures the figures. The chart is docs/images/measured.svg; the sections replace
+what is between the marks of the two pages. The description of the picture has its figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ PAGES = {DOCS.parent / "README.md": "docs/images/measured.svg", DOCS / "index.md
 LABELS = {"torch": "plain PyTorch", "reference": "Accelerate", "accel": "accel"}
 # With fewer rounds, the page says that the figures are provisional.
 _ENOUGH = 5
-_WIDTH, _ROW, _BAR, _LEFT, _RIGHT = 760, 92, 18, 120, 90
+_WIDTH, _ROW, _BAR, _LEFT, _RIGHT, _NOTE = 760, 92, 18, 120, 90, 20
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #3a424a } .name { font-weight: 600; font-size: 14px }
+.note { font-size: 12px }
 .torch { fill: #9aa5b0 } .reference { fill: #c58a3a } .accel { fill: #2a7de1 }
 @media (prefers-color-scheme: dark) { text { fill: #c9d1d9 } }
 """
@@ -42,11 +43,12 @@ def chart(results: dict[str, Any]) -> str:
 
 def _lines(results: dict[str, Any]) -> Iterator[str]:
     rows = results["rows"]
-    height = _ROW * len(rows) + 8
+    height = _ROW * len(rows) + _NOTE * sum("note" in row for row in rows) + 8
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">'
     yield f"<title>Times of {', '.join(LABELS.values())}: shorter is better</title><style>{_STYLE}</style>"
-    for index, row in enumerate(rows):
-        top = index * _ROW + 20
+    top = 20 - _ROW
+    for row in rows:
+        top += _ROW
         yield f'<text class="name" x="0" y="{top}">{escape(row["name"])}</text>'
         present = [label for label in LABELS if label in row]
         largest = max(row[label] for label in present)
@@ -56,31 +58,28 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
             yield f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{LABELS[label]}</text>'
             yield f'<rect class="{label}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
             yield f'<text x="{_LEFT + width + 6:.1f}" y="{y + 13}">{shown(row[label], row["unit"])}</text>'
+        if "note" in row:
+            top += _NOTE
+            yield f'<text class="note" x="{_LEFT}" y="{top + _ROW - 22}">{escape(row["note"])}</text>'
     yield "</svg>"
 
 
 def section(results: dict[str, Any], picture: str) -> str:
     """Return the section as Markdown."""
-    about, rows = results["machine"], results["rows"]
-    labels = [label for label in LABELS if all(label in row for row in rows)]
-    names = {**LABELS, "reference": f"Accelerate {about['reference']}"}
-    lines = [f"| | {' | '.join(names[label] for label in labels)} |", f"| --- |{' ---: |' * len(labels)}"]
-    for row in rows:
-        lines.append(f"| {row['name']} | {' | '.join(shown(row[label], row['unit']) for label in labels)} |")
+    about = results["machine"]
+    figures = []
+    for row in results["rows"]:
+        times = ", ".join(f"{LABELS[label]} {shown(row[label], row['unit'])}" for label in LABELS if label in row)
+        figures.append(f"{row['name']}: {times}")
     machine = f"{about['processor']}, {about['cores']} cores, {about['memory']}, {about['system']}"
-    versions = f"Python {about['python']}, PyTorch {about['torch']}"
-    table = "\n".join(lines)
+    versions = f"Python {about['python']}, PyTorch {about['torch']}, Accelerate {about['reference']}"
     short = "" if results["rounds"] >= _ENOUGH else "A short run: the figures are provisional. "
     return f"""{BEGIN}
-{table}
+![Times, shorter is better. {". ".join(figures)}.]({picture})
 
-![The same figures as bars: shorter is better]({picture})
-
-{short}Medians of {results["rounds"]} rounds in which the three took turns, on {results["date"]}, on one machine:
-{machine}; {versions}.
-**Not run on** GPUs, several machines, a network file system or models of billions of parameters. A save of
-accel is complete on the disk, with digests, when it returns; plain PyTorch's is followed by fsync. Measure your machine
-with `scripts/bench measured`.
+{short}Medians of {results["rounds"]} rounds in which the three took turns, on {results["date"]}, at commit
+{results["commit"]}, on one machine without a GPU: {machine}; {versions}.
+Measure your machine with `scripts/bench measured`.
 {END}"""
 
 

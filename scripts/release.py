@@ -125,6 +125,8 @@ def write(releases: Sequence[Release], today: str) -> None:
             pin = f">={other.version.major}.{other.version.minor},<{other.version.major + 1}"
             pattern = rf'"{other.name}(\[[\w,-]+\])?>=[^"]*"'
             _replace(release.project / "pyproject.toml", pattern, rf'"{other.name}\g<1>{pin}"')
+        if release.name == "accel":
+            _replace(release.project.parents[1] / "README.md", r"\bVersion \S+ ", f"Version {release.version} ")
         changelog = release.project / "CHANGELOG.md"
         changelog.write_text(_dated(changelog, release, today), encoding="utf-8")
 

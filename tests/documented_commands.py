@@ -34,6 +34,7 @@ ELSEWHERE = {
     "accel megatron convert *": "packages/accel-megatron/tests/test_convert.py",
     "accel megatron data *": "packages/accel-megatron/tests/test_data.py",
     "docs/guides/planning.md: accel plan *": "packages/accel-plan/tests/test_plan.py",
+    "README.md: accel plan *": "packages/accel-plan/tests/test_plan.py::test_the_readme_shows_what_the_command_prints",
     "docs/guides/choosing-a-strategy.md: accel plan [!-]*": "packages/accel-plan/tests/test_strategy_page.py",
     "packages/accel-plan/README.md: accel plan *": "packages/accel-plan/tests/test_plan.py",
     "accel plan tp4_pp2.yaml *": "packages/accel-megatron/tests/test_planning.py",

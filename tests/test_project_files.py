@@ -78,6 +78,16 @@ def test_the_citation_and_the_container() -> None:
         assert ROOT.joinpath("scripts", script).exists(), script
 
 
+def test_the_first_pages_name_the_version_and_the_repository() -> None:
+    version = tomllib.loads((ROOT / "packages/accel/pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f" Version {version} (" in (ROOT / "README.md").read_text(encoding="utf-8")
+    facts = runpy.run_path(str(ROOT / "docs" / "generated.py"))["facts"]
+    assert facts(ROOT, "") == f"Version {version} · Apache-2.0"
+    url = "https://example.org/accel"
+    assert facts(ROOT, url) == f"Version {version} · [Repository]({url}) · Apache-2.0"
+    assert "\n<!-- facts -->\n" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
 def test_what_was_measured_is_on_the_pages() -> None:
     drawing = runpy.run_path(str(ROOT / "docs" / "measured.py"))
     results = json.loads(drawing["RESULTS"].read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import release
+from packaging.version import Version
 from wheel_environment import empty_environment, linked, site_packages
 from workspace import ROOT
 
@@ -162,6 +163,14 @@ def test_what_is_refused_before_anything_is_built(workspace: Path, run: Callable
     (workspace / "packages" / "accel-data" / "README.md").write_text("changed")
     assert release.main(["accel-data", "--root", str(workspace)]) == 1
     assert _git(workspace, "diff", "--name-only") == "packages/accel-data/README.md"
+
+
+def test_the_readme_gets_the_version_of_accel(tmp_path: Path) -> None:
+    project = tmp_path / "packages" / "accel"
+    shutil.copytree(ROOT / "packages" / "accel", project, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    release.write([release.Release(project, Version("1.7.0"))], "2026-12-24")
+    assert " Version 1.7.0 ([changes](packages/accel/CHANGELOG.md))" in (tmp_path / "README.md").read_text("utf-8")
 
 
 def test_the_order_of_a_release(workspace: Path) -> None:

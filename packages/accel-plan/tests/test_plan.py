@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import all_commands, shows
+from workspace import ROOT
 
 from accel_bigmodel.estimate import measure_activations
 from accel_bigmodel.estimate.activations import example_inputs
@@ -91,6 +93,15 @@ def test_the_guide_shows_what_the_command_prints(tmp_path, monkeypatch, capsys, 
     (tmp_path / "deepseek-v3.json").write_text(mixture[1])
     assert COMMAND.run(command.replace("fsdp2.yaml", str(tmp_path / "fsdp2.yaml"), 1).split()) == 0
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.slow  # traces plans of a large model
+def test_the_readme_shows_what_the_command_prints(monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = (one for one in all_commands() if one.block.page == "README.md" and one.words[:2] == ["accel", "plan"])
+    assert COMMAND.run(command.words[2:]) == 0
+    printed = capsys.readouterr().out
+    assert command.shown.count("...") == 4 and shows(command.shown, printed), printed
 
 
 @pytest.mark.slow  # traces plans of a large model
