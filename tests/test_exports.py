@@ -34,6 +34,10 @@ def _reexports(file: Path) -> list[str] | None:
     return sorted(alias.name for alias in aliases) if all(alias.asname == alias.name for alias in aliases) else None
 
 
+def _lists_exports(file: Path) -> bool:
+    return file.with_suffix(".pyi").exists() and "__all__" in file.read_text(encoding="utf-8")
+
+
 @functools.cache
 def _modules() -> list[str]:
     """Every package, and every public module in it that consists of re-exports, or lists its exports in a stub."""
@@ -42,7 +46,7 @@ def _modules() -> list[str]:
         for file in sources(project):
             name = module_name(project, file)
             is_public = not any(part.startswith("_") for part in name.split("."))
-            if name == import_name(project) or (is_public and (file.with_suffix(".pyi").exists() or _reexports(file))):
+            if name == import_name(project) or (is_public and (_lists_exports(file) or _reexports(file))):
                 names.append(name)
     return sorted(names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from accel_state.operations.nested import leaves, replace_leaves
 from accel_state.state import PartialState
 
 from .device_map.infer import infer_auto_device_map
-from .device_map.memory import get_balanced_memory
+from .device_map.memory import MaxMemory, get_balanced_memory
 from .pipeline import microbatches
 from .pipeline.broadcast import receive_object, send_object, start_broadcast, wait_for
 from .pipeline.runtime import PipelineRuntime
@@ -327,7 +327,7 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MaxMemory | None = None,
 ) -> dict[str, Location]:
     """Return a device map that distributes a model evenly over ``num_processes`` devices, in the order of its modules.
 
@@ -338,7 +338,7 @@ def generate_device_map(
         max_memory: bytes of each device; None divides the model's size by the number of devices.
     """
     no_split = list(no_split_module_classes or ())
-    limits: Mapping[int | str, int | str]
+    limits: MaxMemory
     if max_memory is not None:
         limits = max_memory
     else:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from accel_bigmodel.checkpoint.checkpoint_mapping import check_match, match_chec
 from accel_bigmodel.checkpoint.files import checkpoint_files
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_bigmodel.checkpoint.tensor_files import CheckpointFile, open_file
+from accel_bigmodel.device_map.memory import MaxMemory
 from accel_bigmodel.loading import progress_bar
 from accel_bigmodel.tensors import Location, as_device
 from accel_bigmodel.tied_params import location_of
@@ -38,17 +39,19 @@ from .offloaded_layers import FileStore, MemoryStore, OffloadedLayer, offload_la
 from .quantizers.base import Quantizer
 from .quantizers.registry import QUANTIZERS
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def load_and_quantize_model(
-    model: nn.Module,
+    model: Model,
     bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | Mapping[str, Location] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MaxMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
-) -> nn.Module:
+) -> Model:
     """Quantize the linear layers of a model, and put it on its devices.
 
     Weights are quantized one by one as they are read, so a model on the meta device never takes more memory than the
@@ -205,7 +208,7 @@ def _device_map(
     quantizer: Quantizer,
     device_map: str | Mapping[str, Location] | None,
     no_split: Sequence[str] | None,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: MaxMemory | None,
 ) -> dict[str, Location]:
     if device_map is None:
         return {"": PartialState().device if is_initialized() else devices.detect().device(0)}

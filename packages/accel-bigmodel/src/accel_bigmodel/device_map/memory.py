@@ -13,7 +13,8 @@ from accel_state.errors import ConfigurationError, check_type
 
 from ..sizes import Dtype, as_names, compute_module_sizes, named_layers
 
-MaxMemory = Mapping[int | str, float | str]
+# A Mapping is invariant in its keys: a dictionary of text alone is no Mapping[int | str, ...] to a type checker.
+MaxMemory = Mapping[int | str, float | str] | Mapping[str, float | str] | Mapping[int, float | str]
 HOST_AND_DISK = ("cpu", "disk")
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.adagrad import adagrad
+from torch.optim.lr_scheduler import LRScheduler
 
 from accel_state import get_logger
 from accel_state.errors import ConfigurationError
@@ -21,7 +22,15 @@ from .config_paths import get_value
 logger: Final = get_logger(__name__)
 
 
-class DummyOptim:
+if TYPE_CHECKING:
+    # `prepare` keeps the types of its arguments, and what it makes of a placeholder has `step`.
+    _PlaceholderOptimizer = Optimizer
+    _PlaceholderScheduler = LRScheduler
+else:
+    _PlaceholderOptimizer = _PlaceholderScheduler = object
+
+
+class DummyOptim(_PlaceholderOptimizer):
     """Placeholder for the optimizer in a script whose DeepSpeed configuration has an "optimizer".
 
     Args:
@@ -38,7 +47,7 @@ class DummyOptim:
         self.kwargs = kwargs
 
 
-class DummyScheduler:
+class DummyScheduler(_PlaceholderScheduler):
     """Placeholder for the scheduler in a script whose DeepSpeed configuration has a "scheduler".
 
     Args:
