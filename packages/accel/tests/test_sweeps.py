@@ -88,18 +88,25 @@ def _freed_trainings(folder: str, kind: str) -> list[tuple[int, int, float]]:
             accelerator.free_memory()
             gc.collect()
         found.append((process.num_fds(), process.num_threads(), process.memory_info().rss / 1024))
-    deadline = time.monotonic() + 5  # connections, and the system's part of threads, end a little later than Python's
-    while (process.num_fds() > found[1][0] or process.num_threads() > found[1][1]) and time.monotonic() < deadline:
+    descriptors, threads = _most_at_first(found)
+    deadline = time.monotonic() + 30  # connections, and the system's part of threads, end a little later than Python's
+    while (process.num_fds() > descriptors or process.num_threads() > threads) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [*found[:-1], (process.num_fds(), process.num_threads(), found[-1][2])]
+
+
+def _most_at_first(found: list[tuple[int, int, float]]) -> tuple[int, int]:
+    """The most descriptors and threads after trials 1 to 4: one of them may have been counted when all were closed."""
+    # Trial 0 has what all use; a tracker is ended when the next one starts.
+    return max(descriptors for descriptors, _, _ in found[1:5]), max(threads for _, threads, _ in found[1:5])
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
 def test_trainings_whose_memory_was_freed_leave_nothing(ranks: int, kind: str, tmp_path) -> None:
     """Each Accelerator has a group for its saves, threads of it and one of a tracker, and gives them back."""
     for found in run_world(_freed_trainings, ranks, str(tmp_path), kind, timeout=100):
-        # The first has what all use; a tracker is ended when the next one starts.
-        assert found[-1][0] <= found[1][0] and found[-1][1] <= found[1][1], found
+        descriptors, threads = _most_at_first(found)
+        assert found[-1][0] <= descriptors and found[-1][1] <= threads, found
         if kind == "ddp":  # 10 KiB; a group that is kept takes 250
             assert (found[-1][2] - found[5][2]) / 8 < 100, found
 
