@@ -113,6 +113,8 @@ install_deepspeed() {
 compile_deepspeed() {
     if ! is_current deepspeed || is_current deepspeed-adam; then return 0; fi
     say "compiling DeepSpeed's optimizer for host memory"
+    # Left by a compilation that was killed: torch waits for it forever. The caller holds the environment's lock.
+    rm -f "$TORCH_EXTENSIONS_DIR/cpu_adam/lock"
     if PATH="$VENV/bin:$PATH" "$VENV/bin/python" -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
         >"$VENV/deepspeed-adam.log" 2>&1; then
         mark_current deepspeed-adam
