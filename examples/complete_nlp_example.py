@@ -98,6 +98,7 @@ def train(options: argparse.Namespace) -> None:
     model, optimizer, scheduler, loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, loader, test_loader
     )
+    loader = accelerator.prepare_data_loader(loader)  # the same; to type checkers it now has `iteration`
 
     if accelerator.resume():
         accelerator.print(f"resuming in epoch {loader.iteration}")

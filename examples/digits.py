@@ -48,13 +48,14 @@ class DigitsNet(nn.Module):
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """1437 scans for training and 360 for testing: a fixed, stratified split."""
     images, labels = load_digits(return_X_y=True)
-    train_images, test_images, train_labels, test_labels = train_test_split(
+    parts = train_test_split(
         torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8),
         torch.tensor(labels, dtype=torch.int64),
         test_size=TEST_SAMPLES,
         stratify=labels,
         random_state=0,
     )
+    train_images, test_images, train_labels, test_labels = map(torch.as_tensor, parts)
     mean, deviation = train_images.mean(), train_images.std()
     train_images, test_images = (train_images - mean) / deviation, (test_images - mean) / deviation
     return TensorDataset(train_images, train_labels), TensorDataset(test_images, test_labels)

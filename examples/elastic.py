@@ -42,6 +42,8 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     loader = DataLoader(data, batch_size=16, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    # Returns the same objects; to type checkers they now have `iteration` and `steps_taken`.
+    loader, optimizer = accelerator.prepare_data_loader(loader), accelerator.prepare_optimizer(optimizer)
 
     # A replica that was restarted gets the state of another one, and continues in the epoch of the others.
     accelerator.resume()

@@ -66,6 +66,8 @@ def main() -> None:
     muon, adamw = optimizers_of(model)
     loader = DataLoader(samples(), batch_size=BATCH, shuffle=True, drop_last=True)
     model, muon, adamw, loader = accelerator.prepare(model, muon, adamw, loader)
+    # Returns the same objects; to type checkers they now have `logical_shard` and `steps_taken`.
+    loader, muon = accelerator.prepare_data_loader(loader), accelerator.prepare_optimizer(muon)
 
     loss_of_step = torch.zeros((), device=accelerator.device)
     while muon.steps_taken < arguments.steps:

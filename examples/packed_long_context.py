@@ -34,7 +34,7 @@ def documents() -> list[torch.Tensor]:
         source = inspect.getsource(module)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                text = ast.get_source_segment(source, node).encode()
+                text = (ast.get_source_segment(source, node) or "").encode()
                 found.append(torch.tensor(list(text[:LENGTH])))  # a longer one would not fit into a sequence
     return found
 

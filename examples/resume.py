@@ -87,6 +87,8 @@ def train(arguments: argparse.Namespace) -> None:
     model, optimizer, scheduler, loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, loader, test_loader
     )
+    # Returns the same objects; to type checkers they now have `iteration` and `steps_taken`.
+    loader, optimizer = accelerator.prepare_data_loader(loader), accelerator.prepare_optimizer(optimizer)
 
     if accelerator.resume():
         accelerator.print(f"resuming in epoch {loader.iteration} after {optimizer.steps_taken} optimizer steps")

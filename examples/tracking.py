@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import set_seed
+from accel.utils import LoggerType, set_seed
 
 PROJECT = "digits"
 
@@ -52,13 +52,11 @@ def offline(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def digits() -> TensorDataset:
-    data = load_digits()
-    return TensorDataset(
-        torch.tensor(data.images[:1024], dtype=torch.float32).flatten(1) / 16.0, torch.tensor(data.target[:1024])
-    )
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(images[:1024], dtype=torch.float32) / 16.0, torch.tensor(labels[:1024]))
 
 
-def train(log_with: list[str], folder: Path, epochs: int, lr: float, online: bool) -> None:
+def train(log_with: list[LoggerType], folder: Path, epochs: int, lr: float, online: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     settings = {} if online else offline(folder)
     accelerator = Accelerator(log_with=log_with, project_dir=folder)
@@ -115,4 +113,5 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate (default: 0.5)")
     parser.add_argument("--online", action="store_true", help="let trackers use their servers")
     arguments = parser.parse_args()
-    train(arguments.log_with, arguments.output_dir, arguments.epochs, arguments.lr, arguments.online)
+    trackers = [LoggerType(name) for name in arguments.log_with]
+    train(trackers, arguments.output_dir, arguments.epochs, arguments.lr, arguments.online)

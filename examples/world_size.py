@@ -88,6 +88,8 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(AugmentedDigits(), batch_size=64, shuffle=True, num_workers=arguments.workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    # Returns the same objects; to type checkers they now have `iteration` and `steps_taken`.
+    loader, optimizer = accelerator.prepare_data_loader(loader), accelerator.prepare_optimizer(optimizer)
     loss_of_step = torch.zeros((), device=accelerator.device)
     if arguments.output_dir and accelerator.resume():
         accelerator.print(f"resuming in epoch {loader.iteration} after {optimizer.steps_taken} optimizer steps")

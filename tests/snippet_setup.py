@@ -5,10 +5,10 @@ from __future__ import annotations
 # Pages whose snippets other tests run.
 RUN_ELSEWHERE = {
     "docs/extending.md": "tests/test_extending.py",
-    "packages/accel-bigmodel/README.md": "packages/accel-bigmodel/tests/test_readme.py",
-    "packages/accel-data/README.md": "packages/accel-data/tests/test_readme.py",
-    "packages/accel-fp8/README.md": "packages/accel-fp8/tests/test_readme.py",
-    "packages/accel-quant/README.md": "packages/accel-quant/tests/test_readme.py",
+    "packages/accel-bigmodel/README.md": "tests/test_readmes.py",
+    "packages/accel-data/README.md": "tests/test_readmes.py",
+    "packages/accel-fp8/README.md": "tests/test_readmes.py",
+    "packages/accel-quant/README.md": "tests/test_readmes.py",
     # Transformers must find a distribution called accelerate, which only that environment has.
     "docs/guides/compat.md": "tests/clients/trainer_cases.py, by scripts/test-clients",
     # Needs Megatron-core.

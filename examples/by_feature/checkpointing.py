@@ -33,6 +33,7 @@ def main() -> None:
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
     )
+    train_loader = accelerator.prepare_data_loader(train_loader)  # the same; to type checkers it now has `iteration`
 
     def train(save: bool) -> torch.Tensor:
         # train_loader.iteration is 0 at the start, and the epoch of the checkpoint after load_state.

@@ -30,8 +30,8 @@ def main() -> None:
     logits, labels = [], []
     for fold, (train_indices, valid_indices) in enumerate(splits):
         set_seed(fold)
-        train_loader = DataLoader(Subset(train_set, train_indices), batch_size=32, shuffle=True)
-        valid_loader = DataLoader(Subset(train_set, valid_indices), batch_size=50)
+        train_loader = DataLoader(Subset(train_set, train_indices.tolist()), batch_size=32, shuffle=True)
+        valid_loader = DataLoader(Subset(train_set, valid_indices.tolist()), batch_size=50)
         model = digit_model()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         model, optimizer, train_loader, valid_loader = accelerator.prepare(model, optimizer, train_loader, valid_loader)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterable
 
 import torch
 from common import digit_loaders, digit_model, evaluate
@@ -40,7 +41,7 @@ class PeakMemory:
             self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def local_bytes(tensors: list[torch.Tensor]) -> int:
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
@@ -61,7 +62,8 @@ def main() -> None:
             optimizer.step()
     weights = list(model.parameters())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    held = local_bytes(weights) + local_bytes([weight.grad for weight in weights]) + local_bytes(moments)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    held = local_bytes(weights) + local_bytes(gradients) + local_bytes(moments)
     total = 16 * sum(weight.numel() for weight in weights)  # four float32 numbers a parameter
     accelerator.print(f"peak: {memory.peak >> 20} MiB")
     accelerator.print(f"accuracy: {evaluate(accelerator, model, test_loader):.3f}")
