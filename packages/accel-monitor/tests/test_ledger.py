@@ -31,12 +31,12 @@ class Writer:
         with self.file.open("a") as file:
             file.write(json.dumps({"id": f"{self.rank}-{self.count}", **line}) + "\n")
 
-    def start(self, process_start: float, startup: float, launch: str | None = None) -> None:
+    def start(self, process_start: float, startup: float, **more: Any) -> None:
         self.count += 1
         self.at, self.parts, self.step = 0.0, dict.fromkeys(NAMES, 0.0), 0
         self.write(kind="start", replica=None, rank=self.rank, world_size=self.world_size, device="cpu", step=0,
                    host=self.host, pid=1, time=process_start + startup, process_start=process_start,
-                   launch=launch)  # fmt: skip
+                    **more)  # fmt: skip
 
     def spend(self, part: str, seconds: float) -> None:
         self.at += seconds
@@ -77,7 +77,7 @@ def test_a_killed_run_adds_up_and_steps_are_computed_again(tmp_path: Path) -> No
     ledger = make_ledger(read_runs(tmp_path)[0])
     seconds = ledger.seconds
     assert ledger.wall == pytest.approx(56) and ledger.total == pytest.approx(56)
-    assert seconds[Cause.DEAD] == pytest.approx(7) and seconds[Cause.STARTUP] == pytest.approx(9)
+    assert seconds[Cause.DEAD] == pytest.approx(7) and seconds[Cause.IMPORTS] == pytest.approx(9)
     assert seconds[Cause.SAVING] == pytest.approx(2) and seconds[Cause.LOADING] == pytest.approx(1)
     assert ledger.repeated_steps == 7 and seconds[Cause.AGAIN] == pytest.approx(7)
     assert seconds[Cause.PRODUCTIVE] == pytest.approx(0.75 * 30) and seconds[Cause.WAITING] == pytest.approx(3)
@@ -87,7 +87,7 @@ def test_a_killed_run_adds_up_and_steps_are_computed_again(tmp_path: Path) -> No
 def test_exits_of_ranks_and_launchers_have_causes(tmp_path: Path) -> None:
     """A rank is killed, ends, and is continued by another launcher; after that the ranks and the launcher exit."""
     rank = Writer(tmp_path)
-    rank.start(1000.0, 1.0)
+    rank.start(1000.0, 1.0, launcher_start=997.0)
     rank.steps(9)
     rank.sample()  # killed at 1010, which its launcher sees at 1011 and exits at 1013
     rank.write(kind="exit", at=10.0)
@@ -101,8 +101,9 @@ def test_exits_of_ranks_and_launchers_have_causes(tmp_path: Path) -> None:
     ledger = make_ledger(read_runs(tmp_path)[0])
     seconds = ledger.seconds
     assert seconds[Cause.DEAD] == pytest.approx(1 + 7) and seconds[Cause.LAUNCHER] == pytest.approx(2 + 0.5)
+    assert seconds[Cause.LAUNCH] == pytest.approx(3) and seconds[Cause.IMPORTS] == pytest.approx(2)
     assert seconds[Cause.EXIT] == pytest.approx(4)
-    assert ledger.wall == ledger.total == pytest.approx(44.5)
+    assert ledger.wall == ledger.total == pytest.approx(47.5)
 
 
 def test_repeated_steps_are_those_that_ran_more_than_once(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_another_launch_without_a_state_is_another_run(tmp_path: Path) -> None:
     for number, host in enumerate("ab"):
         rank = Writer(tmp_path, number, host, 2)
         for launch, begin in (("first", 100.0), ("second", 500.0)):
-            rank.start(begin + number, 1.0, f"{launch} on {host}")
+            rank.start(begin + number, 1.0, launch=f"{launch} on {host}")
             rank.steps(5)
             rank.sample("end", finished=False)
     first, second = read_runs(tmp_path)
@@ -203,10 +204,10 @@ def test_a_launcher_that_starts_its_ranks_again_continues_the_run(tmp_path: Path
     """Before the first saved state: no state is loaded; the launcher of the other machine ran all the time."""
     for number, host in enumerate("ab"):
         rank = Writer(tmp_path, number, host, 2)
-        rank.start(100.0, 1.0, f"launcher of {host}")
+        rank.start(100.0, 1.0, launch=f"launcher of {host}")
         rank.steps(5)
         rank.sample()
-        rank.start(120.0, 1.0, "launcher of a" if host == "a" else "a launcher in place of b")
+        rank.start(120.0, 1.0, launch="launcher of a" if host == "a" else "a launcher in place of b")
         rank.steps(8)
         rank.sample("end", finished=True)
     (run,) = read_runs(tmp_path)
@@ -217,11 +218,11 @@ def test_a_launcher_that_starts_its_ranks_again_continues_the_run(tmp_path: Path
 
 def test_time_between_two_launches_of_a_run_is_not_dead(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rank = Writer(tmp_path)
-    rank.start(100.0, 1.0, "evening")
+    rank.start(100.0, 1.0, launch="evening")
     rank.steps(9)
     rank.save(1.0)
     rank.sample("end", finished=False)
-    rank.start(1000.0, 1.0, "morning")
+    rank.start(1000.0, 1.0, launch="morning")
     rank.load(9, 1.0)
     rank.steps(7)
     rank.sample("end", finished=True)

@@ -12,6 +12,8 @@ from .report import clock, conclusions, duration, headline, shares
 _COLORS = {
     Cause.PRODUCTIVE: "#2a9d5c",
     Cause.AGAIN: "#c23b75",
+    Cause.LAUNCH: "#d3cbf3",
+    Cause.IMPORTS: "#b09fe6",
     Cause.STARTUP: "#8f7ad6",
     Cause.COMPILING: "#5a5fc4",
     Cause.DATA: "#e08a1e",
@@ -21,8 +23,8 @@ _COLORS = {
     Cause.LOADING: "#6fb7e8",
     Cause.EVALUATION: "#1fa3a3",
     Cause.OTHER: "#93a1ad",
-    Cause.EXIT: "#b9a9ec",
-    Cause.LAUNCHER: "#5e4aa8",
+    Cause.EXIT: "#6a55b5",
+    Cause.LAUNCHER: "#4a3a85",
     Cause.DEAD: "#3a3f46",
     Cause.BETWEEN: "#dfe3e7",
 }
@@ -107,7 +109,7 @@ def _merged(entries: list[Entry], span: float) -> Iterator[Entry]:
     """Neighbouring entries joined until they are wide enough to be seen. Time in which no process ran is not joined."""
     current: Entry | None = None
     for entry in entries:
-        alone = not _ALONE.isdisjoint(entry.seconds) or Cause.STARTUP in entry.seconds
+        alone = not _ALONE.isdisjoint(entry.seconds) or Cause.IMPORTS in entry.seconds
         if current is None or alone or current.end - current.begin >= span or not _ALONE.isdisjoint(current.seconds):
             if current is not None:
                 yield current

@@ -16,6 +16,8 @@ class Cause(Enum):
 
     PRODUCTIVE = "productive steps"
     AGAIN = "steps computed again"
+    LAUNCH = "start of the launcher"
+    IMPORTS = "imports of the ranks"
     STARTUP = "start-up"
     COMPILING = "compiling"
     DATA = "waiting for data"
@@ -211,8 +213,10 @@ class _Life:
 
     def _attempt(self, attempt: Attempt, shift: float) -> Iterator[Entry]:
         made, begin = float(attempt.start["time"]) + shift, attempt.begin + shift
-        if made > begin:
-            yield Entry(begin, made, {Cause.STARTUP: made - begin})
+        for end, cause in ((float(attempt.start["process_start"]) + shift, Cause.LAUNCH), (made, Cause.IMPORTS)):
+            if end > begin:
+                yield Entry(begin, end, {cause: end - begin})
+                begin = end
         before = Sample(0.0, (0.0,) * len(Part), int(attempt.start.get("step", 0)))
         step, loads = before.step, list(attempt.loads)
         self._frontier = self._reached

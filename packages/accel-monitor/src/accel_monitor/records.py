@@ -144,8 +144,8 @@ class Attempt:
 
     @property
     def begin(self) -> float:
-        """When the process was started, in seconds since the epoch."""
-        return float(self.start["process_start"])
+        """When the process was started, or the launcher that starts with it, in seconds since the epoch."""
+        return float(self.start.get("launcher_start", self.start["process_start"]))
 
     @property
     def launch(self) -> str | None:

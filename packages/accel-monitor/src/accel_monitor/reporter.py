@@ -300,7 +300,7 @@ class Reporter:
             began = process.start_time(self._started_with)
             # The launcher of a restarted process has been running through the attempts before.
             if began is not None and (previous is None or began > previous):
-                start["process_start"] = min(began, start["process_start"])
+                start["launcher_start"] = min(began, start["process_start"])
         self._append(encode(start))
         directory = launcher_directory()
         if self._started_with is not None and directory is not None:
