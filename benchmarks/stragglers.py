@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,7 @@ def main() -> None:
     preload("accel", "accel.accelerator", "accel_monitor.accelerator", "torch.nn.parallel", "torch._dynamo")
     results = Results(arguments.results, arguments.patience)
     found, right, total, delays, disturbed = Counter(), Counter(), Counter(), [], 0
+    named: dict[int, Counter[str]] = defaultdict(Counter)  # by the slow rank
     for number in range(arguments.cases):
         kind = list(PARTS)[number % len(PARTS)]
         case = draw(arguments.seed, number, kind)
@@ -266,6 +267,7 @@ def main() -> None:
         is_right = is_found and result["part"] == PARTS[kind]
         found[kind] += is_found
         right[kind] += is_right
+        named[case.rank]["right" if is_found else "none" if result["named"] is None else "another"] += 1
         if is_found:
             delays.append(result["last"] - case.begin)
         if arguments.verbose or not is_right:
@@ -282,6 +284,10 @@ def main() -> None:
     for kind in PARTS:
         print(f"| {kind} | {total[kind]} | {found[kind]} | {right[kind]} |")
     print(f"| all | {total.total()} | {found.total()} | {right.total()} |")
+    print("\n| slow rank | cases | right rank | another rank | no rank |\n| ---: | ---: | ---: | ---: | ---: |")
+    for rank, counts in sorted(named.items()):
+        print(f"| {rank} | {counts.total()} | {counts['right']} | {counts['another']} | {counts['none']} |")
+    print()
     if delays:
         print(f"steps to the report: median {statistics.median(delays):g}, largest {max(delays)}")
     print(f"false alarms in {arguments.undisturbed} undisturbed runs: {alarms}")
