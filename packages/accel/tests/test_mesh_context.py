@@ -318,7 +318,7 @@ def evaluate() -> list[list[float]]:
     for batch in loader:
         tokens = batch["input_ids"]
         with torch.no_grad(), accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
-            logits = accelerator.strategy.sequences.whole(model(input_ids=tokens).logits)
+            logits = accelerator.strategy.whole_sequences(model(input_ids=tokens).logits)
         each = functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none").mean(
             1
         )

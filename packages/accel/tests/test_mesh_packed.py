@@ -154,7 +154,7 @@ def once(accelerator: Accelerator, model: Any, batch: dict[str, Any], share: Any
         output = model(**batch)
         loss = output.loss * share
         accelerator.backward(loss)
-        whole = accelerator.strategy.sequences.whole(batch["input_ids"])
+        whole = accelerator.strategy.whole_sequences(batch["input_ids"])
     assert torch.equal(whole, batch["input_ids"])
     return loss.detach()
 
@@ -338,18 +338,18 @@ def refusals() -> None:
     buffers = [batch[name] for name in names]
     with accelerator.maybe_context_parallel(buffers, [1, 1]):
         logits = model(**{name: batch[name] for name in names}).logits
-        whole = accelerator.strategy.sequences.whole(logits.detach())
+        whole = accelerator.strategy.whole_sequences(logits.detach())
         with pytest.raises(ConfigurationError, match="other documents"):
             model(input_ids=batch["input_ids"], position_ids=batch_of(1)["position_ids"].to(accelerator.device))
     expected = build("llama")(**{name: batch[name].cpu() for name in names}, use_cache=False).logits
     torch.testing.assert_close(whole.cpu(), expected)
     with pytest.raises(ConfigurationError, match="cp_balance"):
-        accelerator.strategy.sequences.whole(logits.detach())
+        accelerator.strategy.whole_sequences(logits.detach())
     # Tokens that look like positions of documents are split by their work, and attended to as one sequence.
     counting = torch.arange(LENGTH, device=accelerator.device).remainder(8).repeat(2, 1)
     with accelerator.maybe_context_parallel([counting], [1]):
         logits = model(input_ids=counting).logits.detach()
-        whole = accelerator.strategy.sequences.whole(logits)
+        whole = accelerator.strategy.whole_sequences(logits)
     torch.testing.assert_close(whole.cpu(), build("llama")(input_ids=counting.cpu()).logits)
 
 

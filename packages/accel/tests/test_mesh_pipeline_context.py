@@ -143,7 +143,7 @@ def calls() -> dict[str, Any]:
     tokens, labels = whole["input_ids"].clone(), whole["labels"].clone()
     with torch.no_grad(), split(accelerator, tokens, labels):
         output = model(input_ids=tokens, labels=labels)
-        found["logits"] = accelerator.strategy.sequences.whole(output.logits)
+        found["logits"] = accelerator.strategy.whole_sequences(output.logits)
     found["loss"] = accelerator.reduce(output.loss, "mean").item()
     model.train()
     found["refused"] = refused_calls(accelerator, model, whole)
@@ -208,7 +208,7 @@ def stages_by_heads() -> tuple[Any, dict[str, Any]]:
         batch = next(iter(accelerator.deepspeed_ulysses_dl_adapter([whole], model)))
         with torch.no_grad():
             output = model(**batch)
-        found = {"logits": accelerator.strategy.sequences.whole(output.logits)}
+        found = {"logits": accelerator.strategy.whole_sequences(output.logits)}
         found["loss"] = accelerator.reduce(output.loss, "mean").item()
         with pytest.raises(ConfigurationError) as raised:
             model.train()(**whole)

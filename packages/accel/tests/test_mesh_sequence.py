@@ -33,7 +33,7 @@ def parts_and_refusals() -> dict[str, Any]:
     model.eval()
     batch = next(iter(split))
     with torch.no_grad():
-        logits = accelerator.strategy.sequences.whole(model(**{**batch, "labels": None, "shift_labels": None}).logits)
+        logits = accelerator.strategy.whole_sequences(model(**{**batch, "labels": None, "shift_labels": None}).logits)
     whole = stack(dataset(1))
     with pytest.raises(ConfigurationError, match="not those of a split batch"):
         model(input_ids=whole["input_ids"])

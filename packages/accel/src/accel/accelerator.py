@@ -456,7 +456,7 @@ class Accelerator:
             dl: a prepared loader.
             model: the prepared model.
         """
-        return self.strategy.sequences.split_loader(dl, model)
+        return self.strategy.split_loader(dl, model)
 
     @overload
     def unwrap_model(
@@ -618,7 +618,7 @@ class Accelerator:
             buffer_seq_dims: that dimension of each of them.
             no_restore_buffers: those of them that need not be complete again after the block.
         """
-        return self.strategy.sequences.block(buffers, buffer_seq_dims, no_restore_buffers)
+        return self.strategy.split_sequences(buffers, buffer_seq_dims, no_restore_buffers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a block whose backward passes do not synchronise the model's gradients."""

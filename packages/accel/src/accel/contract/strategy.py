@@ -31,7 +31,6 @@ from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
 from .accumulated_gradients import AccumulatedGradients
 from .replicas import Replicas
-from .sequences import Sequences
 
 
 class Plugin(Protocol):
@@ -65,7 +64,6 @@ class Strategy:
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
-        sequences: splits sequences over ranks.
         gradients: discards, saves and restores accumulated gradients.
         replicas: what strategies decide whose replicas join and leave a run; None for all others.
         data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
@@ -82,7 +80,6 @@ class Strategy:
     supports_compilation: ClassVar[bool] = True
     averages_weights: bool = False
     data_mesh: Any = None
-    sequences: Sequences = Sequences()
     gradients: AccumulatedGradients = AccumulatedGradients()
     replicas: Replicas | None = None
 
@@ -163,6 +160,25 @@ class Strategy:
 
     def share_generators(self) -> None:
         """Synchronise the random generators of ranks that compute the same thing; called after they were restored."""
+
+    # -- sequences that are split over ranks -------------------------------------------------------------------------
+
+    def split_sequences(
+        self,
+        buffers: list[torch.Tensor] | None,
+        seq_dims: list[int] | None,
+        no_restore: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Return a block in which buffers are split; see :meth:`accel.Accelerator.maybe_context_parallel`."""
+        return nullcontext()
+
+    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        """Gather what was computed from this rank's part of the sequences, such as logits, without a gradient."""
+        return tensor
+
+    def split_loader(self, loader: Any, model: nn.Module) -> Any:
+        """Return a loader whose batches hold this rank's part of the sequences."""
+        return loader
 
     # -- models and optimizers ---------------------------------------------------------------------------------------
 

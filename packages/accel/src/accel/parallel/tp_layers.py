@@ -26,8 +26,7 @@ from ..core.nf4_weights import is_stored_in_nf4
 from .async_products import in_autocast_dtype, product_gradient
 from .differentiable import Collective, differentiable
 from .tp_collectives import SharedInput, collectives_of_sum, joined, part, share_of, shared, summed
-from .tp_four_bit import four_bit_product, is_four_bit, shard_four_bit
-from .tp_nf4 import parts_of_nf4
+from .tp_four_bit import four_bit_product, is_four_bit, parts_of_nf4, shard_four_bit
 
 LINEAR_LAYERS: Final = (
     "torch.nn.Linear (also in torchao's NF4) and Conv1D themselves, bitsandbytes' Linear4bit, and LoRA of PEFT on these"

@@ -54,12 +54,11 @@ from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh, share_generators
 from ..parallel.sequence_structure import UnsupportedModelError, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
-from ..parallel.split_sequences import SplitSequences
 from ..parallel.tp_adapters import has_adapters, input_name
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style, is_in_blocks
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from ..parallel.tp_sequence import SequenceRegion, region_inputs
-from ..parallel.ulysses import SequenceParallel
+from ..parallel.ulysses import SequenceParallel, SplitLoader
 from ..reduction.shard_reduction import ShardReduction
 from .fsdp2 import FSDP2Strategy
 
@@ -108,8 +107,6 @@ class MeshStrategy(FSDP2Strategy):
             )
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
-        if self.context is not None or self.ulysses is not None:
-            self.sequences: SplitSequences = SplitSequences(self.context, self.ulysses)
         self.experts: ExpertParallel | None = None
         if mesh is not None and settings.ep_enabled:
             self._check_experts()
@@ -176,6 +173,23 @@ class MeshStrategy(FSDP2Strategy):
                 "torch.optim.AdamW, or pp_size=1."
             )
         return self.model_collectives
+
+    def split_sequences(
+        self,
+        buffers: list[torch.Tensor] | None,
+        seq_dims: list[int] | None,
+        no_restore: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        if self.context is None:
+            return super().split_sequences(buffers, seq_dims, no_restore)
+        return self.context.block(buffers, seq_dims, no_restore)
+
+    def whole_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        axis = self.context or self.ulysses
+        return tensor if axis is None else axis.unshard(tensor, seq_dim)
+
+    def split_loader(self, loader: Any, model: nn.Module) -> Any:
+        return loader if self.ulysses is None else SplitLoader(self.ulysses, loader)
 
     def share_generators(self) -> None:
         if self._mesh is not None:
