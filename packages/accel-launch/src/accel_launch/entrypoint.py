@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import ScriptOptions
 
 from .command import COMMANDS
-from .interpreter import python_command
 
 _BINARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
 WORKER: Path = Path(__file__).parent / "elastic" / "start_worker.py"
@@ -36,6 +36,13 @@ class Entrypoint:
         if self.kind == "executable":
             return [self.name, *self.args]
         return [*interpreter, *(["-m"] if self.kind == "module" else []), self.name, *self.args]
+
+
+def python_command(*options: str) -> list[str]:
+    """Return this interpreter with the options it was started with (``python -O``), then ``options``."""
+    # The function that multiprocessing uses for its interpreters.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *options]
 
 
 def worker_command(entrypoint: Entrypoint, parent: int) -> list[str]:

@@ -18,7 +18,7 @@ from accel_state.errors import ConfigurationError
 
 from .elastic.report import RankFailure, announce, first_failure, shell_exit_code, without_shutdown_crashes
 from .elastic.worker import FAILURE_MARK, RELAY_VARIABLE, die_with_launcher
-from .supervisor import Child, Children, Interrupted, SignalWatch
+from .supervisor import Child, Interrupted, SignalWatch, Supervised
 
 Terminator = Callable[["subprocess.Popen[bytes]", Mapping[str, str]], None]
 """Ends a run after a signal, given the program and its variables; by default the program gets a SIGTERM."""
@@ -54,7 +54,7 @@ class _ExternalLauncher:
         process = self._program.process
         assert isinstance(process, subprocess.Popen) and process.stderr is not None
         with SignalWatch() as watch:
-            watch.supervised = Children(self._program)
+            watch.supervised = Supervised(self._program)
             try:
                 with watch.interruptible():
                     self._copy(process.stderr)

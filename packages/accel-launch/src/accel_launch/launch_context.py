@@ -1,12 +1,14 @@
 """Where this launcher runs: alone, on a node of a job, as one of the ranks, or in a batch script of a cluster.
 
-srun and mpirun describe their ranks in environment variables. These override the configuration file, and are overridden
+srun and mpirun describe their ranks in environment variables, Kubernetes and SkyPilot the nodes on which they start
+launchers. These override the configuration file, and are overridden
 by the command line and by a variable that sets the option itself.
 """
 
 from __future__ import annotations
 
 import enum
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +20,14 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, Source
 
 from .accelerators import tpu
-from .pods import PodEnvironment, SkyEnvironment
 
 # Programs that start launchers. torchrun is not listed: its variables are inherited by everything a rank starts.
 _STARTERS = ("openmpi", "mvapich", "hydra", "slurm")
 TASKS_VARIABLE = "ACCEL_LAUNCH_TASKS_PER_NODE"
 """Tasks per node that a batch script asked for; set for launchers under srun, which changes SLURM_TASKS_PER_NODE."""
 
+POD_INDEX = "JOB_COMPLETION_INDEX"
+"""Set by the controller of indexed Jobs, and so in JobSets and TrainJobs."""
 _SKY_GPUS = "SKYPILOT_NUM_GPUS_PER_NODE"
 
 _EXPLICIT = (Source.COMMAND_LINE, Source.ENVIRONMENT)
@@ -53,6 +56,56 @@ class LaunchContext:
     hosts: tuple[str, ...] = ()  # nodes of the allocation, in SLURM's order; empty elsewhere
     tasks_per_node: int | None = None  # tasks per node that SLURM was asked for, or None
     gpus_per_node: int | None = None  # GPUs per node that SkyPilot was asked for, or None
+
+
+@dataclass(frozen=True)
+class PodEnvironment(Environment):
+    """A pod of an indexed Job, of which JobSets consist: JOB_COMPLETION_INDEX, and the pod's DNS name.
+
+    The pods of a Job are called NAME-INDEX, in the subdomain of a headless service. No controller tells a pod how many
+    there are: that is the number of machines that the launch was asked for.
+    """
+
+    name = "kubernetes"
+
+    @classmethod
+    def read(cls, variables: Variables) -> Environment | None:
+        """See the base class; None with a single pod."""
+        index, pods = variables.integer(POD_INDEX), variables.integer("ACCELERATE_NUM_MACHINES", minimum=1)
+        if index is None or pods is None or pods == 1:
+            return None
+        return cls(index, pods, 0, 1, index, pods, _first_pod(index), None)
+
+
+@dataclass(frozen=True)
+class SkyEnvironment(Environment):
+    """A node of a SkyPilot task: SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS, one address in each line."""
+
+    name = "skypilot"
+
+    @classmethod
+    def read(cls, variables: Variables) -> Environment | None:
+        """See the base class."""
+        addresses = (variables.text("SKYPILOT_NODE_IPS") or "").split()
+        if not addresses:
+            return None
+        rank = variables.required("SKYPILOT_NODE_RANK", because="SKYPILOT_NODE_IPS")
+        return cls(rank, len(addresses), 0, 1, rank, len(addresses), addresses[0], None)
+
+
+def _first_pod(index: int) -> str | None:
+    """Return the DNS name of the pod with index 0, from that of this pod.
+
+    None if this is not NAME-INDEX in a subdomain.
+    """
+    host, _, domain = socket.getfqdn(socket.gethostname()).partition(".")
+    stem, _, number = host.rpartition("-")
+    return f"{stem}-0.{domain}" if domain and number == str(index) else None
+
+
+def in_pod() -> bool:
+    """Return True if this is a pod of an indexed Job."""
+    return POD_INDEX in Variables()
 
 
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:

@@ -22,7 +22,7 @@ from accel_state.ports import LOOPBACK, get_free_port, listening_host
 from accel_state.tunnel import TunnelClient, TunnelServer
 
 from .elastic.worker import die_with_launcher
-from .interpreter import python_command
+from .entrypoint import python_command
 from .network.replica_machines import ReplicaMachines
 
 _TICK_MS = 20

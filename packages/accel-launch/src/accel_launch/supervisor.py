@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 """Signals that end a launcher."""
@@ -113,35 +113,26 @@ def send(pids: Iterable[int], number: int) -> int:
     return count
 
 
-class Supervised(Protocol):
-    """What a launcher has started."""
+class Supervised:
+    """What a launcher has started: processes without special needs, if no subclass says more.
+
+    Args:
+        children: the processes.
+    """
+
+    def __init__(self, *children: Child) -> None:
+        self._children = children
 
     def pids(self) -> Iterable[int]:
         """Process ids to forward signals to."""
+        return [child.pid for child in self._children]
 
     def grace_seconds(self, number: int) -> float:
         """Return how long the processes may take to end after a signal, if they need more than others."""
-
-    def shutdown_seconds(self) -> float:
-        """Return how long the launcher may take to tell other machines that its processes have ended."""
-
-
-class Children:
-    """Processes without special needs."""
-
-    def __init__(self, *children: Child) -> None:
-        self.children: list[Child] = list(children)
-
-    def pids(self) -> Iterable[int]:
-        """See :class:`Supervised`."""
-        return [child.pid for child in self.children]
-
-    def grace_seconds(self, number: int) -> float:
-        """See :class:`Supervised`."""
         return 0.0
 
     def shutdown_seconds(self) -> float:
-        """See :class:`Supervised`."""
+        """Return how long the launcher may take to tell other machines that its processes have ended."""
         return 0.0
 
 
@@ -158,7 +149,7 @@ class SignalWatch:
         # Windows has no wakeup pipe; the handlers have to suffice there.
         self._owns_process = owns_process and sys.platform != "win32"
         self._active = threading.current_thread() is threading.main_thread()
-        self.supervised: Supervised = Children()
+        self.supervised: Supervised = Supervised()
         """The receiver of signals."""
         self.received: int = 0
         """The first signal that asked the launcher to end, or 0."""

@@ -12,7 +12,7 @@ from importlib import metadata
 
 from accel_state.registry import installed_entry_points
 
-from ..interpreter import python_command
+from ..entrypoint import python_command
 
 ENTRY_POINTS = "accel.devices"
 _PACKAGES = ("torch_npu", "torch_mlu", "torch_musa", "torch_sdaa", "habana_frameworks")

@@ -17,7 +17,7 @@ from typing import Any
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
-from ..interpreter import python_command
+from ..entrypoint import python_command
 
 _SECONDS = 400  # on several hosts torch_tpu asks the chips for their coordinates, for up to 300 s
 _MARK = "accel:torch_tpu "

@@ -1,7 +1,7 @@
 """Kubernetes objects that run a launch: a TrainJob of Kubeflow Trainer 2, a JobSet, or an indexed Job. Torch-free.
 
 Each pod runs ``accel launch``, which finds its rank and the address of rank 0 in what the controllers set; see
-:mod:`accel_launch.pods`. Secrets appear as references only.
+:mod:`accel_launch.launch_context`. Secrets appear as references only.
 """
 
 from __future__ import annotations

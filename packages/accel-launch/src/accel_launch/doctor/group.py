@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..interpreter import python_command
+from ..entrypoint import python_command
 from ..network.agreement import FACTS_VARIABLE
 from ..remedies import remedy
 from .result import RESULTS_MARK, STAGE_MARK, TIMEOUT_VARIABLE, CheckResult, fail, ok

@@ -23,12 +23,11 @@ from ..network.board import SHUTDOWN_SECONDS, Board, say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
-from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, stop
-from .causes import cause_of, interruption
+from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, Supervised, stop
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .output import LogDirectories, Streams, Tee, line_prefix
 from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
-from .report import RankFailure, read_failure
+from .report import RankFailure, cause_of, interruption, read_failure
 from .worker import die_with_launcher
 
 logger: Final = logging.getLogger("accel_launch.agent")
@@ -45,7 +44,7 @@ class Result:
     exit_codes: Mapping[int, int] = field(default_factory=dict)  # by local rank, of those that failed first
 
 
-class Agent:
+class Agent(Supervised):
     """The agent of this machine.
 
     Args:

@@ -12,8 +12,8 @@ from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
 from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, listening_host
 
+from ..launch_context import in_pod
 from ..network.board import say
-from ..pods import in_pod
 
 # How long the name of another pod may take to resolve: its node may still load the image.
 _NAME_SECONDS = 300.0

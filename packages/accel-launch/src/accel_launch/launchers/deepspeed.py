@@ -15,10 +15,9 @@ from accel_state.errors import ConfigurationError, require
 from accel_state.ports import DEFAULT_PORT, get_free_port, reserved_port
 
 from ..elastic.worker import ENCODED, RELAY_VARIABLE, encode
-from ..entrypoint import WORKER
+from ..entrypoint import WORKER, python_command
 from ..external_launcher import run_external
 from ..hostfile import Host, Pool, read_pool
-from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..scratch import scratch_directory
 from .base import Launcher, MachineCommand

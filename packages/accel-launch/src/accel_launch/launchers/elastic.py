@@ -14,8 +14,7 @@ from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT, LOOPBACK
 
 from ..elastic.checks import check_rendezvous
-from ..entrypoint import worker_command
-from ..interpreter import python_command
+from ..entrypoint import python_command, worker_command
 from ..launch_context import is_explicit
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan

@@ -10,10 +10,9 @@ from accel_state.options import FaultToleranceOptions
 from accel_state.ports import DEFAULT_PORT, LOOPBACK
 from accel_state.torchft_version import torchft_version
 
-from ..elastic.causes import interruption
 from ..elastic.checks import check_rendezvous
-from ..elastic.report import signal_name
-from ..interpreter import python_command
+from ..elastic.report import interruption, signal_name
+from ..entrypoint import python_command
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
 from ..network.agreement import facts_of_plan

@@ -11,9 +11,9 @@ from accel_state.ports import DEFAULT_PORT, get_free_port, reserved_port
 
 from ..cpus import usable_cores
 from ..elastic.worker import RELAY_VARIABLE
+from ..entrypoint import python_command
 from ..external_launcher import run_external
 from ..hostfile import Host, read_hostfile
-from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
 from .base import Launcher, MachineCommand

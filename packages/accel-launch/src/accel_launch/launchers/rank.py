@@ -19,9 +19,8 @@ from accel_state.ports import DEFAULT_PORT
 
 from ..elastic.report import shell_exit_code, signal_name
 from ..elastic.worker import RELAY_VARIABLE, write_line
-from ..entrypoint import Entrypoint, worker_command
+from ..entrypoint import Entrypoint, python_command, worker_command
 from ..errors import fail
-from ..interpreter import python_command
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 from .single import become

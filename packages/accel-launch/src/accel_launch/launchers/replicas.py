@@ -25,7 +25,7 @@ from ..network.board import SHUTDOWN_SECONDS
 from ..network.records import KILLED, Cause, State
 from ..network.replica_machines import ReplicaMachines
 from ..replica_plan import variables
-from ..supervisor import Child, SignalWatch, stop
+from ..supervisor import Child, SignalWatch, Supervised, stop
 
 _LOOK_SECONDS = 0.1
 # A look comes this long after the moment from which a replica counts as dead.
@@ -137,7 +137,7 @@ class Replica:
 
 
 @dataclass
-class Supervision:
+class Supervision(Supervised):
     """The replicas of a run on this machine."""
 
     plan: LaunchPlan
@@ -159,10 +159,6 @@ class Supervision:
     def _processes(self) -> Iterator[Child]:
         for replica in self.replicas:
             yield from replica.processes
-
-    def grace_seconds(self, number: int) -> float:
-        """See :class:`Supervised`."""
-        return 0.0
 
     def shutdown_seconds(self) -> float:
         """See :class:`Supervised`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from accel_state.errors import ConfigurationError
 from accel_state.ports import LOOPBACK, get_free_port
 
-from ..interpreter import python_command
+from ..entrypoint import python_command
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from accel_state import run_token
 from accel_state.errors import ConfigurationError
 
+from ..entrypoint import python_command
 from ..external_launcher import run_external
-from ..interpreter import python_command
 from ..launch_context import TASKS_VARIABLE
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv

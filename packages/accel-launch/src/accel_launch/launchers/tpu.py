@@ -14,8 +14,7 @@ from typing import Any
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
 
-from ..entrypoint import Entrypoint
-from ..interpreter import python_command
+from ..entrypoint import Entrypoint, python_command
 from ..launch_plan import LaunchPlan, plan_from_args
 from ..tpu_function import processes_to_start, require_launcher
 from .base import Launcher, MachineCommand

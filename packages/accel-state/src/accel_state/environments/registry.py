@@ -14,9 +14,9 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     {
         "ray_train": "accel_state.environments.ray_train:RayTrainEnvironment",
         "torchrun": "accel_state.environments.torchrun:TorchrunEnvironment",
-        "openmpi": "accel_state.environments.openmpi:OpenMpiEnvironment",
-        "mvapich": "accel_state.environments.mvapich:MvapichEnvironment",
-        "hydra": "accel_state.environments.hydra:HydraEnvironment",
+        "openmpi": "accel_state.environments.mpi:OpenMpiEnvironment",
+        "mvapich": "accel_state.environments.mpi:MvapichEnvironment",
+        "hydra": "accel_state.environments.mpi:HydraEnvironment",
         "slurm": "accel_state.environments.slurm:SlurmEnvironment",
         "single": "accel_state.environments.single:SingleEnvironment",
     },

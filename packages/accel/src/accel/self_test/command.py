@@ -6,7 +6,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from accel_launch.interpreter import python_command
+from accel_launch.entrypoint import python_command
 from accel_launch.parser import ConfigParser, parse
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError

@@ -1,4 +1,4 @@
-"""The Hydra process manager of Intel MPI and MPICH, and launchers with the same protocol (Cray PALS)."""
+"""The process managers of MPI: Open MPI, MVAPICH2, and Hydra of Intel MPI and MPICH."""
 
 from __future__ import annotations
 
@@ -12,8 +12,33 @@ from .slurm import in_step
 
 
 @dataclass(frozen=True)
+class OpenMpiEnvironment(Environment):
+    """Open MPI's mpirun: OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}."""
+
+    name = "openmpi"
+
+    @classmethod
+    def read(cls, variables: Variables) -> Environment | None:
+        return cls.from_mpi(variables, "OMPI_COMM_WORLD", job_variable="PMIX_NAMESPACE")
+
+
+@dataclass(frozen=True)
+class MvapichEnvironment(Environment):
+    """MVAPICH2's mpirun_rsh: MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}."""
+
+    name = "mvapich"
+
+    @classmethod
+    def read(cls, variables: Variables) -> Environment | None:
+        return cls.from_mpi(variables, "MV2_COMM_WORLD", job_variable="MPIRUN_ID")
+
+
+@dataclass(frozen=True)
 class HydraEnvironment(Environment):
-    """PMI_RANK, PMI_SIZE, and MPI_LOCALRANKID, MPI_LOCALNRANKS (Cray: PMI_LOCAL_RANK, PMI_LOCAL_SIZE)."""
+    """Hydra, and launchers with its protocol (Cray PALS).
+
+    PMI_RANK, PMI_SIZE, and MPI_LOCALRANKID, MPI_LOCALNRANKS (Cray: PMI_LOCAL_RANK, PMI_LOCAL_SIZE).
+    """
 
     name = "hydra"
 
