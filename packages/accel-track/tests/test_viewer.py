@@ -30,10 +30,15 @@ def runs(tmp_path: Path) -> Path:
 def test_values_and_curves_on_the_terminal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", str(runs), "--width", "60", "--height", "5"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("digits/") == 2 * 3 and printed.count("at step 49") == 2 * 3
+    assert printed.count("digits/") == 2 and printed.count("at step 49") == 2 * 3
+    assert printed.count("(scale=1, finished, ") == 1, "the label of the curves is beside the name"
     assert f"train/loss  {math.exp(-4.9):>12.4g}  at step 49" in printed
     assert max(map(len, printed.splitlines())) <= 140
-    assert "* digits/" in printed and "o digits/" in printed
+    assert printed.count("  * scale=") == printed.count("  o scale=") == 2
+    run(["show", str(runs), "--metric", "train/loss", "--smooth", "0.99", "--width", "60", "--height", "5"])
+    smoothed = capsys.readouterr().out.partition("\ntrain/loss\n")[2]
+    lowest = float(smoothed.splitlines()[6].split()[0])
+    assert lowest > 0.1, "a run ends at 0.007, and its mean is above 0.1"
 
 
 def test_the_first_value_is_at_the_upper_left() -> None:

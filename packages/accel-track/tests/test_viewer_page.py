@@ -156,7 +156,8 @@ def labels(page: str) -> list[str]:
 
 
 def test_runs_are_called_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
-    assert labels(logged(tmp_path, [{"lr": 0.1, "model": {"depth": 2}, "seed": 7}], loss=1.0)) != [""]
+    page = logged(tmp_path, [{"lr": 0.1, "model": {"depth": 2}, "seed": 7}], loss=1.0)
+    assert re.fullmatch(r"\d+-\d+-\w+", *labels(page)), "a single run has its name"
     page = logged(tmp_path, [{"lr": 0.1, "model": {"depth": 3}, "seed": 7}], loss=1.0)
     assert labels(page) == ["depth=2", "depth=3"]
     assert 'data-label="depth=3"' in page, "a click in the table hides the run"
@@ -167,6 +168,8 @@ def test_runs_are_called_by_the_settings_in_which_they_differ(tmp_path: Path) ->
     assert labels(page)[:2] == ["lr=0.1, depth=2", "lr=0.1, depth=3"]
     assert all(re.fullmatch(r"lr=0\.2, depth=3 \(\d+-\d+-\w+\)", label) for label in labels(page)[2:])
     assert len(set(labels(page))) == 4
+    page = logged(tmp_path / "more", [{"a": x, "b": "x" * 30 + x, "c": x, "d": x} for x in "yz"], loss=1.0)
+    assert labels(page) == [f"a={x}, b={'x' * 24}..., c={x}" for x in "yz"], "at most three, and not too long"
 
 
 MEASURED = {"data_seconds": 0.00024, "forward_seconds": 0.001, "step_seconds": 0.00124, "memory_bytes": 2.0**30}

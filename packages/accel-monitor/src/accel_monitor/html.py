@@ -26,7 +26,7 @@ _COLORS = {
     Cause.EXIT: "#6a55b5",
     Cause.LAUNCHER: "#4a3a85",
     Cause.DEAD: "#3a3f46",
-    Cause.BETWEEN: "#dfe3e7",
+    Cause.BETWEEN: "#b8a99a",
 }
 _ALONE = frozenset((Cause.DEAD, Cause.BETWEEN))
 _MAX_ROWS = 64

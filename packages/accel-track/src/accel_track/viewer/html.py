@@ -12,6 +12,7 @@ from accel_state.charts.page import Cell, Curve, chart, document, smoothing, tab
 from accel_state.charts.page import charts as grid_of
 
 from ..jsonl_reader import Run
+from .labels import differing_settings, flat_config, run_labels, short_names
 from .terminal import Chart, text_of
 
 _FACTS = ("status", "started", "host")
@@ -19,7 +20,6 @@ _FACTS = ("status", "started", "host")
 _SETTING, _VALUE = "config.", "value."
 _MONITOR = "monitor/"
 """Before the names of what ``accel launch --monitor`` adds; the page has these values in a part of their own."""
-_LABELLED_SETTINGS, _LONGEST_SETTING = 3, 24
 _UNITS: dict[str, Literal["s", "B"]] = {"_seconds": "s", "_bytes": "B"}
 
 
@@ -35,11 +35,11 @@ def write_html(
         patterns: shell patterns of the values to list; empty lists all.
         weight: of past values in the moving average that the page shows at first; its slider changes it.
     """
-    configs = {run.name: _flat(run.facts.get("config")) for run in runs}
-    differing = _differing(list(configs.values()))
+    configs = {run.name: flat_config(run) for run in runs}
+    differing = differing_settings(configs.values())
     colors = {run.name: number for number, run in enumerate(runs)}
-    names = _short_names(list(colors))
-    labels = _labels(names, configs, differing)
+    names = short_names(list(colors))
+    labels = run_labels(runs)
     own = [_figure(item, labels, colors) for item in charts if not item.metric.startswith(_MONITOR)]
     sources = [
         f"<details><summary>{escape(run.name)}</summary><pre>"
@@ -100,38 +100,6 @@ def _monitored(charts: Sequence[Chart], labels: Mapping[str, str], colors: Mappi
     return f"<details{state}><summary>{summary}</summary>{grid_of(figures)}</details>"
 
 
-def _labels(
-    names: Mapping[str, str], configs: Mapping[str, Mapping[str, Any]], differing: Sequence[str]
-) -> dict[str, str]:
-    """Return what legends call the runs: the settings in which they differ, with the name where that is not enough."""
-    ends = [key.rpartition(".")[2] for key in differing]
-    short = {key: end if ends.count(end) == 1 else key for key, end in zip(differing, ends, strict=True)}
-    labels = {}
-    for name, config in configs.items():
-        settings = []
-        for key in [key for key in differing if key in config][:_LABELLED_SETTINGS]:
-            text = _cell(config[key]).text
-            settings.append(f"{short[key]}={text[:_LONGEST_SETTING]}{'…' if len(text) > _LONGEST_SETTING else ''}")
-        labels[name] = ", ".join(settings)
-    texts = list(labels.values())
-    for name, label in labels.items():
-        if not label or texts.count(label) > 1:
-            labels[name] = f"{label} ({names[name]})" if label else names[name]
-    return labels
-
-
-def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings that are not the same in all runs."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
-
-
-def _short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the names without the project, where that leaves them distinct."""
-    short = [name.rpartition("/")[2] for name in names]
-    return {name: end if short.count(end) == 1 else name for name, end in zip(names, short, strict=True)}
-
-
 def _rows(
     runs: Sequence[Run],
     colors: Mapping[str, int],
@@ -170,16 +138,3 @@ def _cell(value: Any) -> Cell:
             return Cell(str(value), str(value))
         return Cell(text_of(value) if isinstance(value, float) else str(value), number)
     return Cell(str(value), str(value))
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration, with keys joined by dots."""
-    if not isinstance(config, dict):
-        return {}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

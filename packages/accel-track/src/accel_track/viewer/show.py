@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError, require
 
 from ..jsonl_reader import Run, find_runs, matches
 from .html import write_html
-from .terminal import Chart, charts, draw, one_line
+from .labels import run_labels
+from .terminal import Chart, charts, draw, one_line, smooth
 
 _INCHES = (4.6, 2.9)
 # The width of a range must be a float too.
@@ -66,15 +67,16 @@ def show(arguments: argparse.Namespace) -> None:
     needs_charts = (
         arguments.png is not None or has_numbers or (patterns and not any(run.last(patterns) for run in runs))
     )
-    drawn = charts(runs, arguments.metric, arguments.smooth) if needs_charts else []
+    drawn = charts(runs, patterns) if needs_charts else []
+    labels = run_labels(runs)
     if arguments.png is not None:
-        write_png(drawn, arguments.png)
+        write_png(_labelled(drawn, labels, arguments.smooth), arguments.png)
         print(f"wrote {arguments.png}")
     if arguments.html is not None:
-        write_html(runs, charts(runs, patterns) if needs_charts else [], arguments.html, patterns, arguments.smooth)
+        write_html(runs, drawn, arguments.html, patterns, arguments.smooth)
         print(f"wrote {arguments.html}")
     if arguments.png is None and arguments.html is None:
-        _print(runs, drawn, arguments)
+        _print(runs, labels, _labelled(drawn, labels, arguments.smooth), arguments)
 
 
 def _write_csv(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
@@ -85,9 +87,19 @@ def _write_csv(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.csv}")
 
 
-def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Namespace) -> None:
+def _labelled(drawn: Sequence[Chart], labels: Mapping[str, str], weight: float) -> list[Chart]:
+    """Return charts with labels in place of the names of runs, smoothed."""
+    return [
+        Chart(chart.metric, {labels[name]: smooth(points, weight) for name, points in chart.curves.items()})
+        for chart in drawn
+    ]
+
+
+def _print(
+    runs: Sequence[Run], labels: Mapping[str, str], drawn: Sequence[Chart], arguments: argparse.Namespace
+) -> None:
     for run in runs:
-        _print_last_values(run, arguments.metric)
+        _print_last_values(run, labels[run.name], arguments.metric)
     for chart in drawn[:_MOST_CHARTS]:
         print()
         print(draw(chart, arguments.width, arguments.height, braille=_shows_braille()))
@@ -95,8 +107,9 @@ def _print(runs: Sequence[Run], drawn: Sequence[Chart], arguments: argparse.Name
         print(f"\n{len(drawn) - _MOST_CHARTS} more plots. Select some with --metric, or write all with --html.")
 
 
-def _print_last_values(run: Run, patterns: Sequence[str]) -> None:
-    facts = [one_line(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
+def _print_last_values(run: Run, label: str, patterns: Sequence[str]) -> None:
+    facts = [] if run.name.endswith(label) else [label]
+    facts += [one_line(run.facts[name]) for name in ("status", "started", "host") if name in run.facts]
     damaged = [f"{run.damaged} unreadable line{'s' if run.damaged > 1 else ''}"] if run.damaged else []
     print(f"{one_line(run.name)}  ({', '.join([*facts, f'{len(run.rows)} rows', *damaged])})")
     values = [(one_line(name), step, value) for name, (step, value) in run.last(patterns).items()]

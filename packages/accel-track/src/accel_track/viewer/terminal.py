@@ -46,8 +46,8 @@ def fraction(value: float, low: float, high: float) -> float:
     return (value / 2 - low / 2) / (high / 2 - low / 2)
 
 
-def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.0) -> list[Chart]:
-    """Return a chart per metric that matches a shell pattern, smoothed with ``weight``, by first values."""
+def charts(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[Chart]:
+    """Return a chart per metric that matches a shell pattern, by first values."""
     series = {run.name: run.series() for run in runs}
     names = list(dict.fromkeys(name for metrics in series.values() for name in metrics))
     selected = [name for name in names if matches(name, patterns)]
@@ -56,8 +56,7 @@ def charts(runs: Sequence[Run], patterns: Sequence[str] = (), weight: float = 0.
         matching = f" that matches {' '.join(patterns)}" if patterns else ""
         raise ConfigurationError(f"no metric to plot{matching}. {known}")
     return [
-        Chart(name, {run: smooth(metrics[name], weight) for run, metrics in series.items() if name in metrics})
-        for name in selected
+        Chart(name, {run: metrics[name] for run, metrics in series.items() if name in metrics}) for name in selected
     ]
 
 
