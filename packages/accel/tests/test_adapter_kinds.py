@@ -15,6 +15,9 @@ from torch import nn
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig
+from accel.parallel.tp_adapters import has_adapters
+from accel.parallel.tp_layers import Columns, VocabularyRows
+from accel.parallel.tp_plan import plan_of
 from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -203,6 +206,17 @@ def test_adapters_on_four_ranks(tmp_path: Path) -> None:
         folder = tmp_path / f"copies 4bit {strategy}"
         (alone,) = run_world(resume, 1, "copies 4bit", "one process", str(folder), timeout=200)
         torch.testing.assert_close(alone, expected, rtol=5e-6, atol=0)
+
+
+def test_copies_are_planned_like_the_layer_that_they_replace() -> None:
+    model = model_of("copies tied")
+    plan, _ = plan_of(model, None, 2)
+    for layer, style in (("lm_head", Columns), ("model.embed_tokens", VocabularyRows)):
+        for name in ("original_module", "modules_to_save.default"):
+            assert isinstance(plan[f"base_model.model.{layer}.{name}"], style)
+    # What is refused with adapters (other axes, regions along the sequence) is refused with copies alone.
+    assert has_adapters(["lm_head.modules_to_save.default"])
+    assert not has_adapters(["lm_head"])
 
 
 def refused() -> None:

@@ -21,6 +21,7 @@ from accel.core.quantized_layers import check_sharded
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.ddp import DistributedDataParallelKwargs
 from accel.parallel.config import ParallelismConfig
+from accel.strategies.deepspeed import DeepSpeedStrategy
 from accel_state import context
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
@@ -411,6 +412,8 @@ def trainable_on_ranks(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str
         trainable_weights("llama", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)})
     with context.isolated(), pytest.raises(ConfigurationError, match="does not support unwrap=False"):
         Accelerator(cpu=True).get_state_dict(nn.Linear(1, 1), unwrap=False, trainable_only=True)
+    with pytest.raises(ConfigurationError, match=r"does not support DeepSpeedStrategy.*get_state_dict\(model\)"):
+        DeepSpeedStrategy().trainable_state_dict(nn.Linear(1, 1))
     return found
 
 

@@ -375,7 +375,16 @@ class Strategy:
         return parameter_state_dict(self.unwrap(model, keep_torch_compile=False)) if unwrap else model.state_dict()
 
     def trainable_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the parameters of :meth:`state_dict` that require gradients."""
+        """Return the parameters of :meth:`state_dict` that require gradients.
+
+        Raises:
+            ConfigurationError: an engine may hold parameters under other names than those of its state.
+        """
+        if self.uses_engine:
+            raise ConfigurationError(
+                f"get_state_dict(trainable_only=True) does not support {type(self).__name__}. Use "
+                "get_state_dict(model), which gathers all weights."
+            )
         trainable = trainable_names(model)
         return {name: value for name, value in self.state_dict(model).items() if name in trainable}
 
