@@ -88,11 +88,16 @@ if TYPE_CHECKING:  # the modules of plugins are loaded when they are used
 TrackerChoice = LoggerName | LoggerType | GeneralTracker | type[GeneralTracker]
 T = TypeVar("T")
 P = ParamSpec("P")
-H = TypeVar("H", bound=KwargsHandler)
 Model = TypeVar("Model", bound=nn.Module)
 Loader = TypeVar("Loader", bound=PreparedLoader)
 
 logger: Final = get_logger(__name__)
+
+
+def _handler(kind: type[KwargsHandler]) -> Any:
+    """Return an attribute that is the handler of a kind given in ``kwargs_handlers``."""
+    doc = f"The {kind.__name__} given in ``kwargs_handlers``, or None."
+    return property(lambda self: next(iter(self.handlers.all(kind)), None), doc=doc)
 
 
 class Accelerator:
@@ -1814,53 +1819,15 @@ class Accelerator:
         """True if a LOMO optimizer was prepared, whose backward pass is :meth:`lomo_backward`."""
         return bool(lomo.fused_optimizers(self.prepared.optimizers))
 
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """The AutocastKwargs given in ``kwargs_handlers``, or None; the properties that follow are the same."""
-        return self._handler(AutocastKwargs)
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The DistributedDataParallelKwargs, or None."""
-        return self._handler(DistributedDataParallelKwargs)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """The GradScalerKwargs, or None."""
-        return self._handler(GradScalerKwargs)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The InitProcessGroupKwargs, or None."""
-        return self._handler(InitProcessGroupKwargs)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The ProfileKwargs, or None."""
-        return self._handler(ProfileKwargs)
-
-    @property
-    def fp8_recipe_handler(self) -> FP8Kwargs | None:
-        """The recipe of 8-bit floating point, or None."""
-        return self._handler(FP8Kwargs)
-
-    @property
-    def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The AORecipeKwargs, or None."""
-        return self._handler(AORecipeKwargs)
-
-    @property
-    def te_recipe_handler(self) -> TERecipeKwargs | None:
-        """The TERecipeKwargs, or None."""
-        return self._handler(TERecipeKwargs)
-
-    @property
-    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
-        """The MSAMPRecipeKwargs, or None."""
-        return self._handler(MSAMPRecipeKwargs)
-
-    def _handler(self, kind: type[H]) -> H | None:
-        return next(iter(self.handlers.all(kind)), None)
+    autocast_handler: AutocastKwargs | None = _handler(AutocastKwargs)
+    ddp_handler: DistributedDataParallelKwargs | None = _handler(DistributedDataParallelKwargs)
+    scaler_handler: GradScalerKwargs | None = _handler(GradScalerKwargs)
+    init_handler: InitProcessGroupKwargs | None = _handler(InitProcessGroupKwargs)
+    profile_handler: ProfileKwargs | None = _handler(ProfileKwargs)
+    fp8_recipe_handler: FP8Kwargs | None = _handler(FP8Kwargs)
+    ao_recipe_handler: AORecipeKwargs | None = _handler(AORecipeKwargs)
+    te_recipe_handler: TERecipeKwargs | None = _handler(TERecipeKwargs)
+    msamp_recipe_handler: MSAMPRecipeKwargs | None = _handler(MSAMPRecipeKwargs)
 
     @property
     def _custom_objects(self) -> list[Any]:
