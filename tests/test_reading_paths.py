@@ -15,7 +15,7 @@ LIMITS = {
     "prepare": (34, 88, 158),
     "save_state": (18, 70, 160),
     "load_state": (17, 80, None),
-    "launch of 2 processes": (46, 238, 1200),
+    "launch of 2 processes": (41, 232, 1150),
 }
 
 

@@ -151,15 +151,14 @@ class ReplicaMachines:
 
     def elsewhere(self) -> dict[str, str]:
         """Return how far the replicas of the other machines are that are here, by name."""
-        others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
-        return {name: text for one in others if self._is_here(one) for name, text in one.reports.items()}
+        here = filter(self._is_here, self._board.others())
+        return {name: text for one in here for name, text in one.reports.items()}
 
     def has_finished(self) -> bool:
         """Return True if the training has ended on another machine: it does on all at the same step."""
-        others = [machine for machine in self._board.machines().values() if machine.rank != self._rank]
         return any(
             one.state is State.SUCCEEDED or any(text.startswith("finished") for text in one.reports.values())
-            for one in others
+            for one in self._board.others()
         )
 
     def post(self, state: State, cause: Cause | None = None) -> None:

@@ -211,14 +211,6 @@ class Option(ValueSpec):
         except ValueError as error:
             raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
 
-    def accepts(self, text: str) -> bool:
-        """Return True if a text is an allowed value."""
-        try:
-            self.convert(text)
-        except ValueError:
-            return False
-        return True
-
     def shown(self, value: Any) -> str:
         """Return the text of a value for display; a secret is hidden."""
         return "(hidden)" if self.secret else self.format(value)
