@@ -9,13 +9,14 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 from accel_state.options.resources import MachineRange
 from accel_state.secrets import HIDDEN, hide
 
-from ..parser import CommandLine, parse
+from ..parser import CommandLine, ConfigParser, parse
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """A name of an environment variable."""
@@ -72,22 +73,54 @@ def refuse_cpu(settings: Resolution, devices: str | None) -> None:
         raise ConfigurationError(f"{devices} and {settings.where('cpu')} contradict each other. Leave out one of them.")
 
 
-def refuse_range(settings: Resolution, what: str) -> None:
-    """Refuse a range of machines, which a file of settings may ask for: a scheduler starts a fixed number.
+def refuse_other_places(settings: Resolution, what: str, devices: str | None) -> None:
+    """Refuse settings with which the processes would not be those of a job with a fixed number of machines.
 
     Args:
-        settings: of the launch.
+        settings: of the launch; a file of settings may ask for anything.
         what: how the scheduler calls the machines.
+        devices: see :func:`refuse_cpu`.
 
     Raises:
-        ConfigurationError: ``num_machines`` is a range.
+        ConfigurationError: ``compute_environment`` is another one, ``num_machines`` is a range, or a run on the CPU has
+            accelerators.
     """
+    if settings["compute_environment"] != "LOCAL_MACHINE":
+        raise ConfigurationError(
+            f"{settings.where('compute_environment')}: the processes would start elsewhere than on the {what} of the "
+            "job. Leave it out."
+        )
     if isinstance(settings["num_machines"], MachineRange):
         raise ConfigurationError(
             f"{settings.where('num_machines')}: a job has a fixed number of {what}, which --nodes gives, and ends when "
             "all have ended. Leave the range out. Evicted or preempted nodes are restarted, and the run continues "
             "from its newest state."
         )
+    refuse_cpu(settings, devices)
+
+
+def job_parser(command: str, usage: str, kind: str, description: str, epilog: str) -> tuple[ConfigParser, Any]:
+    """Return the parser of a command, with ``--output``, and the group of its own options.
+
+    Args:
+        command: its name.
+        usage: its first own options.
+        kind: what it writes: "job" or "task".
+        description: for ``--help``.
+        epilog: likewise.
+    """
+    parser = ConfigParser(
+        prog=command,
+        usage=f"{command} {usage}[{kind} options] [options of accel launch] script [script arguments]",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group(f"{kind} options")
+    text = "the file to write, which must not exist (default: print it)"
+    group.add_argument("--output", type=Path, metavar="FILE", help=text)
+    return parser, group
 
 
 def deliver(text: str, output: Path | None, mode: int, next_step: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 from accel_state.command import Command
@@ -15,18 +14,18 @@ from ..accelerators.registry import ACCELERATORS
 from ..cloud.kubernetes_manifest import CONTAINER, KINDS, PodJob, objects
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
-from ..parser import CommandLine, ConfigParser
+from ..parser import CommandLine
 from .job_files import (
     LABEL,
     VARIABLE,
     count_of,
     deliver,
+    job_parser,
     name_of,
     one_line,
     parse_job,
     plain_variable,
-    refuse_cpu,
-    refuse_range,
+    refuse_other_places,
 )
 
 _EPILOG = """\
@@ -69,15 +68,8 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ConfigParser(
-        prog="accel k8s manifest",
-        usage="accel k8s manifest --image IMAGE [job options] [options of accel launch] script [script arguments]",
-        description="Write a Kubernetes manifest that launches a training script.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    job = parser.add_argument_group("job options")
+    description = "Write a Kubernetes manifest that launches a training script."
+    parser, job = job_parser("accel k8s manifest", "--image IMAGE ", "job", description, _EPILOG)
     devices = ", ".join(ACCELERATORS)
     texts: dict[str, Any] = {"type": one_line, "metavar": "NAME"}
     repeated: dict[str, Any] = {"action": "append", "default": [], "type": one_line}
@@ -106,8 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--service-account", "--service_account", help="service account of the pods", **texts)
     text = "runtime of a TrainJob (default: torch-distributed)"
     job.add_argument("--runtime", help=text, default="torch-distributed", **texts)
-    text = "the file to write, which must not exist (default: print the manifest)"
-    job.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -116,13 +106,7 @@ def _job(arguments: argparse.Namespace, settings: Resolution, command_line: Comm
     total = settings["num_processes"] if settings.is_set("num_processes") else (gpus or 1) * nodes
     if total % nodes:
         raise ConfigurationError(f"{settings.where('num_processes')} is not a multiple of --nodes {nodes}.")
-    if settings["compute_environment"] != "LOCAL_MACHINE":
-        raise ConfigurationError(
-            f"{settings.where('compute_environment')}: the processes would start elsewhere than in the pods. Leave "
-            "it out."
-        )
-    refuse_range(settings, "pods")
-    refuse_cpu(settings, f"--gpus-per-node {gpus}" if gpus else None)
+    refuse_other_places(settings, "pods", f"--gpus-per-node {gpus}" if gpus else None)
     return PodJob(
         name=_job_name(arguments.name or name_of(command_line.script), arguments.kind, nodes),
         image=arguments.image,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 from accel_state.command import Command
@@ -15,18 +14,18 @@ from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
 from ..launchers.base import CHOSEN_BY_CLUSTER, launch_flags
-from ..parser import CommandLine, ConfigParser
+from ..parser import CommandLine
 from .job_files import (
     LABEL,
     VARIABLE,
     count_of,
     deliver,
+    job_parser,
     name_of,
     one_line,
     parse_job,
     plain_variable,
-    refuse_cpu,
-    refuse_range,
+    refuse_other_places,
 )
 
 _EPILOG = """\
@@ -51,26 +50,14 @@ def run(argv: list[str]) -> int:
     reason = "comes from SkyPilot in a task. Leave it out; --nodes counts the nodes."
     arguments, _, command_line = parse_job(argv, _parser(), CHOSEN_BY_CLUSTER, reason)
     settings = load_settings(command_line.options)
-    if settings["compute_environment"] != "LOCAL_MACHINE":
-        raise ConfigurationError(
-            f"{settings.where('compute_environment')}: the processes would start elsewhere than on the nodes of the "
-            "task. Leave it out."
-        )
     text = as_yaml([_task(arguments, settings, command_line)])
     deliver(text, arguments.output, 0o666, "Start it with: sky jobs launch")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ConfigParser(
-        prog="accel sky",
-        usage="accel sky [task options] [options of accel launch] script [script arguments]",
-        description="Write a SkyPilot task that launches a training script.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    task = parser.add_argument_group("task options")
+    description = "Write a SkyPilot task that launches a training script."
+    parser, task = job_parser("accel sky", "", "task", description, _EPILOG)
     repeated: dict[str, Any] = {"action": "append", "default": [], "type": one_line}
     task.add_argument("--name", type=_label, help="name of the task (default: that of the script)")
     task.add_argument("--nodes", default=1, type=count_of, metavar="N", help="number of nodes (default: 1)")
@@ -96,14 +83,12 @@ def _parser() -> argparse.ArgumentParser:
                       **repeated)  # fmt: skip
     task.add_argument("--secret", metavar="NAME", help="variable with a secret, which `sky jobs launch "
                       "--secret NAME` passes; may be repeated", **repeated)  # fmt: skip
-    text = "the file to write, which must not exist (default: print the task)"
-    task.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
 
 
 def _task(arguments: argparse.Namespace, settings: Resolution, command_line: CommandLine) -> dict[str, Any]:
-    refuse_range(settings, "nodes")
-    refuse_cpu(settings, f"--accelerators {arguments.accelerators}" if arguments.accelerators else None)
+    devices = f"--accelerators {arguments.accelerators}" if arguments.accelerators else None
+    refuse_other_places(settings, "nodes", devices)
     recovery = {"max_restarts_on_errors": settings["max_restarts"], "recover_on_exit_codes": [PREEMPTED_EXIT_CODE]}
     resources = {
         "infra": arguments.infra,

@@ -13,8 +13,7 @@ from accel_state.command import Command
 from accel_state.preemption import PREEMPTED_EXIT_CODE
 
 from ..config.read import load_settings
-from ..parser import ConfigParser
-from .job_files import count_of, deliver, one_line, parse_job, refuse_cpu
+from .job_files import count_of, deliver, job_parser, one_line, parse_job, refuse_cpu
 
 _EPILOG = """\
 What follows the options of this command is what you would write after `accel launch`: its options, the script and the
@@ -46,15 +45,8 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ConfigParser(
-        prog="accel slurm",
-        usage="accel slurm [job options] [options of accel launch] script [script arguments]",
-        description="Write a SLURM batch script that launches a training script.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    job = parser.add_argument_group("job options")
+    description = "Write a SLURM batch script that launches a training script."
+    parser, job = job_parser("accel slurm", "", "job", description, _EPILOG)
     numbers: dict[str, Any] = {"type": count_of, "metavar": "N"}
     job.add_argument("--nodes", default=1, help="number of nodes (default: 1)", **numbers)
     job.add_argument("--gpus-per-node", "--gpus_per_node", help="GPUs of each node, one process each", **numbers)
@@ -73,8 +65,6 @@ def _parser() -> argparse.ArgumentParser:
                      help="a shell command before the launch, such as 'module load gcc'; may be repeated")  # fmt: skip
     text = "send SIGUSR1 this long before the time limit, and requeue a run that has saved (needs save_on_signal)"
     job.add_argument("--requeue-before", "--requeue_before", type=count_of, metavar="SECONDS", help=text)
-    text = "the file to write, which must not exist (default: print the script)"
-    job.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
 
 
