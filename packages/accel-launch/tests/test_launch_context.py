@@ -139,6 +139,11 @@ class TestRank:
         notes = plan({}, ft="true", **options).notes
         assert [note.split()[0] for note in notes if "has no effect with --ft" in note] == ["--monitor_interval"]
 
+    def test_settings_of_the_rendezvous_of_torch_are_noted(self, plan) -> None:
+        notes = plan({}, rdzv_conf="join_timeout=9,read_timeout=3,is_host=1").notes
+        named = [note for note in notes if "has no effect: the launchers read timeout, join_timeout" in note]
+        assert [note.split()[0] for note in named] == ["read_timeout", "is_host"]
+
     def test_another_number_of_processes_is_refused(self, plan) -> None:
         with pytest.raises(ConfigurationError, match="--num_processes 8.*started 4 launchers, 2 on"):
             plan(TASKS, num_processes="8")

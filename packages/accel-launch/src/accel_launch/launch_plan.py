@@ -46,6 +46,8 @@ _AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_f
 _WITHOUT_REPLICAS: tuple[str, ...] = ("role", "rdzv_id", "monitor_interval", "shutdown_timeout")
 _WITHOUT_REPLICAS += ("log_line_prefix_template",)
 _AGENT_OPTIONS += (*_WITHOUT_REPLICAS, "rdzv_conf", "machine_timeout")
+# Of --rdzv_conf: "timeout" is another name of "join_timeout"; the last is of a range of machines.
+_RENDEZVOUS_SETTINGS = ("timeout", "join_timeout", "last_call_timeout")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def make_plan(
         rendezvous=settings.group(RendezvousOptions),
         quiet=script_options.quiet,
         debug=settings["debug"],
-        notes=(*notes, *_unused_agent_options(settings, mode, context)),
+        notes=(*notes, *_unused_agent_options(settings, mode, context), *_unused_rendezvous_settings(settings)),
         mode=mode,
         settings=settings,
         context=context,
@@ -191,6 +193,16 @@ def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: Launc
         f"{setting.where} has no effect {where}"
         for setting in given
         if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default
+    ]
+
+
+def _unused_rendezvous_settings(settings: Resolution) -> list[str]:
+    """Return notes about settings of torch's rendezvous, which the launchers do not use."""
+    keys = [entry.partition("=")[0].strip() for entry in settings["rdzv_conf"].split(",") if entry]
+    return [
+        f"{key} of {settings.where('rdzv_conf')} has no effect: the launchers read {', '.join(_RENDEZVOUS_SETTINGS)}"
+        for key in keys
+        if key not in _RENDEZVOUS_SETTINGS
     ]
 
 
