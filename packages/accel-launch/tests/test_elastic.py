@@ -119,13 +119,24 @@ def test_the_first_failing_ranks_traceback_ends_the_output(shell) -> None:
     assert not os.listdir(shell.env["TMPDIR"])
 
 
+# Raises in both ranks: the launcher ends the other one when the first has failed.
+TOGETHER = """
+import os, pathlib, signal, sys, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("here" + os.environ["RANK"]).touch()
+while not (os.path.exists("here0") and os.path.exists("here1")):
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize(("message", "tracebacks"), [("'boom'", 2), ("os.environ['RANK']", 3)])
 @pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["screen", "files"])
 def test_the_same_error_of_several_ranks_is_shown_once_before_the_end(
     shell, message: str, tracebacks: int, options: list[str]
 ) -> None:
     """Each rank's file has its own traceback; on the screen they follow each other."""
-    shell.write("s.py", f"import os\nraise ValueError({message})\n")
+    shell.write("s.py", f"{TOGETHER}raise ValueError({message})\n")
     result = shell.launch("--num_processes", "2", *options, "s.py")
     assert result.returncode == 1
     assert result.stderr.count("Traceback (most recent call last)") == (3 if options else tracebacks), result.stderr
@@ -137,19 +148,15 @@ def test_the_scripts_hook_for_exceptions_runs_in_every_rank(shell) -> None:
     """A tracker marks its run as failed there."""
     shell.write(
         "s.py",
-        """
-        import os, pathlib, sys, time
+        TOGETHER
+        + """
+def hook(*error):
+    pathlib.Path("failed" + os.environ["RANK"]).touch()
+    sys.__excepthook__(*error)
 
-        def hook(*error):
-            pathlib.Path("failed" + os.environ["RANK"]).touch()
-            sys.__excepthook__(*error)
-
-        sys.excepthook = hook
-        pathlib.Path("here" + os.environ["RANK"]).touch()
-        while not (os.path.exists("here0") and os.path.exists("here1")):
-            time.sleep(0.01)
-        raise ValueError("boom")
-        """,
+sys.excepthook = hook
+raise ValueError("boom")
+""",
     )
     result = shell.launch("--num_processes", "2", "s.py")
     assert result.stderr.count(": the same error as on rank") == 1, result.stderr
