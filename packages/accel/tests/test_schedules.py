@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.scheduler import AcceleratedScheduler
@@ -79,3 +80,26 @@ def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -
     for found, rate in run_world(fixed_length_and_metric, 2):
         # Two steps per call. The third call stops at the end, and later ones change nothing.
         assert (found, rate) == ([alone[1], alone[3], *[alone[4]] * 4], 0.5)
+
+
+def test_a_schedule_that_counts_epochs_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    in_batches, in_epochs = (
+        AcceleratedScheduler(schedule, optimizer, num_processes=2)
+        for schedule in (
+            lr_scheduler.ExponentialLR(optimizer.optimizer, 1.0),
+            lr_scheduler.StepLR(optimizer.optimizer, 9),
+        )
+    )
+    for _ in range(2):
+        for (x,) in loader:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            in_batches.step()
+        in_epochs.step()
+    [message] = [record.getMessage() for record in caplog.records if "scheduler.step()" in record.getMessage()]
+    assert "StepLR advances by 2 at each call" in message and "do not pass it to prepare()" in message

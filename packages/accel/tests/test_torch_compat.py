@@ -43,6 +43,16 @@ def test_wrapper_subclass() -> None:
     assert compat.make_wrapper_subclass(Packed, torch.Size([2]), dtype=torch.int8).dtype == torch.int8
 
 
+def test_gradient_hooks() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert not compat.has_gradient_hooks(weight)
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert compat.has_gradient_hooks(weight)
+        handle.remove()
+        assert not compat.has_gradient_hooks(weight)
+
+
 def test_compiled_modules() -> None:
     model = nn.Linear(2, 2)
     compiled = torch.compile(model)

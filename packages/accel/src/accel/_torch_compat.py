@@ -495,6 +495,11 @@ def set_rotate_method(rotation: str) -> None:
     set_method(rotation)
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return True if a tensor has hooks of its gradient; torch has no function that lists them."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
 # -- DeepSpeed's engines ---------------------------------------------------------------------------------------------
 
 

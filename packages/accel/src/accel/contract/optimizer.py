@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel_state import AcceleratorState, ConfigurationError, GradientState, PartialState
+from accel_state.collectives.single import Collectives
 from accel_state.logging import warn_once
 from accel_state.operations import send_to_device
 from accel_state.state.gradient import MicroBatch
@@ -36,6 +37,7 @@ class AcceleratedOptimizer(Optimizer):
     _clears_first: bool = False  # whether the loop calls zero_grad before step
     _has_used: bool = False  # whether a step has used gradients that were not cleared since
     averages: Sequence[Any] = ()  # the moving averages of the prepared models
+    strategy: Any = None  # the Accelerator's strategy
 
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
@@ -187,7 +189,7 @@ class AcceleratedOptimizer(Optimizer):
         """Update the parameters, unless gradients are still being accumulated.
 
         Args:
-            closure: as in torch.
+            closure: as in torch. Its loss is averaged over the ranks, so that all of them take the same decisions.
 
         Returns:
             The result of the wrapped optimizer's step; None if it was not called.
@@ -206,6 +208,8 @@ class AcceleratedOptimizer(Optimizer):
             self._is_overflow = not self.step_gate()
             if self._is_overflow:
                 return None
+        if closure is not None and self.strategy is not None:
+            closure = _with_average_loss(closure, self.strategy.averaging_collectives)
         if self.scaler is None:
             self.steps_taken += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -253,7 +257,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages")
+        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages", "strategy")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -300,3 +304,17 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Ca
 def move_to_device(state: Any, device: torch.device) -> Any:
     """Nested optimizer state with its tensors on ``device``."""
     return send_to_device(state, device)
+
+
+def _with_average_loss(closure: Callable[[], Any], collectives: Collectives) -> Callable[[], Any]:
+    """Return a closure whose loss is averaged over the ranks, by which optimizers decide how far to go."""
+
+    def averaged() -> Any:
+        loss = closure()
+        if loss is None or collectives.world_size == 1:
+            return loss
+        dtype = loss.dtype if isinstance(loss, torch.Tensor) else torch.float64
+        total = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach().clone()
+        return collectives.all_reduce(total) / collectives.world_size
+
+    return averaged

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_state import GradientState, PartialState
+from accel_state.logging import warn_once
 
 from .optimizer import AcceleratedOptimizer
 
@@ -43,6 +44,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
         advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
+        self._steps_before = 0
         self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -62,12 +64,25 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        if self._steps_per_call > 1:
+            self._warn_of_epochs()
         for _ in range(self._steps_per_call):
             # The last call of n processes may cross the end of a schedule of fixed length. In one process a call too
             # many raises torch's error.
             if self._steps_per_call > 1 and self._has_ended():
                 return
             self.scheduler.step(*args, **kwargs)
+
+    def _warn_of_epochs(self) -> None:
+        """Warn of a call after several steps and outside of a loader's loop: its schedule is one in epochs."""
+        before, self._steps_before = self._steps_before, sum(optimizer.steps_taken for optimizer in self.optimizers)
+        if self._steps_before - before > len(self.optimizers) and not self.gradient_state.in_dataloader:
+            warn_once(
+                __name__,
+                f"scheduler.step() was called once for several optimizer steps, and {type(self.scheduler).__name__} "
+                f"advances by {self._steps_per_call} at each call, because that many processes train. If it counts "
+                "epochs, do not pass it to prepare().",
+            )
 
     def _has_ended(self) -> bool:
         """Return whether a schedule of fixed length (OneCycleLR) has taken all its steps."""

@@ -69,6 +69,7 @@ class Preparation:
             if isinstance(optimizer, AcceleratedOptimizer):
                 optimizer.treat_groups(self._treat_groups)
                 optimizer.averages = self.averages
+                optimizer.strategy = self.strategy
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
@@ -161,6 +162,7 @@ class Preparation:
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
         prepared.treat_groups(self._treat_groups)
         prepared.averages = self.averages
+        prepared.strategy = self.strategy
         if self.strategy.replicas is not None:
             prepared.step_gate = self.strategy.replicas.applies_step
         self.precision.watch(optimizer)

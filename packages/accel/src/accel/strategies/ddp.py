@@ -20,6 +20,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import check_reducer
 from ..contract.strategy import Strategy
+from ..core.max_norm import refuse_max_norm
 from ..core.quantized_layers import start_with_scales_of_rank_0
 from ..kwargs.base import Handlers
 from ..kwargs.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
@@ -191,6 +192,8 @@ class DDPStrategy(Strategy):
         return self.state.process_index if axis == "dp_replicate" else 0
 
     def check_model(self, model: nn.Module) -> None:
+        if self.state.num_processes > 1:
+            refuse_max_norm(model)
         devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
         if len(devices) > 1:
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from accel_state.errors import ConfigurationError
 
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..contract.strategy import Strategy
+from ..core.max_norm import refuse_max_norm
 from ..core.nf4_weights import check_nf4
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, innermost_model, tied_names
@@ -105,6 +106,8 @@ class DeepSpeedStrategy(Strategy):
         has_model = bool(models)
         for model in models:
             check_nf4(model, self)
+            if self.state.num_processes > 1:
+                refuse_max_norm(model)
         if has_model and self.engines_scale_losses and not self._library.get_accelerator().is_fp16_supported():
             raise ConfigurationError(
                 f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on "

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state import AcceleratorState, PartialState
@@ -78,6 +79,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
+        self._wrapped_parameters: Any = WeakIdKeyDictionary()
         self._calls = UnitCalls(state)
         self._stays_gathered: Any = WeakIdKeyDictionary()
         self._gathered_uses: GatheredUses | None = None
@@ -160,7 +162,21 @@ class FSDP2Strategy(ShardedStrategy):
                     module.set_custom_reduce_scatter(reduce)
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             self.guard(model)
+        for parameter in model.parameters():
+            self._wrapped_parameters[parameter] = True
         return model
+
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        super().remap_optimizer(optimizer)
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self.ties:
+            for name, parameter in model.named_parameters():
+                if parameter in updated and parameter.requires_grad and parameter not in self._wrapped_parameters:
+                    raise ConfigurationError(
+                        f"{clean_name(name)} was added to the {type(model).__name__} after prepare(), so it is neither "
+                        "sharded nor are its gradients averaged over the ranks. Add it before prepare(), or train with "
+                        "DDP."
+                    )
 
     def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
         if self._reduction is not None:

@@ -22,6 +22,7 @@ from accel_track.tracking import TrackerRun
 
 from ..contract.replicas import Replicas
 from ..contract.strategy import Strategy
+from ..core.max_norm import refuse_max_norm
 from ..fault_tolerance.replica_collectives import ReplicaCollectives
 from ..fault_tolerance.replica_group import REPLICA, RESTARTS, ReplicaGroup, check_environment
 from ..fault_tolerance.replica_tracking import ReplicaTracking
@@ -117,6 +118,10 @@ class FaultTolerantStrategy(Strategy, Replicas):
             "mixed_precision='fp16' cannot be used with strategy 'ft': a replica whose gradients overflow would skip a "
             "step that others apply. Use mixed_precision='bf16'."
         )
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        refuse_max_norm(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super().wrap(model)

@@ -217,6 +217,7 @@ class MeshStrategy(FSDP2Strategy):
         return isinstance(model, FSDPModule) or model in self._wrapped
 
     def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
         if not self.is_wrapped(model) and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ConfigurationError(
                 f"the parameters of {type(model).__name__} are already sharded (they are DTensors). Load the model "

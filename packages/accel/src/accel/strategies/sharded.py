@@ -17,11 +17,12 @@ from accel_state import AcceleratorState, DistributedType, PartialState, get_log
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import check_before_loading
+from .._torch_compat import check_before_loading, has_gradient_hooks
 from ..contract.strategy import Strategy
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes, unpack
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
+from ..core.max_norm import refuse_max_norm
 from ..core.quantized_layers import add_scales, check_sharded, start_with_scales_of_rank_0
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, names_in_order
@@ -96,7 +97,24 @@ class ShardedStrategy(Strategy):
         """Leave the model where it is: units are moved one by one as they are sharded, as a full model may not fit."""
         return model
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse gradient hooks: sharded parameters take the place of those that have them."""
+        if self.state.num_processes > 1:
+            refuse_max_norm(model)
+        for name, parameter in model.named_parameters():
+            if has_gradient_hooks(parameter) and not self.is_wrapped(model):
+                raise ConfigurationError(
+                    f"{name} has a hook of register_hook() or register_post_accumulate_grad_hook(), which the sharded "
+                    "parameter would not have. Remove it, and change the gradients between accelerator.backward(loss) "
+                    "and optimizer.step(), or train with DDP."
+                )
+
     def remap_optimizer(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                f"LBFGS cannot be used with {type(self).__name__}: it computes with products of all gradients, of "
+                "which a rank holds a part. Use DDP, or another optimizer, such as torch.optim.AdamW."
+            )
         self.replacements.apply(optimizer)
         decide_by_whole(optimizer, self.state.collectives)
         if optimizer not in self._stepped_apart:

@@ -21,6 +21,7 @@ from accel_state import DistributedType, GradientState, PartialState, get_logger
 from accel_state.errors import ConfigurationError
 
 from ..contract.strategy import Strategy
+from ..core.max_norm import refuse_max_norm
 from ..core.placing import move_in_place
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class XlaStrategy(Strategy):
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model in place: its parameters stay the objects that optimizers and tied layers hold."""
         return move_in_place(model, self.state.device)
+
+    def check_model(self, model: nn.Module) -> None:
+        if self.averages:
+            refuse_max_norm(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.averages and model not in self._averaged:

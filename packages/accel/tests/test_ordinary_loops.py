@@ -1,0 +1,130 @@
+"""Loops that compute other numbers on several ranks than in one process, unless accel averages or refuses something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from windows import copied
+
+from accel import Accelerator
+from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
+from accel_state import context
+from accel_state.errors import ConfigurationError
+from accel_state.testing import run_world
+
+RANKS, BATCH, STEPS = 2, 8, 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(STEPS, BATCH, 6, generator=generator), torch.randint(0, 4, (STEPS, BATCH), generator=generator)
+    return list(zip(x, y, strict=True))
+
+
+def step_with_closures(accelerator: Accelerator | None, value: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """Train by LBFGS, whose line search compares the losses that the closure returns."""
+    model: Any = net().double()  # because a line search amplifies rounding
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    rows = slice(None)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        count = BATCH // accelerator.num_processes
+        rows = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
+    for batch in batches():
+        x, y = batch[0][rows].double(), batch[1][rows]
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+            return value(loss)
+
+        optimizer.step(closure)
+    return copied(model.state_dict() if accelerator is None else accelerator.get_state_dict(model))
+
+
+def with_losses_of_ranks() -> list[dict[str, Any]]:
+    found = []
+    for value in (lambda loss: loss, lambda loss: loss.item()):
+        with context.isolated():
+            found.append(step_with_closures(Accelerator(cpu=True), value))
+    return found
+
+
+def test_ranks_take_the_same_steps_with_losses_of_their_own() -> None:
+    expected = step_with_closures(None, lambda loss: loss)
+    for found in run_world(with_losses_of_ranks, RANKS):
+        for weights in found:
+            for name, value in expected.items():
+                torch.testing.assert_close(weights[name], value, atol=1e-9, rtol=0, msg=name)
+
+
+def hook(model: nn.Module) -> None:
+    model[2].weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[index]
+
+
+def hook_after_accumulation(model: nn.Module) -> None:
+    model[2].weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(2))  # type: ignore[index]
+
+
+def embed(model: nn.Module) -> None:
+    model.append(nn.Embedding(4, 2, max_norm=1.0))  # type: ignore[operator]
+
+
+def accelerator_of(kind: str) -> Accelerator:
+    version = {"FSDP 1": 1, "FSDP 2": 2}.get(kind)
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
+    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    mesh = ParallelismConfig(tp_size=2, tp_handler=plan) if kind == "tp" else None
+    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+
+
+def refuse() -> dict[str, str]:
+    found = {}
+    for kind in ("DDP", "FSDP 1", "FSDP 2", "tp"):
+        for change in (hook, hook_after_accumulation, embed, torch.optim.LBFGS):
+            with context.isolated():
+                accelerator, model, optimizer = accelerator_of(kind), net(), torch.optim.SGD
+                if isinstance(change, type):
+                    optimizer = change
+                else:
+                    change(model)
+                try:
+                    accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
+                except ConfigurationError as error:
+                    found[f"{kind} {change.__name__}"] = str(error)
+    for kind in ("FSDP 2", "tp"):
+        with context.isolated():
+            accelerator, model = accelerator_of(kind), net()
+            prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            accelerator.unwrap_model(prepared)[2] = head = nn.Linear(16, 4)
+            try:
+                optimizer.add_param_group({"params": list(head.parameters())})
+            except ConfigurationError as error:
+                found[f"{kind} new head"] = str(error)
+    return found
+
+
+def test_what_would_differ_is_refused() -> None:
+    wanted = {f"{kind} embed": r"3 has max_norm=1\.0.*Set max_norm=None" for kind in ("DDP", "FSDP 1", "FSDP 2", "tp")}
+    for kind in ("FSDP 1", "FSDP 2", "tp"):
+        wanted[f"{kind} hook"] = wanted[f"{kind} hook_after_accumulation"] = r"2\.weight has a hook of register_hook"
+        wanted[f"{kind} LBFGS"] = "LBFGS cannot be used with .*Use DDP"
+    for kind in ("FSDP 2", "tp"):
+        wanted[f"{kind} new head"] = r"2\.weight was added to the .* after prepare\(\)"
+    found = run_world(refuse, RANKS, timeout=200)[0]
+    assert found.keys() == wanted.keys()
+    for name, message in wanted.items():
+        with pytest.raises(ConfigurationError, match=message):
+            raise ConfigurationError(found[name])
