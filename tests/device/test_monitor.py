@@ -60,8 +60,9 @@ def test_a_devices_events_divide_the_steps_and_nothing_waits(tmp_path: Path) -> 
     assert [record.on_device for record in records] == sorted(record.on_device for record in records)
     measured = [record for record in records if record.on_device]
     assert len(measured) >= STEPS - 6
-    for record in measured:
-        assert record.seconds[Part.FORWARD] >= 0.02 > record.seconds[Part.BACKWARD]
+    assert all(record.seconds[Part.FORWARD] >= 0.02 for record in measured)
+    # Of all steps: a busy machine makes some longer, while what waits in the forward would be in each.
+    assert min(record.seconds[Part.BACKWARD] for record in measured) < 0.02
     snapshot = monitor.snapshot()
     assert sum(snapshot.seconds) == pytest.approx(snapshot.elapsed)
     # The loop copies losses, and nothing waits for them: not the loop, and not the thread that looks at them.

@@ -19,6 +19,8 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
+NO_FSDP2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP 2 on CPUs")
+
 
 class Net(nn.Module):
     """Five rows: uneven on two and four ranks. The buffer is not sharded."""
@@ -88,6 +90,7 @@ def expected() -> list[torch.Tensor]:
     return [*two, *full(state)]
 
 
+@NO_FSDP2
 @pytest.mark.parametrize(
     ("ranks", "in_background", "readers"), [(1, False, [4]), (2, True, [2]), (2, False, [1, 4]), (4, False, [2])]
 )
@@ -104,6 +107,7 @@ def test_any_number_of_ranks_continues_bit_for_bit(
             assert len(found) == len(expected) and all(map(torch.equal, found, expected)), count
 
 
+@NO_FSDP2
 @pytest.mark.slow  # a server and two ranks
 def test_in_a_store(expected: list[torch.Tensor]) -> None:
     """Each rank sends its own parts, and any number of ranks reads them."""
