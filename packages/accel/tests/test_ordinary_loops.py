@@ -13,6 +13,7 @@ from windows import copied
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.local_sgd import LocalSGD
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
 from accel_state import context
 from accel_state.errors import ConfigurationError
@@ -68,6 +69,60 @@ def test_ranks_take_the_same_steps_with_losses_of_their_own() -> None:
         for weights in found:
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, atol=1e-9, rtol=0, msg=name)
+
+
+def part_of(batch: tuple[torch.Tensor, torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a rank's samples, which differ so much that line searches take other steps."""
+    return (1 + 2 * rank) * batch[0][rank::RANKS].double(), batch[1][rank::RANKS]
+
+
+def rank_alone(rank: int) -> tuple[int, list[torch.Tensor]]:
+    """Return how often plain LBFGS calls the closure with one rank's samples, and the weights after it."""
+    model, calls = net().double(), 0
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=12, line_search_fn="strong_wolfe")
+    for batch in batches():
+        x, y = part_of(batch, rank)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return calls, [parameter.detach() for parameter in model.parameters()]
+
+
+def closures_apart() -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = net().double(), torch.optim.LBFGS
+    model, optimizer = accelerator.prepare(
+        model, optimizer(model.parameters(), lr=0.5, max_iter=12, line_search_fn="strong_wolfe")
+    )
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=STEPS) as local_sgd:
+        for batch in batches():
+            x, y = part_of(batch, accelerator.process_index)
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            local_sgd.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_ranks_of_local_sgd_step_by_their_own_losses() -> None:
+    """They call the closure as often as their own line search asks for."""
+    (calls, first), (other_calls, second) = rank_alone(0), rank_alone(1)
+    assert calls != other_calls
+    for found in run_world(closures_apart, RANKS):
+        for weights, one, other in zip(found, first, second, strict=True):
+            torch.testing.assert_close(weights, (one + other) / 2, atol=1e-9, rtol=0)
 
 
 def hook(model: nn.Module) -> None:

@@ -68,6 +68,7 @@ class LocalSGD:
             if isinstance(loaded, dict):
                 self.load_state_dict(loaded)
             self._stack.enter_context(self.accelerator.no_sync(self.model))
+            self._step_apart(True)
         return self
 
     def __exit__(
@@ -76,6 +77,7 @@ class LocalSGD:
         self._stack.close()
         if self.enabled:
             self.accelerator.prepared.local_sgd = None
+            self._step_apart(False)
         if self.enabled and kind is None:
             self._average()
 
@@ -101,6 +103,10 @@ class LocalSGD:
         self.num_steps += 1
         if self.num_steps % self.local_sgd_steps == 0:
             self._average()
+
+    def _step_apart(self, apart: bool) -> None:
+        for optimizer in self.accelerator.prepared.optimizers:
+            optimizer.steps_apart = apart
 
     def _average(self) -> None:
         with torch.no_grad():

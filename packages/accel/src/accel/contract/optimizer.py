@@ -38,6 +38,7 @@ class AcceleratedOptimizer(Optimizer):
     _has_used: bool = False  # whether a step has used gradients that were not cleared since
     averages: Sequence[Any] = ()  # the moving averages of the prepared models
     strategy: Any = None  # the Accelerator's strategy
+    steps_apart: bool = False  # whether each rank steps by its own gradients, as in LocalSGD
 
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
@@ -208,7 +209,7 @@ class AcceleratedOptimizer(Optimizer):
             self._is_overflow = not self.step_gate()
             if self._is_overflow:
                 return None
-        if closure is not None and self.strategy is not None:
+        if closure is not None and self.strategy is not None and not self.steps_apart:
             closure = _with_average_loss(closure, self.strategy.averaging_collectives)
         if self.scaler is None:
             self.steps_taken += 1
