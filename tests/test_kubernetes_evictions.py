@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +110,9 @@ def test_an_evicted_pod_continues_with_the_same_bits(cluster: Cluster, kind: str
 
 
 def _in_the_middle(folder: Path) -> bool:
-    """Whether a step of both processes has begun, and is not applied."""
-    latest = [path.read_text().splitlines()[-1] for path in folder.glob("*.jsonl")]
-    return len(latest) == 2 and all(json.loads(line)[0] == "computed" for line in latest)
+    """Return True if a step of both processes began more than a second ago, and is not applied."""
+    paths = list(folder.glob("*.jsonl"))
+    # A step of the former length may be about to end.
+    if len(paths) != 2 or any(time.time() - path.stat().st_mtime < 1 for path in paths):
+        return False
+    return all(json.loads(path.read_text().splitlines()[-1])[0] == "computed" for path in paths)
