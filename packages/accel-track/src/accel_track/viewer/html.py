@@ -20,7 +20,7 @@ _FACTS = ("status", "started", "host")
 _SETTING, _VALUE = "config.", "value."
 _MONITOR = "monitor/"
 """Before the names of what ``accel launch --monitor`` adds; the page has these values in a part of their own."""
-_UNITS: dict[str, Literal["s", "B"]] = {"_seconds": "s", "_bytes": "B"}
+_UNITS: dict[str, Literal["s", "B"]] = {"seconds": "s", "bytes": "B"}  # by the last word of a name
 
 
 def write_html(
@@ -70,10 +70,7 @@ def _figure(item: Chart, labels: Mapping[str, str], colors: Mapping[str, int]) -
 
 
 def _unit(metric: str) -> Literal["", "s", "B"]:
-    for end, unit in _UNITS.items():
-        if metric.endswith(end):
-            return unit
-    return ""
+    return _UNITS.get(metric.rpartition("_")[2], "")
 
 
 def _monitored(charts: Sequence[Chart], labels: Mapping[str, str], colors: Mapping[str, int], is_open: bool) -> str:
@@ -82,14 +79,14 @@ def _monitored(charts: Sequence[Chart], labels: Mapping[str, str], colors: Mappi
     The parts of a step of a single run are the areas of one chart, whose height is the time of the step.
     """
     found = [item for item in charts if item.metric.startswith(_MONITOR)]
-    parts = [item for item in found if item.metric.endswith("_seconds") and item.metric != f"{_MONITOR}step_seconds"]
+    parts = [item for item in found if _unit(item.metric) == "s" and item.metric != f"{_MONITOR}step_seconds"]
     figures = []
     if len(colors) == 1 and len(parts) > 1:
         found = [item for item in found if item not in parts]
         curves = []
         for color, item in enumerate(parts):
             (points,) = item.curves.values()
-            part = item.metric.removeprefix(_MONITOR).removesuffix("_seconds")
+            part = item.metric.removeprefix(_MONITOR).rpartition("_")[0]
             curves.append(Curve(part, points, color, stacked=True))
         figures.append(chart("Seconds of a step by part", curves, unit="s"))
     figures += [_figure(item, labels, colors) for item in found]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_data.rng_state import capture_rng, restore_rng
 from accel_state import PartialState, environments
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
@@ -122,10 +124,14 @@ def share_generators(mesh: DeviceMesh, state: PartialState) -> None:
     device = state.device_backend
     for axis in mesh.mesh_dim_names or ():
         if axis not in DATA_AXES:
-            states = capture_rng(), None if device.name == "cpu" else device.get_rng_state()
-            of_host, of_device = collectives_over(mesh, axis, state).broadcast_object(states)
+            device_state = None if device.name == "cpu" else device.get_rng_state()
+            # Not in the form of accel_data.rng_state, which cannot be restored in the fake tensors of a plan.
+            states = random.getstate(), np.random.get_state(), torch.get_rng_state(), device_state
+            of_python, of_numpy, of_torch, of_device = collectives_over(mesh, axis, state).broadcast_object(states)
             if coordinate(mesh, axis):
-                restore_rng(of_host)
+                random.setstate(of_python)
+                np.random.set_state(of_numpy)
+                torch.set_rng_state(of_torch)
                 if of_device is not None:
                     device.set_rng_state(of_device)
 
