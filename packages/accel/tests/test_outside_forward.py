@@ -201,3 +201,25 @@ def all_uses() -> None:
 
 def test_errors_of_torch_name_the_weight() -> None:
     run_world(all_uses, 2)
+
+
+def gradient_penalty(model: Any) -> torch.Tensor:
+    """A loss that contains a gradient, as in WGAN-GP."""
+    x = torch.ones(2, 6, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient.norm()
+
+
+def penalised() -> list[Any]:
+    expected = r"weights of a sharded model.*torch\.autograd\.grad.*Train this model with DDP"
+    for case in ("FSDP 1", "FSDP 2", "kept"):
+        with context.isolated(), pytest.raises(ConfigurationError, match=expected):
+            train(accelerator_of(case), gradient_penalty, False, False)
+    with context.isolated():
+        return train(Accelerator(cpu=True), gradient_penalty, False, False)
+
+
+def test_gradient_penalties_train_with_ddp_and_are_refused_where_weights_are_sharded() -> None:
+    torch.testing.assert_close(
+        run_world(penalised, 2)[0], train(None, gradient_penalty, False, False), rtol=1e-5, atol=1e-6
+    )

@@ -24,6 +24,13 @@ from accel_state.memory import should_reduce_batch_size
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _OTHER_SIZE = "returned an invalid gradient at index"  # in backward passes of flat parameters, which change their size
+_FREED = re.compile(r"setStorage: .* out of bounds for storage of size 0")
+_GRADIENT_OF_GRADIENT = (
+    "the backward pass needs weights of a sharded model that an earlier backward pass has freed. This happens with a "
+    "loss that contains gradients, such as a gradient penalty (torch.autograd.grad(..., create_graph=True)): a sharded "
+    "model does not gather its weights again to differentiate a gradient, also with reshard_after_forward=False. Train "
+    "this model with DDP."
+)
 
 _explainer: Callable[[], Any] = type(None)  # a reference to the strategy of the latest sharded model
 _print_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
@@ -60,6 +67,8 @@ def explain(
     # Optimizers and clipping read all parameters at once.
     if _MIXED in str(error) and "_foreach" not in str(error) and frame is not None and not _is_of("accel", frame):
         return ConfigurationError(message("a weight of a sharded model", advice))
+    if names and _FREED.search(str(error)):
+        return ConfigurationError(_GRADIENT_OF_GRADIENT)
     return None
 
 
