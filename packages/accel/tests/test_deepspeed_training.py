@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from deepspeed_runs import (
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel.deepspeed.runtime import GatheredParameters
 from accel_state.errors import ConfigurationError, MissingDependencyError
 from accel_state.testing import run_world
 
@@ -403,3 +405,89 @@ def run_switching() -> list[dict[str, torch.Tensor]]:
 def test_layers_are_frozen_and_trained_later_as_in_one_process_or_refused() -> None:
     for joins, found in enumerate(run_world(run_switching, 2, timeout=500)[0]):
         torch.testing.assert_close(found, plain_switching(bool(joins)), rtol=1e-5, atol=1e-5)
+
+
+NONE_GATHERED = {"stage3_param_persistence_threshold": 0}
+
+
+def decay(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.9)
+
+
+def clamp(parameter: torch.Tensor) -> None:
+    parameter.data.clamp_(-0.2, 0.2)
+
+
+def modify(parameter: torch.Tensor) -> None:
+    """Change a parameter at stage 3 as DeepSpeed's documentation does."""
+    with GatheredParameters(parameter, modifier_rank=0):
+        parameter.data.mul_(0.9)
+
+
+def replace(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data.clone()
+
+
+def restore(parameter: torch.Tensor) -> None:
+    """Change values and put them back, as an evaluation with averaged weights does."""
+    with torch.no_grad():
+        values = parameter.clone()
+        parameter.zero_()
+        parameter.copy_(values)
+
+
+def changing(
+    settings: dict[str, Any], change: Callable[[torch.Tensor], Any], bias: float = 1.0, **arguments: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after three steps, with a change to all of them after the first step."""
+    accelerator, model = accelerator_of(settings, **arguments), net()
+    with torch.no_grad():
+        model.last.bias[0] *= bias
+    loader = DataLoader(data(3), batch_size=BATCH // accelerator.num_processes)
+    model, opt, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
+    try:
+        for number, (x, y) in enumerate(loader):
+            accelerator.backward(loss_of(model, x, y))
+            opt.step()
+            opt.zero_grad()
+            if number == 0:
+                for parameter in model.parameters():
+                    change(parameter)
+        return weights_of(accelerator.get_state_dict(model))
+    finally:
+        release(accelerator)
+
+
+def run_changes() -> list[dict[str, torch.Tensor]]:
+    for settings in (config(1), config(2), config(3), offloading(1)):
+        for change in (decay, clamp):
+            refused("weight was changed outside of the optimizer. DeepSpeed at ZeRO", changing, settings, change)
+    refused("changed outside of the optimizer", changing, config(2), clamp, mixed_precision="bf16")
+    refused("changed outside of the optimizer", changing, config(1), replace)
+    refused("changed outside of the optimizer", changing, config(3, zero=NONE_GATHERED), modify)
+    # NaN is unequal to itself, but id() changes nothing.
+    skipped = [changing(config(stage), id, float("nan")) for stage in (1, 3)]
+    return [*(changing(config(stage), restore) for stage in (1, 2, 3)), changing(config(0), decay), *skipped]
+
+
+def plain_changing(change: Callable[[torch.Tensor], None]) -> dict[str, torch.Tensor]:
+    model = net()
+    opt = adamw(model.parameters())
+    for number, (x, y) in enumerate(DataLoader(data(3), batch_size=BATCH)):
+        loss_of(model, x, y).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 0:
+            for parameter in model.parameters():
+                change(parameter)
+    return weights_of(model)
+
+
+def test_changes_to_weights_between_steps_are_refused_or_kept() -> None:
+    """ZeRO would overwrite them with its master weights; stage 0 has none."""
+    found = run_world(run_changes, 2, timeout=500)[0]
+    for weights in found[4:]:
+        assert weights["last.bias"].isnan().any()
+    for weights, change in zip(found[:4], (restore, restore, restore, decay), strict=True):
+        torch.testing.assert_close(weights, plain_changing(change), rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
 from ..core.unwrap import is_compiled_wrapper
-from . import gradients
+from . import gradients, master_weights
 from .config import PreparedFacts
 from .config_paths import get_value
 from .optimizer import (
@@ -120,6 +120,8 @@ class DeepSpeedEngineWrapper:
         if not self._has_gradients:
             return None
         ends_window = bool(self.engine.is_gradient_accumulation_boundary())
+        if ends_window:
+            master_weights.check_unchanged(self.engine)
         with gradients.norm_known(self.engine, self._norm if ends_window else None):
             self.engine.step()
         if not ends_window:

@@ -28,6 +28,7 @@ _PARTS = {
     "DeepSpeedZeroOptimizer": "single_partition_of_fp32_groups",
     "DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat",
 }
+_CHUNK = 1 << 22  # values that are cast and compared at a time
 
 
 def updates_parameters(engine: Any) -> bool:
@@ -63,6 +64,96 @@ def master_parts(engine: Any) -> dict[str, torch.Tensor]:
 def _device(engine: Any, what: str) -> str:
     settings = getattr(engine._config.zero_config, f"offload_{what}", None)
     return "" if settings is None else str(getattr(settings.device, "value", settings.device))
+
+
+def check_unchanged(engine: Any) -> None:
+    """Refuse a step that would overwrite weights that the script has changed with the master weights.
+
+    Versions of parameters do not tell: ``parameter.data.clamp_()`` keeps them, and loading a checkpoint changes them.
+
+    Raises:
+        ConfigurationError: a weight of this rank differs from its master weight.
+    """
+    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    if kind not in _PARTS:
+        return
+    replaced = _replaced(optimizer)
+    if not replaced and all(_equal(*pair) for pair in _flat_pairs(optimizer)):
+        return
+    for name, parameter in engine.module.named_parameters():
+        # NaN is unequal to itself, so that a model with a NaN gets here without a change.
+        if id(parameter) in replaced or not all(
+            torch.allclose(copy, master.to(copy), rtol=0, atol=0, equal_nan=True)
+            for copy, master in _pairs(optimizer, parameter)
+        ):
+            raise ConfigurationError(
+                f"{clean_name(name)} was changed outside of the optimizer. DeepSpeed at ZeRO stage "
+                f"{int(engine.zero_optimization_stage())} would lose the change: a step updates fp32 master weights, "
+                "and copies them into the parameters. Initialise weights before prepare(), and set weight_decay of "
+                "the optimizer for a decay. To change weights between steps, use DDP or FSDP 2."
+            )
+
+
+def _replaced(optimizer: Any) -> set[int]:
+    """Return the ids of parameters of stages 1 and 2 that a script has moved out of DeepSpeed's memory."""
+    if not hasattr(optimizer, "bit16_groups_flat"):
+        return set()
+    found: set[int] = set()
+    for flat, parameters in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups, strict=True):
+        begin = flat.data_ptr()
+        end = begin + flat.nbytes
+        found.update(id(item) for item in parameters if item.numel() and not begin <= item.data_ptr() < end)
+    return found
+
+
+def _equal(copy: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return True if a part equals its master weights. Takes chunks, as a cast part would double the memory."""
+    chunks = zip(copy.split(_CHUNK), master.detach().split(_CHUNK), strict=True)
+    return all(torch.equal(values, masters.to(values)) for values, masters in chunks)
+
+
+def _flat_pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's parts of the weights that the model computes with, and what a step makes them of."""
+    if hasattr(optimizer, "parallel_partitioned_bit16_groups"):  # stages 1 and 2
+        for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            rank = torch.distributed.get_rank(optimizer.real_dp_process_group[number])
+            yield optimizer.parallel_partitioned_bit16_groups[number][rank], master
+        return
+    for copy, master in zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+    ):
+        if copy is not None and copy.numel() == master.numel():  # otherwise one of them is on a drive
+            yield copy, master
+    # Small parameters stay gathered, in memory of their own.
+    gathered = [item for item in optimizer.persistent_parameters if item.ds_status.name == "AVAILABLE"]
+    if gathered:
+        parts = [_own_part(parameter) for parameter in gathered]
+        shards = [item.ds_tensor[: part.numel()] for item, part in zip(gathered, parts, strict=True)]
+        yield torch.cat(parts), torch.cat(shards)
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """Return the values of a gathered parameter that this rank keeps in its shard."""
+    size = parameter.ds_tensor.ds_numel
+    flat: torch.Tensor = parameter.data.flatten()
+    return flat[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
+
+
+def _pairs(optimizer: Any, parameter: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's values of one parameter, and what a step makes them of."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+        yield parameter.data.flatten()[start : start + size], mapping.get_hp_fragment().detach().flatten()
+    if hasattr(parameter, "ds_tensor"):
+        shard = parameter.ds_tensor.detach().flatten()
+        if parameter.requires_grad:
+            master, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
+            size = min(shard.numel(), master.numel())
+            yield shard[:size], master.detach().flatten()[:size]
+        if parameter.ds_status.name == "AVAILABLE":
+            part = _own_part(parameter)
+            yield part, shard[: part.numel()]
 
 
 def refresh_parameters(engine: Any) -> None:
