@@ -68,9 +68,9 @@ def all_prepared(accelerator: Accelerator, between: Callable[[], Any] = lambda: 
     with accelerator.accumulate(model):
         pass
     steps(accelerator, model, optimizer, loader, count=1)
+    scheduler.step()
     between()
     steps(accelerator, model, optimizer, loader)
-    scheduler.step()
 
 
 def model_not_prepared(accelerator: Accelerator) -> None:

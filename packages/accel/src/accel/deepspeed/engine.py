@@ -48,6 +48,7 @@ class DeepSpeedEngineWrapper:
         self.configured_clipping: float = float(engine.gradient_clipping() or 0.0)
         self.no_sync_depth = 0
         self._has_gradients = False
+        self._checksums: list[int] | None = None  # of the weights after the last step
         self._norm: float | None = None
         # DeepSpeed's own optimizers update whole shards: a frozen parameter would decay, and one that is unfrozen later
         # would have no gradient.
@@ -121,11 +122,12 @@ class DeepSpeedEngineWrapper:
             return None
         ends_window = bool(self.engine.is_gradient_accumulation_boundary())
         if ends_window:
-            master_weights.check_unchanged(self.engine)
+            master_weights.check_unchanged(self.engine, self._checksums)
         with gradients.norm_known(self.engine, self._norm if ends_window else None):
             self.engine.step()
         if not ends_window:
             return None
+        self._checksums = master_weights.checksums(self.engine)
         self._has_gradients, self._norm = False, None
         gradients.set_clipping(self.engine, self.configured_clipping)
         return bool(self.engine.was_step_applied())
