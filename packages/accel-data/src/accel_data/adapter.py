@@ -93,8 +93,6 @@ def loader_settings(dataloader: DataLoader[Any]) -> dict[str, Any]:
     settings = {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
     if not settings.get("pin_memory_device"):
         settings.pop("pin_memory_device", None)
-    if settings.get("in_order"):
-        del settings["in_order"]  # the default, and unknown to torchdata 0.8
     if not settings["num_workers"]:
         settings.pop("multiprocessing_context", None)
     return settings
