@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 # operation -> (files, functions, calls); the number of calls of a save and a load depends on its threads
 LIMITS = {
     "training step": (11, 25, 25),
-    "Accelerator()": (36, 80, 135),
-    "prepare": (34, 88, 158),
+    "Accelerator()": (35, 78, 132),
+    "prepare": (34, 87, 130),
     "save_state": (18, 70, 160),
     "load_state": (17, 80, None),
     "launch of 2 processes": (41, 232, 1150),

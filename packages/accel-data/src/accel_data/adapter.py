@@ -136,8 +136,8 @@ class DataLoaderAdapter(DataLoader[T_co]):
     ) -> None:
         # DataLoader.__init__ is not called: the base class is for isinstance only, base_dataloader does the work.
         loader_class = stateful_dataloader_class() if use_stateful_dataloader else DataLoader
-        self.use_stateful_dataloader = use_stateful_dataloader
-        self.base_dataloader = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
+        base = loader_class(dataset, batch_sampler=batch_sampler, **kwargs)
+        vars(self).update(use_stateful_dataloader=use_stateful_dataloader, base_dataloader=base)
         if use_stateful_dataloader and self._plain_class is None:
             self.__class__ = _stateful_variant(type(self), loader_class)
 

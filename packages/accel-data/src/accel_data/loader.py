@@ -52,6 +52,18 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
     """Base of the prepared loaders; see :class:`accel_data.DataLoaderShard` for the arguments."""
 
     base_dataloader: DataLoader[Any]
+    device: torch.device | None
+    rng_types: list[str]
+    synchronized_generator: torch.Generator | None
+    skip_batches: int
+    layout: LoaderLayout
+    gradient_state: GradientState
+    torch_device_mesh: Any
+    _drop_last: bool
+    _non_blocking: bool
+    _clock: EpochClock
+    _workers: WorkerRngStates | None
+    _sharded: ShardedSampler | None
 
     def __init__(
         self,
@@ -73,18 +85,20 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
                 kwargs.pop(name, None)
             kwargs.update(sampler_arguments(self.base_dataloader))
             super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.device = device
-        self.rng_types: list[str] = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
-        self.synchronized_generator = synchronized_generator
-        self.skip_batches: int = skip_batches
-        self.layout: LoaderLayout = LoaderLayout()
-        self.gradient_state: GradientState = GradientState()
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-        self.torch_device_mesh = torch_device_mesh
-        self._clock = EpochClock(iteration)
-        self._workers: WorkerRngStates | None = None
-        self._sharded = sharded_sampler(self.base_dataloader)
+        vars(self).update(  # at once: nothing here is a setting of the torch loader, which __setattr__ looks for
+            device=device,
+            rng_types=["generator"] if rng_types is None else list(map(str, rng_types)),
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            layout=LoaderLayout(),
+            gradient_state=GradientState(),
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            _clock=EpochClock(iteration),
+            _workers=None,
+            _sharded=sharded_sampler(self.base_dataloader),
+        )
         if self._sharded is not None:
             self._sharded.rng.synchronize = "generator" in self.rng_types
             self._sharded.rng.communicates = bool(self.rng_types)

@@ -123,7 +123,8 @@ def prepare_data_loader(
     flags |= {"use_seedable_sampler": use_seedable_sampler, "non_blocking": non_blocking, "elastic": elastic}
     flags |= {"use_stateful_dataloader": use_stateful_dataloader, "already_sharded": already_sharded}
     for name, flag in flags.items():
-        check_flag(name, flag)
+        if flag is not True and flag is not False:
+            check_flag(name, flag)
     check_flag("dispatch_batches", dispatch_batches, or_none=True)
     if rng_types is not None and not isinstance(rng_types, (list, tuple)):
         raise ConfigurationError(f"rng_types={rng_types!r} must be a list, such as ['torch', 'generator'].")

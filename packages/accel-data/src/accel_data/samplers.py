@@ -132,8 +132,10 @@ def get_sampler(dataloader: DataLoader[Any]) -> Sampler[Any] | Iterable[Any] | N
     """
     if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
         return None
-    outermost = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
-    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(outermost)
+    batch_sampler = dataloader.batch_sampler
+    sampler: Sampler[Any] | Iterable[Any] = innermost_sampler(
+        dataloader.sampler if batch_sampler is None else batch_sampler
+    )
     return sampler
 
 

@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import devices, env, environments
+from .. import env
 from .._torch_compat import default_store, process_groups
 from ..collectives.header import known_groups
 from ..collectives.refused import RefusedCollectives
 from ..collectives.registry import COLLECTIVES
 from ..collectives.single import Collectives
 from ..devices.base import Device
+from ..devices.registry import detect as detect_device
 from ..enums import DistributedType
 from ..environments.base import Environment
+from ..environments.registry import detect as detect_environment
 from ..errors import ConfigurationError
 from ..hang_reports import HangWatch
 from ..options.core import CoreOptions
@@ -49,7 +51,7 @@ def current_rank() -> tuple[int, int]:
         return state.process_index, state.num_processes
     if is_joined():
         return dist.get_rank(), dist.get_world_size()
-    environment = environments.detect()
+    environment = detect_environment()
     return environment.rank, environment.world_size
 
 
@@ -126,7 +128,7 @@ class PartialState(ProcessControl, SharedState):
     def _start(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         # Not the other options: a wrong value of those ends only what reads them.
         options = CoreOptions.from_environment(only=("cpu", "debug"))
-        backend = devices.detect(cpu=cpu or options.cpu)
+        backend = detect_device(cpu=cpu or options.cpu)
         environment = self._locate(backend, kwargs)
         self.environment = environment
         self.device_backend = backend
@@ -147,9 +149,9 @@ class PartialState(ProcessControl, SharedState):
     def _locate(self, backend: Device, kwargs: dict[str, Any]) -> Environment:
         """Return the ranks of this process; before its device is chosen, which depends on the local rank."""
         if backend.collectives != "torch":
-            return environments.detect()
+            return detect_environment()
         if not is_joined():
-            environment = environments.detect()
+            environment = detect_environment()
             if (
                 environment.world_size == 1
                 or local_rank_is_known(environment)
@@ -216,8 +218,8 @@ class PartialState(ProcessControl, SharedState):
         """
         if sagemaker_dp:
             raise ConfigurationError("sagemaker_dp=True is not available. Leave it out: torch's own backends are used.")
-        device = devices.detect(cpu=cpu)
-        if environments.detect().world_size == 1:
+        device = detect_device(cpu=cpu)
+        if detect_environment().world_size == 1:
             return backend, DistributedType.NO
         return backend or device.collective_backend, device.distributed_type
 

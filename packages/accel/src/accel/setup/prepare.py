@@ -81,6 +81,7 @@ class Preparation:
             prepared = list(part.prepare_together(prepared, self))
         for obj in (*self.models, *self.optimizers, *self.schedulers):
             _mark(obj)
+        schedulers = []
         for index, (obj, device_placement) in enumerate(zip(prepared, device_placements, strict=True)):
             if isinstance(obj, nn.Module):
                 prepared[index] = accelerator.prepare_model(obj, device_placement=device_placement)
@@ -88,10 +89,11 @@ class Preparation:
                 prepared[index] = accelerator.prepare_optimizer(obj, device_placement=device_placement)
             elif isinstance(obj, DataLoader) or is_known_loader(obj):
                 prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
+            elif is_scheduler(obj):
+                schedulers.append(index)
         # Schedulers come last: they belong to prepared optimizers.
-        for index, obj in enumerate(prepared):
-            if is_scheduler(obj):
-                prepared[index] = accelerator.prepare_scheduler(obj)
+        for index in schedulers:
+            prepared[index] = accelerator.prepare_scheduler(prepared[index])
         return prepared
 
     def model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
