@@ -173,10 +173,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 def loopback_variables() -> dict[str, str]:
     """Return the variables with which gloo and NCCL connect over the loopback interface, and so listen there only."""
-    if sys.platform == "win32":
-        return {}
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if name is None else socket_variables(name)
+    for _, name in socket.if_nameindex() if sys.platform != "win32" else ():
+        if name in ("lo", "lo0"):
+            return socket_variables(name)
+    return {}
 
 
 def socket_variables(interface: str) -> dict[str, str]:

@@ -42,7 +42,11 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return every registered name, in the order of registration, built-in ones first."""
-        self._search_entry_points()
+        # Reading the metadata of every installed distribution takes milliseconds, so only if no built-in name matches.
+        if self.entry_point_group is not None and not self._searched_entry_points:
+            for entry in installed_entry_points(self.entry_point_group):
+                self.register(entry.name, entry.value.partition("[")[0].strip())
+            self._searched_entry_points = True
         return list(self._targets)
 
     def __contains__(self, name: object) -> bool:
@@ -76,14 +80,6 @@ class Registry(Generic[T]):
                 )
             value = getattr(value, attribute)
         return value
-
-    def _search_entry_points(self) -> None:
-        # Reading the metadata of every installed distribution takes milliseconds, so only if no built-in name matches.
-        if self._searched_entry_points or self.entry_point_group is None:
-            return
-        for entry in installed_entry_points(self.entry_point_group):
-            self.register(entry.name, entry.value.partition("[")[0].strip())
-        self._searched_entry_points = True
 
 
 def installed_entry_points(group: str) -> Iterable[EntryPoint]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..registry import Registry
 from .base import Environment, Variables
@@ -34,18 +34,19 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process.
+def detect(environ: Mapping[str, str] | None = None, among: Iterable[str] = tuple(VARIABLES)) -> Environment:
+    """Return the environment of this process; a :class:`SingleEnvironment` if none of the launchers started it.
 
     Args:
         environ: the variables; by default those of this process.
+        among: names of the launchers to look for, the first of which wins.
 
     Raises:
         ConfigurationError: variables of the launcher are missing, not integers, or contradict each other.
     """
     environ = os.environ if environ is None else environ
-    for name, needed in VARIABLES.items():
-        if not environ.keys().isdisjoint(needed):
+    for name in among:
+        if not environ.keys().isdisjoint(VARIABLES[name]):
             environment = ENVIRONMENTS.load(name).read(Variables(environ))
             if environment is not None:
                 return environment

@@ -29,17 +29,20 @@ def check(settings: Resolution) -> Resolution:
         ConfigurationError: two settings of the same strength contradict each other, or a combination is invalid; the
             message names both, with file and line.
     """
-    settled = _settle_stage(_settle_version_2(_settle_type(_settle_engine(settings))))
-    for rule in RULES:
-        rule(settled)
+    settled = _settle_type(_settle_engine(settings))
+    if settled["use_fsdp"] and settled["fsdp_version"] == 2:
+        settled = _settle_version_2(settled)
+    if settled["use_deepspeed"]:
+        settled = _settle_stage(settled)
+    for switch, rule in RULES:
+        if switch is None or settled[switch]:
+            rule(settled)
     return settled
 
 
 def _settle_engine(settings: Resolution) -> Resolution:
-    on = [settings.settings[name] for name in ENGINES if name in settings.settings and settings[name]]
-    if settings.settings["cpu"].value and any(setting.option.name == "tpu" for setting in on):
-        on.append(settings.settings["cpu"])
-        on = [setting for setting in on if setting.option.name in ("cpu", "tpu")]
+    engines = ("tpu", "cpu") if settings["cpu"] and settings["tpu"] else ENGINES
+    on = [settings.settings[name] for name in engines if settings[name]]
     while len(on) > 1:
         if on[0].source is on[1].source:
             raise ConfigurationError(f"{on[0].where} and {on[1].where} contradict each other. Give one of them.")
@@ -57,14 +60,12 @@ def _settle_type(settings: Resolution) -> Resolution:
         if switch.value and run_type.value != engine:
             return settings.changed(replace(run_type, value=engine, source=switch.source, where=switch.where))
         if not switch.value and run_type.value == engine:
-            run_type = replace(run_type, value=None, source=switch.source, where=switch.where)
-    return settings.changed(run_type)
+            settings = settings.changed(replace(run_type, value=None, source=switch.source, where=switch.where))
+    return settings
 
 
 def _settle_version_2(settings: Resolution) -> Resolution:
     """Translate settings of FSDP 1 that have an equivalent in FSDP 2, with a note to the user."""
-    if not settings["use_fsdp"] or settings["fsdp_version"] != 2:
-        return settings
     notes = []
     for field, (value, instead) in WITHOUT_EFFECT.items():
         name = f"fsdp_{field}"
@@ -90,7 +91,7 @@ def _settle_version_2(settings: Resolution) -> Resolution:
 def _settle_stage(settings: Resolution) -> Resolution:
     """Turn off offloading that has no effect at the ZeRO stage, with a note; recipes set it for every stage."""
     stage = settings["zero_stage"]
-    if not settings["use_deepspeed"] or stage is None:
+    if stage is None:
         return settings
     notes = []
     for name, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
@@ -126,18 +127,7 @@ def _check_run_type(settings: Resolution) -> None:
         )
 
 
-def _check_rank(settings: Resolution) -> None:
-    machines = settings["num_machines"]
-    if settings["machine_rank"] >= machines and settings.is_set("machine_rank"):
-        raise ConfigurationError(
-            f"{settings.where('machine_rank')}: with {machines} machine(s), ranks are 0 to {machines - 1}. "
-            "Set --num_machines to the number of machines, or correct the rank."
-        )
-
-
 def _check_fsdp(settings: Resolution) -> None:
-    if not settings["use_fsdp"]:
-        return
     if settings["fsdp_version"] == 2:
         _check_version_2(settings)
         return
@@ -161,8 +151,6 @@ def _check_version_2(settings: Resolution) -> None:
 
 
 def _check_deepspeed(settings: Resolution) -> None:
-    if not settings["use_deepspeed"]:
-        return
     if settings["deepspeed_inclusion_filter"] and settings["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
             f"{settings.where('deepspeed_inclusion_filter')} and {settings.where('deepspeed_exclusion_filter')} "
@@ -171,8 +159,6 @@ def _check_deepspeed(settings: Resolution) -> None:
 
 
 def _check_mesh(settings: Resolution) -> None:
-    if not settings["use_parallelism_config"]:
-        return
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
     sizes = {f"parallelism_config_{axis}_size": settings[f"parallelism_config_{axis}_size"] for axis in axes}
     if settings["parallelism_config_cp_size"] > 1 and settings["parallelism_config_sp_size"] > 1:
@@ -198,9 +184,9 @@ def _check_mesh(settings: Resolution) -> None:
 
 def _check_checkpointing(settings: Resolution) -> None:
     """Reject activation checkpointing where it has no effect: models that are sharded have options of their own."""
-    names = [f"activation_checkpointing_{part}" for part in ("blocks", "mode", "every", "offload")]
     if not settings["activation_checkpointing"]:
-        for name in names:
+        for part in ("blocks", "mode", "every", "offload"):
+            name = f"activation_checkpointing_{part}"
             if settings.is_set(name) and settings[name]:
                 raise ConfigurationError(
                     f"{settings.where(name)} has no effect without --activation_checkpointing. Give it too; with FSDP "
@@ -227,19 +213,9 @@ def _check_checkpointing(settings: Resolution) -> None:
 
 
 def _check_experts(settings: Resolution) -> None:
-    """Reject expert parallelism that the mesh cannot hold, or of an engine with its own."""
-    experts = settings["parallelism_config_ep_size"]
-    if experts == 1:
-        return
-    where = settings.where("parallelism_config_ep_size")
-    if settings["use_megatron_lm"]:
-        raise ConfigurationError(
-            f"{where} has no effect on Megatron-core, which distributes experts itself. Leave it out, and give "
-            f"--megatron_lm_expert_model_parallel_size {experts}."
-        )
-    if not settings["use_parallelism_config"]:
-        return
-    if settings["parallelism_config_sp_size"] > 1:
+    """Reject expert parallelism that the mesh cannot hold."""
+    experts, where = settings["parallelism_config_ep_size"], settings.where("parallelism_config_ep_size")
+    if experts > 1 and settings["parallelism_config_sp_size"] > 1:
         raise ConfigurationError(
             f"{where} and {settings.where('parallelism_config_sp_size')} contradict each other: the combination has "
             "not been compared with one process. Leave one of them at 1, or use cp_size."
@@ -255,8 +231,13 @@ def _check_experts(settings: Resolution) -> None:
 
 
 def _check_megatron(settings: Resolution) -> None:
-    processes = settings["num_processes"]
-    if not settings["use_megatron_lm"] or processes is None:
+    experts, processes = settings["parallelism_config_ep_size"], settings["num_processes"]
+    if experts != 1:
+        raise ConfigurationError(
+            f"{settings.where('parallelism_config_ep_size')} has no effect on Megatron-core, which distributes experts "
+            f"itself. Leave it out, and give --megatron_lm_expert_model_parallel_size {experts}."
+        )
+    if processes is None:
         return
     tensor, pipeline = settings["megatron_lm_tp_degree"], settings["megatron_lm_pp_degree"]
     context = settings["megatron_lm_context_parallel_size"] or 1
@@ -270,8 +251,6 @@ def _check_megatron(settings: Resolution) -> None:
 
 def _check_replicas(settings: Resolution) -> None:
     """Reject what cannot be combined with fault-tolerant replicas."""
-    if not settings["ft"]:
-        return
     shards = settings["use_fsdp"] and settings["fsdp_version"] == 2
     for name in (*ENGINES, "use_parallelism_config"):
         if settings[name] and not (shards and name == "use_fsdp"):
@@ -303,8 +282,14 @@ def _check_replicas(settings: Resolution) -> None:
 
 
 def _check_machines(settings: Resolution) -> None:
-    """Reject a range of machines where their number is fixed."""
-    if not isinstance(settings["num_machines"], MachineRange):
+    """Reject a rank that no machine has, and a range of machines where their number is fixed."""
+    machines = settings["num_machines"]
+    if settings["machine_rank"] >= machines and settings.is_set("machine_rank"):
+        raise ConfigurationError(
+            f"{settings.where('machine_rank')}: with {machines} machine(s), ranks are 0 to {machines - 1}. "
+            "Set --num_machines to the number of machines, or correct the rank."
+        )
+    if not isinstance(machines, MachineRange):
         return
     where = settings.where("num_machines")
     if settings["ft"]:
@@ -320,15 +305,15 @@ def _check_machines(settings: Resolution) -> None:
             )
 
 
-RULES: tuple[Callable[[Resolution], None], ...] = (
-    _check_run_type,
-    _check_rank,
-    _check_fsdp,
-    _check_deepspeed,
-    _check_mesh,
-    _check_checkpointing,
-    _check_experts,
-    _check_megatron,
-    _check_replicas,
-    _check_machines,
+# Every rule, and the switch without which it has nothing to check.
+RULES: tuple[tuple[str | None, Callable[[Resolution], None]], ...] = (
+    (None, _check_run_type),
+    ("use_fsdp", _check_fsdp),
+    ("use_deepspeed", _check_deepspeed),
+    ("use_parallelism_config", _check_mesh),
+    (None, _check_checkpointing),
+    ("use_megatron_lm", _check_megatron),
+    ("use_parallelism_config", _check_experts),
+    ("ft", _check_replicas),
+    (None, _check_machines),
 )

@@ -88,23 +88,18 @@ class Resolution:
 
     def notes(self) -> tuple[str, ...]:
         """Messages to the user: translated keys, and settings without effect."""
-        retired = [
-            f"{setting.where} has no effect: {setting.option.retired}"
-            for name, setting in self.settings.items()
-            if setting.option.retired and setting.value and self.is_set(name)
-        ]
-        idle = [self._idle_note(group) for group in self.groups if not self.is_enabled(group)]
-        return (*self.file_notes, *retired, *(note for note in idle if note is not None))
-
-    def _idle_note(self, group: type[OptionGroup]) -> str | None:
-        """Return the note about flags, or keys of a file, that belong to a disabled group."""
-        settings = [self.settings[opt.name] for opt in group.options()]
-        given = [setting for setting in settings if setting.source in (Source.COMMAND_LINE, Source.CONFIG_FILE)]
-        # An undecided switch, such as the precision, may still be set by the script.
-        if not given or group.enabled_by is None or self[group.enabled_by[0]] is None:
-            return None
-        more = f" (and {len(given) - 1} more of its options)" if len(given) > 1 else ""
-        return f"{given[0].where}{more} has no effect without {group.switch()}"
+        notes = list(self.file_notes)
+        for name, setting in self.settings.items():
+            if setting.option.retired and setting.value and self.is_set(name):
+                notes.append(f"{setting.where} has no effect: {setting.option.retired}")
+        for group in self.groups:
+            settings = [self.settings[opt.name] for opt in group.options()]
+            given = [setting for setting in settings if setting.source in (Source.COMMAND_LINE, Source.CONFIG_FILE)]
+            # An undecided switch, such as the precision, may still be set by the script.
+            if given and group.enabled_by and not self.is_enabled(group) and self[group.enabled_by[0]] is not None:
+                more = f" (and {len(given) - 1} more of its options)" if len(given) > 1 else ""
+                notes.append(f"{given[0].where}{more} has no effect without {group.switch()}")
+        return tuple(notes)
 
     def changed(self, *settings: Setting) -> Resolution:
         """Return a copy with some settings replaced."""
