@@ -15,7 +15,7 @@ LIMITS = {
     "prepare": (34, 87, 130),
     "save_state": (18, 70, 160),
     "load_state": (17, 80, None),
-    "launch of 2 processes": (41, 232, 1150),
+    "launch of 2 processes": (40, 177, 950),
 }
 
 

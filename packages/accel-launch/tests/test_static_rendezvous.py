@@ -302,7 +302,7 @@ def test_a_machine_is_heard_of_while_its_ranks_are_started(machines, wait_until,
     """Many ranks on a busy machine take longer to start than a silent machine is waited for."""
     two = machines(2)
     job = ElasticJob(sys.executable, ["-c", ""], 2, 2, RendezvousOptions(monitor_interval=0.05))
-    agent = Agent(job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False), lambda *_: None)
+    agent = Agent(job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False))
     start, told = Child.start, []
 
     def slowly(*args, **options) -> Child:
@@ -335,9 +335,9 @@ def test_a_port_in_use_is_an_error(forks) -> None:
 
 def test_a_forked_server_exits_with_its_parent() -> None:
     server = serve("127.0.0.1", 0, forks=True)
-    client = server.client()
+    client, other = (dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
     client.set("key", "value")
-    assert server.client().get("key") == b"value"
+    assert other.get("key") == b"value"
     server.close()
     server.close()
     with pytest.raises(RuntimeError):

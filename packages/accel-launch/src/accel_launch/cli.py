@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from accel_state.errors import ConfigurationError, MissingDependencyError
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments else "--help"
     if name in ("-h", "--help", "help"):
-        return _run_guarded(PROGRAM, _print_help)
+        return run_command("", [])
     if name in ("-V", "--version"):
         print(f"accel-launch {version()}")
         return 0
@@ -75,28 +75,14 @@ def env_main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Run one subcommand; a configuration error becomes one line on stderr and exit code 2."""
-    return _run_guarded(f"{PROGRAM} {name}", lambda: COMMANDS.load(name).run(arguments))
-
-
-def _exit(code: int) -> int:
-    """Exit after a launch without finalising torch, which would take a quarter of the time of a short launch."""
-    if "torch" in sys.modules:
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    return code
-
-
-def _run_guarded(program: str, action: Callable[[], int]) -> int:
+    """Run one subcommand (empty: show the help); a configuration error becomes one line on stderr and exit code 2."""
+    program = f"{PROGRAM} {name}".rstrip()
     # Characters that the terminal cannot show, and input that is not text, must not end the command.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     try:
-        code = action()
+        code = COMMANDS.load(name).run(arguments) if name else _print_help()
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -111,6 +97,17 @@ def _run_guarded(program: str, action: Callable[[], int]) -> int:
     except OSError as error:
         _discard_output()
         return fail(program, f"{error.filename or 'output'}: {error.strerror or error}.")
+
+
+def _exit(code: int) -> int:
+    """Exit after a launch without finalising torch, which would take a quarter of the time of a short launch."""
+    if "torch" in sys.modules:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _discard_output() -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import enum
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from accel_state.environments.base import Environment, Variables
-from accel_state.environments.registry import ENVIRONMENTS
+from accel_state.environments.registry import detect
+from accel_state.environments.single import SingleEnvironment
 from accel_state.environments.slurm import Allocation, find_address
 from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution, Source
 
 from .accelerators import tpu
+from .hostfile import read_hostfile
 
 # Programs that start launchers. torchrun is not listed: its variables are inherited by everything a rank starts.
 _STARTERS = ("openmpi", "mvapich", "hydra", "slurm")
@@ -28,6 +31,7 @@ TASKS_VARIABLE = "ACCEL_LAUNCH_TASKS_PER_NODE"
 
 POD_INDEX = "JOB_COMPLETION_INDEX"
 """Set by the controller of indexed Jobs, and so in JobSets and TrainJobs."""
+_SKY_NODES = "SKYPILOT_NODE_IPS"
 _SKY_GPUS = "SKYPILOT_NUM_GPUS_PER_NODE"
 
 _EXPLICIT = (Source.COMMAND_LINE, Source.ENVIRONMENT)
@@ -86,10 +90,10 @@ class SkyEnvironment(Environment):
     @classmethod
     def read(cls, variables: Variables) -> Environment | None:
         """See the base class."""
-        addresses = (variables.text("SKYPILOT_NODE_IPS") or "").split()
+        addresses = (variables.text(_SKY_NODES) or "").split()
         if not addresses:
             return None
-        rank = variables.required("SKYPILOT_NODE_RANK", because="SKYPILOT_NODE_IPS")
+        rank = variables.required("SKYPILOT_NODE_RANK", because=_SKY_NODES)
         return cls(rank, len(addresses), 0, 1, rank, len(addresses), addresses[0], None)
 
 
@@ -111,10 +115,9 @@ def in_pod() -> bool:
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:
     """Read this launcher's context from its environment."""
     variables = Variables(environ)
-    candidates = (ENVIRONMENTS.load(name).read(variables) for name in _STARTERS)
-    process = next((candidate for candidate in candidates if candidate is not None), None)
-    if process is None and not any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
-        process = _read_node(settings, environ)
+    process: Environment | None = detect(environ, among=_STARTERS)
+    if isinstance(process, SingleEnvironment):
+        process = _read_node(settings, environ) if POD_INDEX in environ or _SKY_NODES in environ else None
     allocation = Allocation.read(variables)
     requested = variables.integer(TASKS_VARIABLE, minimum=1)
     if process is not None and process.world_size > 1:
@@ -132,7 +135,9 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
 
 
 def _read_node(settings: Resolution, environ: Mapping[str, str]) -> Environment | None:
-    """Return the node of a cluster that starts launchers and tells them their rank; None elsewhere."""
+    """Return the node of a cluster that starts launchers and tells them their rank; None if the user gave the place."""
+    if _gives_place(settings):
+        return None
     # The number of machines may be an option or a setting of a file; only variables describe environments.
     variables = Variables({**environ, "ACCELERATE_NUM_MACHINES": str(int(settings["num_machines"]))})
     node = PodEnvironment.read(variables) or SkyEnvironment.read(variables)
@@ -150,6 +155,10 @@ def is_explicit(settings: Resolution, name: str) -> bool:
     return settings.settings[name].source in _EXPLICIT
 
 
+def _gives_place(settings: Resolution) -> bool:
+    return is_explicit(settings, "machine_rank") or is_explicit(settings, "main_process_ip")
+
+
 def _check_process_count(settings: Resolution, process: Environment) -> None:
     if settings["num_processes"] not in (None, process.world_size):
         raise ConfigurationError(
@@ -161,25 +170,53 @@ def _check_process_count(settings: Resolution, process: Environment) -> None:
 
 def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:
     """Return True if a batch script, or the shell of salloc, should start launchers on the nodes."""
-    if any(is_explicit(settings, name) for name in ("machine_rank", "main_process_ip")):
+    if _gives_place(settings):
         return False
     if is_explicit(settings, "num_machines"):
         return bool(1 < settings["num_machines"] <= len(allocation.hosts))
     return len(allocation.hosts) > 1 or not allocation.on_node
 
 
-def rendezvous_settings(context: LaunchContext, settings: Resolution) -> dict[str, Any]:
-    """Return the number of machines, this one's rank and the main address, as given by each node's starter."""
+def with_node(settings: Resolution, context: LaunchContext) -> Resolution:
+    """Return the settings with the number of machines, this one's rank and the main address of each node's starter."""
     node = context.process
     if context.role is not Role.NODE or node is None:
-        return {}
+        return settings
     values = {
         "num_machines": node.num_nodes,
         "machine_rank": node.node_rank,
         "main_process_ip": node.main_address or (find_address(context.hosts[0]) if context.hosts else None),
         "main_process_port": node.main_port,
     }
-    return {name: value for name, value in values.items() if value is not None and not is_explicit(settings, name)}
+    given = {name: value for name, value in values.items() if value is not None and not is_explicit(settings, name)}
+    return with_values(settings, given, context.starter)
+
+
+def with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -> Resolution:
+    """Return the settings, with values that something else has decided."""
+    updated = []
+    for name, value in values.items():
+        where = f"{name} {value} of {origin}"
+        updated.append(replace(settings.settings[name], value=value, source=Source.ENVIRONMENT, where=where))
+    return settings.changed(*updated)
+
+
+def count_machines(settings: Resolution, context: LaunchContext) -> int:
+    """Machines of the run: those of the hostfile, the nodes of the SLURM allocation, or ``num_machines``."""
+    hostfile, machines = settings["mpirun_hostfile"], int(settings["num_machines"])
+    if hostfile and context.role in (Role.ALONE, Role.BATCH):
+        if not Path(hostfile).expanduser().exists():
+            return machines  # the launcher that starts mpirun refuses it
+        hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
+        if machines == 1:
+            return len(hosts)
+        if machines > len(hosts):
+            raise ConfigurationError(
+                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: "
+                f"{', '.join(host.name for host in hosts)} ({settings.where('mpirun_hostfile')}). Add the missing "
+                "machines to it, or leave num_machines out."
+            )
+    return len(context.hosts) if context.role is Role.BATCH and machines == 1 else machines
 
 
 class LaunchMode(enum.Enum):
@@ -214,28 +251,21 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
     """Choose the launcher; one that was itself started as a rank starts nothing."""
     if context.role is Role.RANK:
         return LaunchMode.RANK
-    if option_value(settings, "compute_environment") == "AMAZON_SAGEMAKER":
+    if settings["compute_environment"] == "AMAZON_SAGEMAKER":
         return LaunchMode.SAGEMAKER
-    if option_value(settings, "tpu"):
-        if option_value(settings, "tpu_cluster"):
+    if settings["tpu"]:
+        if settings["tpu_cluster"]:
             return LaunchMode.TPU_POD
         return LaunchMode.LOCAL if tpu.is_installed() else LaunchMode.TPU
     if context.role is not Role.NODE:
-        if _deepspeed_starts(settings):
+        if settings["use_deepspeed"] and _deepspeed_starts(settings):
             return LaunchMode.DEEPSPEED
-        if option_value(settings, "mpirun_hostfile"):
+        if settings["mpirun_hostfile"]:
             return LaunchMode.MPIRUN
     return LaunchMode.SRUN if context.role is Role.BATCH else LaunchMode.LOCAL
 
 
-def option_value(settings: Resolution, name: str) -> Any:
-    """Return the value of an option; None if no installed option group declares it."""
-    return settings[name] if name in settings.settings else None
-
-
 def _deepspeed_starts(settings: Resolution) -> bool:
-    if not option_value(settings, "use_deepspeed"):
-        return False
-    if option_value(settings, "deepspeed_hostfile"):
+    if settings["deepspeed_hostfile"]:
         return True
-    return settings["num_machines"] > 1 and option_value(settings, "deepspeed_multinode_launcher") != STANDARD
+    return settings["num_machines"] > 1 and settings["deepspeed_multinode_launcher"] != STANDARD

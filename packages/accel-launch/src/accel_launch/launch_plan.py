@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError, require
 from accel_state.humanize import counted
@@ -27,15 +25,16 @@ from .accelerators.registry import VisibleDevices, find_hosts, find_visible
 from .config.read import load_settings
 from .cpus import check_process_count, default_cpu_processes, usable_cores
 from .entrypoint import Entrypoint, find_entrypoint
-from .hostfile import read_hostfile, read_pool
+from .hostfile import read_pool
 from .launch_context import (
     LaunchContext,
     LaunchMode,
     Role,
     choose_mode,
+    count_machines,
     detect_context,
-    option_value,
-    rendezvous_settings,
+    with_node,
+    with_values,
 )
 from .torchrun_options import with_torchrun_options
 
@@ -75,23 +74,19 @@ class LaunchPlan:
     local_processes: int
     environment: Mapping[str, str]
     rendezvous: RendezvousOptions
-    quiet: bool = False
-    debug: bool = False
-    notes: Sequence[str] = ()
-    mode: LaunchMode = LaunchMode.LOCAL
-    settings: Resolution = field(default_factory=lambda: Resolution((), {}))
-    context: LaunchContext = field(default_factory=LaunchContext)
-
-    def option(self, name: str) -> Any:
-        """Return the value of an option; None if no installed option group declares it."""
-        return option_value(self.settings, name)
+    quiet: bool
+    debug: bool
+    notes: Sequence[str]
+    mode: LaunchMode
+    settings: Resolution
+    context: LaunchContext
 
     @property
     def needs_agent(self) -> bool:
         """True if a launcher must supervise the processes: several, restartable, or with output kept in files."""
-        options = self.rendezvous
-        keeps_output = any(self.option(name) not in (None, "0") for name in ("redirects", "local_ranks_filter"))
-        keeps_output = keeps_output or options.tee != "0" or options.log_dir is not None
+        options, settings = self.rendezvous, self.settings
+        keeps_output = options.tee != "0" or options.log_dir is not None or settings["redirects"] not in (None, "0")
+        keeps_output = keeps_output or settings["local_ranks_filter"] not in (None, "0")
         return self.num_processes > 1 or options.max_restarts > 0 or keeps_output
 
     def full_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -109,14 +104,13 @@ def make_plan(
     """
     variables = dict(os.environ if environ is None else environ)
     context = detect_context(settings, variables)
-    settings = _with_values(settings, rendezvous_settings(context, settings), context.starter)
-    settings = with_torchrun_options(settings, lambda: _count_machines(settings, context), variables)
+    settings = with_torchrun_options(with_node(settings, context), context, variables)
     mode = choose_mode(settings, context)
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)
     environment, hosts = settings.environment(), None
     if mode is LaunchMode.LOCAL and (hosts := find_hosts(settings, variables)) is not None:
-        settings = _with_values(settings, hosts.settings, f"the {hosts.kind} runtime")
+        settings = with_values(settings, hosts.settings, f"the {hosts.kind} runtime")
         environment |= hosts.variables
     on_cpu, counts = _uses_cpu(settings), _counts_of_settings(settings, context, mode)
     if not mode.starts_every_machine:
@@ -136,7 +130,8 @@ def make_plan(
     total, local, notes = (*counts, []) if counts else _counts_of_devices(settings, context, on_cpu, visible)
     if not mode.starts_every_machine:
         _check_local_ranks(settings, local)
-        _check_devices(settings, on_cpu, local, visible)
+        if settings["multi_gpu"] and not on_cpu:
+            _check_devices(settings, local, visible)
     if mode is LaunchMode.LOCAL and not settings["oversubscribe"]:
         check_process_count(local, visible.count, settings.where("num_processes"), "give --oversubscribe")
     replicas = settings["num_replicas"] + settings["num_spares"] if settings["ft"] else 1
@@ -154,7 +149,7 @@ def make_plan(
         rendezvous=settings.group(RendezvousOptions),
         quiet=script_options.quiet,
         debug=settings["debug"],
-        notes=(*notes, *_unused_agent_options(settings, mode, context), *_unused_rendezvous_settings(settings)),
+        notes=(*notes, *_unused_options(settings, mode, context)),
         mode=mode,
         settings=settings,
         context=context,
@@ -171,39 +166,26 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
-def _with_values(settings: Resolution, values: Mapping[str, Any], origin: str) -> Resolution:
-    """Return the settings, with values that something else has decided."""
-    updated = dict(settings.settings)
-    for name, value in values.items():
-        where = f"{name} {value} of {origin}"
-        updated[name] = replace(updated[name], value=value, source=Source.ENVIRONMENT, where=where)
-    return replace(settings, settings=updated)
+def _unused_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
+    """Return notes about command-line options without effect in this mode; a file may serve several modes.
 
-
-def _unused_agent_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
-    """Return notes about command-line options without effect in this mode; a file may serve several modes."""
+    Settings of torch's rendezvous that the launchers do not read have none in any mode.
+    """
     starter = context.starter if mode is LaunchMode.RANK else mode.value
     where = f"on ranks that {starter} starts: start one launcher on each machine, which starts the ranks there"
     names = _AGENT_OPTIONS if mode in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED) else ()
     if settings["ft"]:
         where = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
         names = _WITHOUT_REPLICAS
-    given = [settings.settings[name] for name in names]
-    return [
-        f"{setting.where} has no effect {where}"
-        for setting in given
-        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default
-    ]
-
-
-def _unused_rendezvous_settings(settings: Resolution) -> list[str]:
-    """Return notes about settings of torch's rendezvous, which the launchers do not use."""
-    keys = [entry.partition("=")[0].strip() for entry in settings["rdzv_conf"].split(",") if entry]
-    return [
-        f"{key} of {settings.where('rdzv_conf')} has no effect: the launchers read {', '.join(_RENDEZVOUS_SETTINGS)}"
-        for key in keys
-        if key not in _RENDEZVOUS_SETTINGS
-    ]
+    notes = []
+    for setting in map(settings.settings.__getitem__, names):
+        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
+            notes.append(f"{setting.where} has no effect {where}")
+    for entry in filter(None, settings["rdzv_conf"].split(",")):
+        key, known = entry.partition("=")[0].strip(), ", ".join(_RENDEZVOUS_SETTINGS)
+        if key not in _RENDEZVOUS_SETTINGS:
+            notes.append(f"{key} of {settings.where('rdzv_conf')} has no effect: the launchers read {known}")
+    return notes
 
 
 def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> tuple[int, int] | None:
@@ -219,7 +201,7 @@ def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: Laun
     if mode is LaunchMode.DEEPSPEED:
         slots = [len(slots) for slots in read_pool(settings).values()]
         return sum(slots), max(slots)
-    machines, total = _count_machines(settings, context), settings["num_processes"]
+    machines, total = count_machines(settings, context), settings["num_processes"]
     if total is None:
         return None
     if total % machines:
@@ -236,7 +218,7 @@ def _counts_of_devices(
     settings: Resolution, context: LaunchContext, on_cpu: bool, visible: VisibleDevices
 ) -> tuple[int, int, list[str]]:
     """Return the processes in total, processes of this machine, and a note."""
-    machines = _count_machines(settings, context)
+    machines = count_machines(settings, context)
     on_cores = machines == 1 and settings["distributed_type"] == "MULTI_CPU" and not context.tasks_per_node
     asked = context.gpus_per_node if context.gpus_per_node and not on_cpu else None
     if asked is not None and visible.count < asked:
@@ -258,25 +240,6 @@ def _count_reason(context: LaunchContext, on_cpu: bool, visible: VisibleDevices)
         return f"one per visible {visible.kind}"
     cause = "--cpu is set" if on_cpu else "no GPU is visible"
     return f"one per task of the SLURM job, {cause}" if context.tasks_per_node else f"one per machine, {cause}"
-
-
-def _count_machines(settings: Resolution, context: LaunchContext) -> int:
-    """Machines of the run: those of the hostfile, the nodes of the SLURM allocation, or ``num_machines``."""
-    hostfile = option_value(settings, "mpirun_hostfile")
-    machines = int(settings["num_machines"])
-    if hostfile and context.role in (Role.ALONE, Role.BATCH):
-        if not Path(hostfile).expanduser().exists():
-            return machines  # the launcher that starts mpirun refuses it
-        hosts = read_hostfile(hostfile, settings.where("mpirun_hostfile"))
-        if machines == 1:
-            return len(hosts)
-        if machines > len(hosts):
-            raise ConfigurationError(
-                f"{settings.where('num_machines')}, but the hostfile lists {len(hosts)}: "
-                f"{', '.join(host.name for host in hosts)} ({settings.where('mpirun_hostfile')}). Add the missing "
-                "machines to it, or leave num_machines out."
-            )
-    return len(context.hosts) if context.role is Role.BATCH and machines == 1 else machines
 
 
 def _is_alone(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> bool:
@@ -324,9 +287,7 @@ def _select_devices(settings: Resolution, variables: Mapping[str, str], environm
     return visible
 
 
-def _check_devices(settings: Resolution, on_cpu: bool, local: int, visible: VisibleDevices) -> None:
-    if on_cpu or not settings["multi_gpu"]:
-        return
+def _check_devices(settings: Resolution, local: int, visible: VisibleDevices) -> None:
     if not visible.count:
         raise ConfigurationError(
             f"{settings.where('multi_gpu')}: no GPU is visible on this machine. Use --cpu to run on the CPU."

@@ -74,8 +74,10 @@ def parse(argv: Sequence[str]) -> CommandLine:
     end = find_script(argv)
     # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
     words = [word for word in argv[:end] if word != "--"]
-    # A short flag may have its value attached. Only --help needs the options that are not given, and their help texts.
-    flags = {word.partition("=")[0] for word in words}.union(word[:2] for word in words)
+    flags: set[str] = set()
+    for word in words:
+        flags |= {word.partition("=")[0], word[:2]}  # a short flag may have its value attached
+    # Only --help needs the options that are not given, and their help texts.
     given = vars(build_parser(flags if flags.isdisjoint(("-h", "--help")) else None).parse_args(words))
     if end >= len(argv):
         raise ConfigurationError("no script is given. Usage: accel launch [options] script [script arguments].")
@@ -109,8 +111,9 @@ def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
         argv: words of a command line.
         also: options with a value that are not those of a launch.
     """
-    declared = [opt for group in load_groups() for opt in group.options()]
-    options = {flag: opt for opt in declared for flag in (*opt.flags, *opt.undo_flags)}
+    options = {
+        flag: opt for group in load_groups() for opt in group.options() for flag in (*opt.flags, *opt.undo_flags)
+    }
     index = 0
     while index < len(argv):
         word = argv[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 from accel_state.options import Resolution
 
 from .accelerators.registry import find_visible
+from .launch_context import LaunchContext, count_machines
 
 _FILTERS = "Filter the files of --tee or --redirects, for example with `grep -h PATTERN LOG_DIR/*/*/*/stdout.log`."
 _ANSWERS = {
@@ -34,14 +35,12 @@ UNUSED: dict[str, str] = {
 """Options of torchrun that are not accepted, and the answer to each."""
 
 
-def with_torchrun_options(
-    settings: Resolution, count_machines: Callable[[], int], variables: Mapping[str, str]
-) -> Resolution:
+def with_torchrun_options(settings: Resolution, context: LaunchContext, variables: Mapping[str, str]) -> Resolution:
     """Return the settings with the values that ``--nproc-per-node``, ``--rdzv-endpoint`` and ``--standalone`` imply.
 
     Args:
         settings: every option.
-        count_machines: returns the number of machines.
+        context: where this launcher runs, which may decide the number of machines.
         variables: the environment, which says what devices are visible.
 
     Raises:
@@ -53,7 +52,7 @@ def with_torchrun_options(
         )
     if settings["nproc_per_node"] is not None:
         workers = _workers(settings, variables)
-        settings = _implied(settings, "nproc_per_node", "num_processes", workers * count_machines())
+        settings = _implied(settings, "nproc_per_node", "num_processes", workers * count_machines(settings, context))
     if settings["rdzv_endpoint"] is not None and not settings["standalone"]:
         host, port = _split(settings["rdzv_endpoint"])
         settings = _implied(settings, "rdzv_endpoint", "main_process_ip", host)
@@ -69,8 +68,7 @@ def _implied(settings: Resolution, cause: str, name: str, value: Any) -> Resolut
         raise ConfigurationError(
             f"{given.where} means {name} {value}, but {current.where} contradicts it. Give one of them."
         )
-    updated = {**settings.settings, name: replace(current, value=value, source=given.source, where=given.where)}
-    return replace(settings, settings=updated)
+    return settings.changed(replace(current, value=value, source=given.source, where=given.where))
 
 
 def _workers(settings: Resolution, variables: Mapping[str, str]) -> int:

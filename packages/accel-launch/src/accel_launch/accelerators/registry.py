@@ -47,6 +47,4 @@ def find_installed() -> tuple[int, tuple[str, ...]]:
 
 def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
     """Return what a runtime that numbers the hosts itself decides before processes start; None for all others."""
-    if "tpu" not in settings.settings or not settings["tpu"]:
-        return None
-    return tpu.find_hosts(settings, environ)
+    return tpu.find_hosts(settings, environ) if settings["tpu"] else None

@@ -30,8 +30,8 @@ _SHOWN_CHARACTERS = 60
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
     """Return every setting, from the command line, the environment, the configuration file and the defaults."""
     groups, given = load_groups(), dict(options or {})
-    config_option = {name: text for name, text in given.items() if name == "config_file"}
-    path = resolve([ScriptOptions], config_option, environ)["config_file"]
+    file = {"config_file": given["config_file"]} if "config_file" in given else {}
+    path = resolve([ScriptOptions], file, environ)["config_file"]
     return check(resolve(groups, given, environ, read_config(path, environ)))
 
 

@@ -26,7 +26,7 @@ from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, Supervised, stop
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
 from .output import LogDirectories, Streams, Tee, line_prefix
-from .preemption import grace_seconds, notes, save_and_wait, saved_by_all
+from .preemption import grace_seconds, notes, report_saved, save_and_wait, saved_by_all
 from .report import RankFailure, cause_of, interruption, read_failure
 from .worker import die_with_launcher
 
@@ -52,20 +52,11 @@ class Agent(Supervised):
         meetings: how the machines meet.
         logs: directories of the ranks.
         watch: signals to the launcher.
-        on_restart: called before each restart.
     """
 
-    def __init__(
-        self,
-        job: ElasticJob,
-        meetings: Meetings,
-        logs: LogDirectories,
-        watch: SignalWatch,
-        on_restart: Callable[[Meeting, Cause | None], None],
-    ) -> None:
+    def __init__(self, job: ElasticJob, meetings: Meetings, logs: LogDirectories, watch: SignalWatch) -> None:
         self._job, self._logs, self._watch = job, logs, watch
         self.meetings: Meetings = meetings
-        self._on_restart = on_restart
         self._left = job.rendezvous.max_restarts
         self._starts = 0
         self._meeting: Meeting | None = None
@@ -103,18 +94,12 @@ class Agent(Supervised):
     @property
     def world_size(self) -> int:
         """Ranks over all machines; 0 before they have met."""
-        return sum(self._sizes)
+        return 0 if self._meeting is None else sum(self._meeting.sizes)
 
     def global_rank(self, local_rank: int) -> int:
         """Return the rank of a process of this machine in the run."""
-        return sum(self._sizes[: self._meeting_rank]) + local_rank
-
-    @property
-    def _sizes(self) -> Sequence[int]:
-        """Ranks of each machine."""
-        if self._meeting is None:
-            return ()
-        return self._meeting.sizes or [self._job.local_processes] * self._meeting.machines
+        assert self._meeting is not None
+        return sum(self._meeting.sizes[: self._meeting.rank]) + local_rank
 
     def run(self) -> Result:
         """Start the ranks, and wait until they have ended and no restart is left.
@@ -235,9 +220,22 @@ class Agent(Supervised):
             return False
         assert self._meeting is not None
         # Now all have told why.
-        self._on_restart(self._meeting, former if peers is None else peers.first())
+        self._announce_restart(self._meeting, former if peers is None else peers.first())
         self._start()
         return True
+
+    def _announce_restart(self, meeting: Meeting, cause: Cause | None) -> None:
+        """Print why the ranks are started again."""
+        saved = saved_by_all(self._logs.by_rank)
+        text = f"tarting all processes again (restart {meeting.restarts} of {self._job.rendezvous.max_restarts})"
+        if saved is not None:
+            report_saved(saved, "" if meeting.news else f"S{text}")
+        elif cause is not None and meeting.is_failure:
+            say(cause.text)
+        if meeting.news:
+            say(meeting.news)
+        elif saved is None:
+            say(f"a process failed or machines changed; s{text}")
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
@@ -290,10 +288,14 @@ class Agent(Supervised):
                 process.start()
             self.ranks.append(Child(process, leads_group=False))
             return
+        command, environment = [job.entrypoint, *job.args], {**all_variables(), **variables}
+        if streams.shown and not streams.kept:
+            self.ranks.append(Child.start(command, environment))
+            return
         prefix = line_prefix(job.line_prefix, variables)
         tee = Tee(self._logs.by_rank[local], streams, prefix, (sys.stdout, sys.stderr))
         self._tees.append(tee)
-        self.ranks.append(Child.start([job.entrypoint, *job.args], {**all_variables(), **variables}, **tee.files))
+        self.ranks.append(Child.start(command, environment, **tee.files))
         tee.start()
 
     def _variables(self, local: int) -> dict[str, str]:

@@ -62,8 +62,8 @@ class Meeting:
     address: str  # of the store of the ranks
     port: int
     restarts: int  # of the run, so far
-    board: Board | None = None  # what the launchers know of each other; None on a single machine
-    sizes: Sequence[int] = ()  # ranks of each machine; empty where all have as many as this one
+    board: Board | None  # what the launchers know of each other; None on a single machine
+    sizes: Sequence[int]  # ranks of each machine
     news: str = ""  # why the ranks are started again, if the rendezvous knows
     is_failure: bool = True  # whether they are because a process failed
 

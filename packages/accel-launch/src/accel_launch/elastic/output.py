@@ -61,7 +61,7 @@ class LogDirectories:
         run_id: the beginning of the name of the first one.
     """
 
-    def __init__(self, directory: str, run_id: str) -> None:
+    def __init__(self, directory: str | Path, run_id: str) -> None:
         self._directory, self._run_id = directory, run_id
         self._run: Path | None = None
         self.by_rank: dict[int, Path] = {}
@@ -79,7 +79,7 @@ class LogDirectories:
 
 
 class Tee:
-    """The output of one rank, in files whose lines are copied to the screen; without files it goes there itself.
+    """The output of one rank that is kept in files, whose lines may be copied to the screen, or that is not shown.
 
     Args:
         directory: of the rank.

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -16,14 +17,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from accel_state import rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.options.resources import MachineRange
-from accel_state.preemption import Note
 
 from ..network.board import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, Result
-from .meeting import ElasticJob, Meeting, Meetings, RunEnded
+from .meeting import ElasticJob, Meetings, RunEnded
 from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
 from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
@@ -50,7 +50,8 @@ def run_job(job: ElasticJob) -> Outcome:
         SignalWatch(job.owns_process) as watch,
     ):
         try:
-            with _log_directory(options.log_dir) as directory:
+            path = options.log_dir
+            with scratch_directory() if path is None else contextlib.nullcontext(path) as directory:
                 outcome = _run(job, watch, directory)
         except Interrupted as error:
             outcome = Outcome(128 + error.number, signal=error.number)
@@ -60,10 +61,10 @@ def run_job(job: ElasticJob) -> Outcome:
         return outcome
 
 
-def _run(job: ElasticJob, watch: SignalWatch, directory: str) -> Outcome:
+def _run(job: ElasticJob, watch: SignalWatch, directory: str | Path) -> Outcome:
     meetings = _meetings(job)
     logs = LogDirectories(directory, meetings.run_id)
-    agent = Agent(job, meetings, logs, watch, _restart_note(job.rendezvous.max_restarts, logs))
+    agent = Agent(job, meetings, logs, watch)
     try:
         return _run_agent(agent, logs)
     except RunEnded as error:
@@ -159,22 +160,6 @@ def _ended_ranks(agent: Agent, logs: LogDirectories) -> list[int]:
     return sorted(map(agent.global_rank, noted | agent.succeeded))
 
 
-def _restart_note(max_restarts: int, logs: LogDirectories) -> Callable[[Meeting, Cause | None], None]:
-    def note(meeting: Meeting, cause: Cause | None) -> None:
-        saved: Note | None = saved_by_all(logs.by_rank)
-        text = f"tarting all processes again (restart {meeting.restarts} of {max_restarts})"
-        if saved is not None:
-            report_saved(saved, "" if meeting.news else f"S{text}")
-        elif cause is not None and meeting.is_failure:
-            say(cause.text)
-        if meeting.news:
-            say(meeting.news)
-        elif saved is None:
-            say(f"a process failed or machines changed; s{text}")
-
-    return note
-
-
 def _rendezvous_message(job: ElasticJob, place: str, started: bool, error: Exception) -> str:
     # Errors of C++ have a stack trace after the first line.
     reason = str(error).split("\n", 1)[0]
@@ -193,16 +178,6 @@ def _rendezvous_message(job: ElasticJob, place: str, started: bool, error: Excep
         f"the {machines} machines did not meet at {place}: {reason}. Check that the launcher runs on every machine "
         "with the same --main_process_ip and --main_process_port, and that this machine can reach that port."
     )
-
-
-@contextlib.contextmanager
-def _log_directory(path: str | None) -> Iterator[str]:
-    """Yield the directory for logs and reports; by default a temporary one."""
-    if path is not None:
-        yield path
-        return
-    with scratch_directory() as directory:
-        yield str(directory)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,8 @@ class StaticRendezvous(Meetings):
         return self._meeting(self._wait_for_start(self.board))
 
     def _meeting(self, port: int) -> Meeting:
-        return Meeting(self._rank, self._job.num_machines, self._host, port, self.round, self.board)
+        machines, sizes = self._job.num_machines, [self._job.local_processes] * self._job.num_machines
+        return Meeting(self._rank, machines, self._host, port, self.round, self.board, sizes)
 
     @property
     def _rank(self) -> int:

@@ -26,12 +26,6 @@ class ThreadStoreServer:
         self._store: TCPStore | None = serve_store(host, port, CALL_TIMEOUT)
         self.port: int = int(self._store.port)
 
-    def client(self) -> TCPStore:
-        """Return the store."""
-        if self._store is None:
-            raise ValueError("the store is closed.")
-        return self._store
-
     def close(self) -> None:
         """Drop the store; the thread ends with the last reference to it."""
         self._store = None
@@ -77,10 +71,6 @@ class ForkedStoreServer:
             del store
         finally:
             os._exit(0)
-
-    def client(self) -> TCPStore:
-        """Return a connection to the store."""
-        return TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=CALL_TIMEOUT)
 
     def close(self) -> None:
         """End the process."""

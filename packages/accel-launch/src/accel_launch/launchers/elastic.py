@@ -47,12 +47,12 @@ class ElasticLauncher(Launcher):
             rendezvous=plan.rendezvous,
             debug=plan.debug,
             facts=facts_of_plan(plan) if plan.num_machines > 1 else {},
-            line_prefix=plan.option("log_line_prefix_template"),
-            run_id=plan.option("rdzv_id"),
+            line_prefix=plan.settings["log_line_prefix_template"],
+            run_id=plan.settings["rdzv_id"],
             output=OutputOptions(
-                plan.option("tee"), plan.option("redirects") or "0", plan.option("local_ranks_filter")
+                plan.settings["tee"], plan.settings["redirects"] or "0", plan.settings["local_ranks_filter"]
             ),
-            grace_seconds=plan.option("shutdown_timeout") or GRACE_SECONDS,
+            grace_seconds=plan.settings["shutdown_timeout"] or GRACE_SECONDS,
             serves=plan.rendezvous.machine_rank == 0 if is_explicit(plan.settings, "machine_rank") else None,
         )
         # The agent starts processes with the variables of its own process.

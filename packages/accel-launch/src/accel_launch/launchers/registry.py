@@ -28,6 +28,8 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     """Return the first launcher of another package that accepts the plan; without one, that of its mode."""
     built_in = plan.mode.value
     if plan.mode is LaunchMode.LOCAL:
-        built_in = "ft" if plan.option("ft") else "elastic" if plan.needs_agent else "single"
-    others = (LAUNCHERS.load(name)() for name in LAUNCHERS if name not in _BUILT_IN)
-    return next((other for other in others if other.accepts(plan)), None) or LAUNCHERS.load(built_in)()
+        built_in = "ft" if plan.settings["ft"] else "elastic" if plan.needs_agent else "single"
+    for name in LAUNCHERS:
+        if name not in _BUILT_IN and (other := LAUNCHERS.load(name)()).accepts(plan):
+            return other
+    return LAUNCHERS.load(built_in)()

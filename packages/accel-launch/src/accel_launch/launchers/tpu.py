@@ -24,7 +24,7 @@ class TpuLauncher(Launcher):
     """Calls a function of the script on every chip of this host."""
 
     def run(self, plan: LaunchPlan) -> int:
-        process, count = _core_process(plan), plan.option("num_processes")
+        process, count = _core_process(plan), plan.settings["num_processes"]
         with patch_environment(**plan.environment, **tpu_variables(plan)):
             from accel_state import devices
 
@@ -33,7 +33,7 @@ class TpuLauncher(Launcher):
             launcher = require_launcher()
             # Checked once here: every process would repeat the error.
             process.find_function()
-            if plan.option("use_parallelism_config"):
+            if plan.settings["use_parallelism_config"]:
                 process(0)  # one process shards the model over all of its devices
                 return 0
             if processes_to_start(count) is None and count is not None:
@@ -48,7 +48,7 @@ class TpuLauncher(Launcher):
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """Return one command for all cores; torch_xla sets the core of each process."""
-        one = plan.option("num_processes") == 1 or plan.option("use_parallelism_config")
+        one = plan.settings["num_processes"] == 1 or plan.settings["use_parallelism_config"]
         count = "one process" if one else "a process for each chip"
         function = _core_process(plan).function_name
         note = f"torch_xla starts {count}, which imports the script and calls its function {function}()"
@@ -60,7 +60,7 @@ def tpu_variables(plan: LaunchPlan) -> dict[str, str]:
     """Variables of torch_xla that follow from the settings."""
     variables = {"PJRT_DEVICE": "TPU"} if "PJRT_DEVICE" not in plan.full_environment() else {}
     if plan.settings["mixed_precision"] == "bf16":
-        variables["XLA_DOWNCAST_BF16" if plan.option("downcast_bf16") else "XLA_USE_BF16"] = "1"
+        variables["XLA_DOWNCAST_BF16" if plan.settings["downcast_bf16"] else "XLA_USE_BF16"] = "1"
     return variables
 
 

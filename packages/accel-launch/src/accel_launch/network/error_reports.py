@@ -12,7 +12,7 @@ from accel_state.options import Resolution
 from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT
 
-from ..launch_context import Role, detect_context, rendezvous_settings
+from ..launch_context import Role, detect_context, with_node
 from .records import RAISED, Cause, State
 
 # The others may start a little later than this one.
@@ -39,11 +39,11 @@ def _place(settings: Resolution) -> tuple[str, int, int, int] | None:
     """
     try:
         context = detect_context(settings, all_variables())
-        values = rendezvous_settings(context, settings)
+        settings = with_node(settings, context)
     except ConfigurationError:
         return None
     names = ("num_machines", "main_process_ip", "main_process_port", "machine_rank")
-    count, host, port, rank = (values.get(name, settings[name]) for name in names)
+    count, host, port, rank = (settings[name] for name in names)
     others = context.role in (Role.ALONE, Role.NODE) and count > 1 and host and 0 <= rank < count
     # The hostfiles of mpirun and DeepSpeed mean that one launcher starts all machines.
     # A machine of a range that cannot start is none of those that come.
