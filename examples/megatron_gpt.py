@@ -1,6 +1,6 @@
 """Train a small GPT-2 on text that ships with Python, with Megatron-core or in one process, and save it.
 
-    pip install 'accel[megatron]'
+    pip install --find-links dist 'accel[megatron]>=1.0'
     accel launch --config_file examples/megatron_configs/tp2_pp2.yaml examples/megatron_gpt.py --output_dir out
     python examples/big_model.py --checkpoint out
 

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits on an XLA device (a TPU, or a CPU), and count what XLA compiles.
 
-pip install 'accel[xla]' scikit-learn
+pip install --find-links dist 'accel[xla]>=1.0' scikit-learn
 PJRT_DEVICE=CPU python examples/xla.py
 PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/xla.py --dp_shard_size 4    # sharded over the devices of one process
 accel launch --tpu examples/xla.py                                           # main() on every chip of a TPU host
