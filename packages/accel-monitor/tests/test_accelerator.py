@@ -318,19 +318,12 @@ def test_a_second_launch_in_a_directory_is_a_run_of_its_own(tmp_path: Path, proc
         assert ledger.seconds[Cause.BETWEEN] == 0 and run.begin >= began - 1
 
 
-SERVED = """
-import http.client, sys, time, torch
+SERVED = (
+    UNFINISHED
+    + """
+import http.client, time
 from pathlib import Path
-from torch.utils.data import DataLoader, TensorDataset
-from accel import Accelerator
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
-accelerator = Accelerator(cpu=True, project_dir=folder)
-model = torch.nn.Linear(8, 1)
-data = DataLoader(TensorDataset(torch.ones(160, 8)), batch_size=8)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
-for (inputs,) in loader:
-    accelerator.backward(model(inputs).mean())
-    optimizer.step()
 text, steps, deadline = "", [], time.monotonic() + 60
 while accelerator.is_main_process and (len(steps) < 2 or min(steps) < 10) and time.monotonic() < deadline:
     time.sleep(0.5)
@@ -347,6 +340,7 @@ if accelerator.is_main_process:
 accelerator.wait_for_everyone()
 accelerator.end_training()
 """
+)
 
 
 @pytest.mark.slow  # a launcher, two ranks and a server
