@@ -20,8 +20,10 @@ SCRIPT = ROOT / "examples" / "elastic.py"
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft: pip install 'accel[ft]'")
 def test_a_killed_replica_leaves_the_same_weights() -> None:
     found = []
+    # Replica 0 waits for the other one, which may start late, and would otherwise join after the step of its kill.
+    options = ["--num_replicas", "2", "--min_replicas", "2"]
     for more in ([], ["--kill_at", "20"]):
-        launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--ft", "--num_replicas", "2"]
+        launch = [sys.executable, "-m", "accel_launch", "launch", "--cpu", "--ft", *options]
         done = subprocess.run(
             [*launch, str(SCRIPT), "--epochs", "1", *more],
             env=environment(),
