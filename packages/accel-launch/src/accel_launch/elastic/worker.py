@@ -40,8 +40,9 @@ def main() -> None:
     if mode == "executable":
         execute(target, args)
     print_by_line()
-    # The first entry is this file's directory; Python has the script's there, or with -m the current directory.
-    if not getattr(sys.flags, "safe_path", False):
+    # The first entry is this file's directory; Python has the script's there, or with -m the current directory. With -I
+    # and -P it has neither; Python 3.10 sets no safe_path.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = os.getcwd() if mode == "module" else os.path.dirname(os.path.realpath(target))
     try:
         (run_module if mode == "module" else run_script)(target)
