@@ -28,6 +28,7 @@ from .rank_info import is_main_process
 from .snapshot import Snapshot
 
 logger: Final = logging.getLogger(__name__)
+_DELIVERY: Final = Delivery()
 
 Settings = Mapping[str, Mapping[str, Any]] | None
 
@@ -74,7 +75,7 @@ class TrackerRun:
         self.logging_dir = logging_dir  # as it was given: trackers may expect text
         self.log_with: list[Any] = filter_trackers(log_with, logging_dir)
         self.owner_pid: int = os.getpid()
-        self._delivery = delivery or Delivery()
+        self._delivery = delivery or _DELIVERY
         if strict:
             self._delivery = replace(self._delivery, strict=True)
         self._queues: list[DeliveryQueue] = []

@@ -33,8 +33,14 @@ class CpuDevice(Device):
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 
+    def set_current(self, device: torch.device) -> None:
+        """Do nothing: there is one."""
+
     def current(self) -> torch.device:
         return torch.device("cpu")
+
+    def chosen(self) -> None:
+        """None: there is nothing to choose from."""
 
     def empty_cache(self) -> None:
         """Do nothing: torch does not cache host memory."""

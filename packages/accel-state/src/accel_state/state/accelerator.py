@@ -100,7 +100,7 @@ class AcceleratorState(ProcessControl, SharedState):
             self._check_same(mixed_precision, cpu)
             return
         chosen = mixed_precision if mixed_precision is not None else CoreOptions.read("mixed_precision") or "no"
-        precision = str(PrecisionType(str(chosen).lower()))
+        precision = PrecisionType(str(chosen).lower()).value
         PartialState(cpu, **kwargs)
         self._mixed_precision = precision
         self.dynamo_plugin = dynamo_plugin
@@ -115,7 +115,7 @@ class AcceleratorState(ProcessControl, SharedState):
         self._distributed_type = None
 
     def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
-        if mixed_precision is not None and str(PrecisionType(str(mixed_precision).lower())) != self._mixed_precision:
+        if mixed_precision is not None and PrecisionType(str(mixed_precision).lower()).value != self._mixed_precision:
             raise ConfigurationError(
                 f"mixed_precision={str(mixed_precision)!r}, but this process already has an Accelerator with "
                 f"mixed_precision={self._mixed_precision!r}. Pass the same value, or call `accelerator.end_training()` "

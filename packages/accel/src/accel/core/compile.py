@@ -48,10 +48,10 @@ class TorchDynamoPlugin(KwargsHandler):
         launched = DynamoOptions.from_environment()
         backend = launched.backend if self.backend is None else self.backend
         self.backend = DynamoBackend("NO" if backend is None else backend)
-        if str(self.backend) in REMOVED_DYNAMO_BACKENDS:
+        if self.backend.value in REMOVED_DYNAMO_BACKENDS:
             known = [name for name in DynamoBackend.list() if name not in REMOVED_DYNAMO_BACKENDS]
             raise ConfigurationError(
-                f"dynamo_backend={str(self.backend)!r} is no longer in PyTorch. Allowed: {', '.join(known)}."
+                f"dynamo_backend={self.backend.value!r} is no longer in PyTorch. Allowed: {', '.join(known)}."
             )
         if self.mode is None and self.options is None:  # torch refuses a mode together with options
             self.mode = "default" if launched.mode is None else launched.mode
