@@ -396,6 +396,35 @@ def fsdp2_groups(model: nn.Module) -> Iterator[Any]:
             yield from (group for group in groups if group is not None)
 
 
+class _FollowedCollective:
+    """A collective of a unit, which calls ``note`` before each communication."""
+
+    def __init__(self, collective: Any, note: Callable[[], None]) -> None:
+        self.collective, self.note, self.allocate = collective, note, collective.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.note()
+        return self.collective(*args, **kwargs)
+
+
+def follow_collectives(unit: Any, gathers: Callable[[], None], reduces: Callable[[], None]) -> None:
+    """Call functions before each all-gather and reduce-scatter of one of :func:`fsdp2_groups`.
+
+    torch can replace them in public (``set_custom_all_gather``), but not return the current ones. Versions without that
+    have no such objects.
+    """
+    for name, note in (("_all_gather_comm", gathers), ("_reduce_scatter_comm", reduces)):
+        if hasattr(unit, name):
+            setattr(unit, name, _FollowedCollective(getattr(unit, name), note))
+
+
+def process_groups_of_unit(unit: Any) -> list[Any]:
+    """Return the process groups over which one of :func:`fsdp2_groups` is sharded, and replicated."""
+    names = ("shard_process_group", "replicate_process_group")
+    groups = (getattr(unit.mesh_info, name, None) for name in names)
+    return [group for group in groups if group is not None]
+
+
 def fsdp2_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     """Yield the sharded parameters of a model, each with the object in which ``fully_shard`` keeps its state.
 

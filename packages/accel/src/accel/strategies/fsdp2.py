@@ -45,6 +45,7 @@ from .gathered_parameters import gathered
 from .gathered_uses import GatheredUses
 from .sharded import ShardedStrategy
 from .unit_calls import UnitCalls
+from .unit_order import UnitOrder
 
 
 class FSDP2Strategy(ShardedStrategy):
@@ -81,6 +82,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._holders: Any = WeakIdKeyDictionary()
         self._wrapped_parameters: Any = WeakIdKeyDictionary()
         self._calls = UnitCalls(state)
+        self._order = UnitOrder(state)
         self._stays_gathered: Any = WeakIdKeyDictionary()
         self._gathered_uses: GatheredUses | None = None
 
@@ -160,6 +162,7 @@ class FSDP2Strategy(ShardedStrategy):
                 if isinstance(module, FSDPModule):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
+        self._order.follow(model)
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             self.guard(model)
         for parameter in model.parameters():
@@ -168,6 +171,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         super().remap_optimizer(optimizer)
+        self._order.watch(optimizer)
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for model in self.ties:
             for name, parameter in model.named_parameters():
@@ -336,6 +340,10 @@ class FSDP2Strategy(ShardedStrategy):
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         scale_to_norm([local(item) for item in gradients], norm, max_norm)
         return norm
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        self._order.check()
+        return super().weights_to_save(model)
 
     def trainable_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Gather one parameter at a time; frozen ones stay sharded."""

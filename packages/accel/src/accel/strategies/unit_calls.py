@@ -1,8 +1,9 @@
 """Which units of a sharded model each rank has called, to name the one that a rank left out.
 
 A unit is gathered from all ranks. If one of them leaves it out, the others wait, or take the parameters of another unit
-for it. In debug mode each call is compared through the store of the process group; otherwise, a rank whose forward or
-backward pass did not complete compares what it called with the others.
+for it (:mod:`accel.strategies.unit_order` finds that). In debug mode each call is compared through the store of the
+process group; otherwise, a rank whose forward or backward pass did not complete compares what it called with the
+others.
 """
 
 from __future__ import annotations
@@ -22,15 +23,12 @@ from accel_state.collectives.diagnosis import exchange, is_lost
 from accel_state.errors import CollectiveTimeoutError
 
 from .._torch_compat import default_store
+from .unit_order import ADVICE
 
 logger: Final = get_logger(__name__)
 
 _KEPT: Final = 4096  # calls in evaluations with gradients are ended by no backward pass
 BACKWARD: Final = "the backward pass"
-_ADVICE: Final = (
-    "Every rank must call every unit, in the same order: where its output does not count, add it times 0 "
-    "(x + 0 * block(x))."
-)
 
 
 class UnitCalls:
@@ -88,7 +86,7 @@ class UnitCalls:
             if its != name:
                 raise CollectiveTimeoutError(
                     f"rank {self._rank} has come to {name}, and rank {other} to {its}, in a model that FSDP shards. "
-                    f"{_ADVICE}"
+                    f"{ADVICE}"
                 )
 
     def _left_out(self) -> str | None:
@@ -103,4 +101,4 @@ class UnitCalls:
             missing = sorted(most - count)
             if missing:
                 lines.append(f"  rank {rank} did not call {', '.join(missing)}")
-        return "\n".join([*lines, _ADVICE]) if lines else None
+        return "\n".join([*lines, ADVICE]) if lines else None
