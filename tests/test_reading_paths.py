@@ -13,9 +13,9 @@ LIMITS = {
     "training step": (11, 25, 25),
     "Accelerator()": (35, 78, 132),
     "prepare": (34, 87, 130),
-    "save_state": (18, 70, 160),
-    "load_state": (17, 80, None),
-    "launch of 2 processes": (40, 177, 950),
+    "save_state": (18, 69, 160),
+    "load_state": (17, 77, None),
+    "launch of 2 processes": (40, 176, 950),
 }
 
 

@@ -91,10 +91,12 @@ class Manifest:
             for name, record in raw["files"].items():
                 size = require_number(record["size"], f"{path}: the size of {name}")
                 files[str(name)] = FileRecord(size, tuple(map(str, record["digests"])))
+            for name, value in raw["counters"].items():
+                require_number(value, f"{path}: {name}")
             manifest = cls(
                 format=int(raw["format"]),
                 world_size=require_number(raw["world_size"], f"{path}: world_size", minimum=1),
-                counters={name: require_number(value, f"{path}: {name}") for name, value in raw["counters"].items()},
+                counters=dict(raw["counters"]),
                 versions=dict(raw["versions"]),
                 saved_at=str(raw["saved_at"]),
                 files=files,

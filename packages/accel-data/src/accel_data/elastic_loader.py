@@ -175,20 +175,12 @@ class ElasticLoader(PreparedLoader[T_co]):
                 point.order["stream"] = self._stream_state
         return point.to_state()
 
-    def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
-        """Resume in the next iteration at the step where the state was saved, with its seed.
-
-        After a state that was saved between the last batch of an epoch and the end of its loop, the next iteration has
-        no batches, unless ``pass_over_finished`` is set; see :meth:`PreparedLoader.load_state_dict`.
-
-        Raises:
-            ConfigurationError: ``state_dict`` is not from an elastic loader of this kind.
-        """
-        point = self._point_of(state_dict)
+    def resume_at(self, point: ResumePoint, pass_over_finished: bool = False) -> None:
+        """See the base class; the seed is that of the state."""
         self._use_seed(int(point.order["seed"]))
-        self._clock.load(point, pass_over_finished)
+        super().resume_at(point, pass_over_finished)
 
-    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
+    def resume_point(self, state_dict: dict[str, Any]) -> ResumePoint:
         point = ResumePoint.from_state(state_dict)
         if point.unit != self._unit:
             raise ConfigurationError(

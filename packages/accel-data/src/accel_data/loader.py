@@ -363,7 +363,11 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             ConfigurationError: ``state_dict`` is not from a loader of this kind (or from torchdata, for a loader whose
                 order is deterministic), or its position is meaningless on this number of ranks or workers.
         """
-        self._clock.load(self._point_of(state_dict), pass_over_finished)
+        self.resume_at(self.resume_point(state_dict), pass_over_finished)
+
+    def resume_at(self, point: ResumePoint, pass_over_finished: bool = False) -> None:
+        """Resume at what :meth:`resume_point` has returned; see :meth:`load_state_dict`."""
+        self._clock.load(point, pass_over_finished)
 
     def rewind(self) -> None:
         """Begin a loaded epoch with its first batch, in the same order, for scripts that leave out batches themselves.
@@ -372,12 +376,8 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         """
         self._clock.from_start = self.can_begin_at_start and not self.use_stateful_dataloader
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what :meth:`load_state_dict` would raise, and load nothing."""
-        self._point_of(state_dict)
-
-    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
-        """Return the position in a state, which this loader can continue from."""
+    def resume_point(self, state_dict: dict[str, Any]) -> ResumePoint:
+        """Return the position in a state, which this loader can continue from; see :meth:`load_state_dict`."""
         if not isinstance(state_dict, dict):
             raise ArgumentTypeError(
                 f"the state of a loader is {state_dict!r}, a {type(state_dict).__name__}. Load what state_dict() of a "
@@ -385,7 +385,12 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             )
         steps = steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps, state_dict)
-        point.check_fits(self._unit)
+        if point.unit != self._unit:
+            raise ConfigurationError(
+                f"the state counts {point.unit}, and this loader counts {self._unit}: it was saved by another kind of "
+                "loader. Build the loader as it was when the state was saved (map-style or iterable data, batch "
+                "sampler, batch_size=None, dispatch_batches)."
+            )
         same_ranks = point.num_processes == self.layout.num_processes
         same_workers = point.num_workers == self.base_dataloader.num_workers
         if point.position and not same_ranks and (point.unit == "steps" or not self.layout.elastic):

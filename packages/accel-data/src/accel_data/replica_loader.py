@@ -153,17 +153,16 @@ class ReplicaLoader(ElasticLoader[T_co]):
         shards = self.members.num_shards
         return ResumePoint(epoch, "samples", position, shards, self.num_workers, finished=finished).to_state()
 
-    def load_state_dict(self, state_dict: dict[str, Any], pass_over_finished: bool = False) -> None:
-        """Continue where the state was saved, with any strategy that keeps the order (use_seedable_sampler)."""
-        point = self._point_of(state_dict)
+    def resume_at(self, point: ResumePoint, pass_over_finished: bool = False) -> None:
         self._clock.load(point, pass_over_finished)
         self._committed = (point.epoch, point.position)
         if point.finished:
             length = len(self._map_style.sampler)
             self._committed = (point.epoch + 1, 0) if pass_over_finished else (point.epoch, length)
 
-    def _point_of(self, state_dict: dict[str, Any]) -> ResumePoint:
-        point, size = self.whole._point_of(state_dict), self.total_batch_size
+    def resume_point(self, state_dict: dict[str, Any]) -> ResumePoint:
+        """See the base class; the state may be of any strategy that keeps the order (use_seedable_sampler)."""
+        point, size = self.whole.resume_point(state_dict), self.total_batch_size
         if point.order:
             raise ConfigurationError(
                 f"the state is from a loader whose order was drawn from a generator, in the middle of epoch "

@@ -85,8 +85,8 @@ class ResumePoint:
 
     def to_state(self) -> dict[str, Any]:
         """Return a dictionary of numbers, strings, tuples and tensors, with the keys of ``source`` and its own."""
-        own = {name: value for name, value in vars(self).items() if name != "source"}
-        return {**self.source, "format": STATE_FORMAT, **own}
+        own = dict(vars(self))
+        return {**own.pop("source"), "format": STATE_FORMAT, **own}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
@@ -127,15 +127,6 @@ class ResumePoint:
                 raise ConfigurationError(
                     f"the state of the loader has a damaged random number generator in {name}: {error}"
                 ) from error
-
-    def check_fits(self, unit: str) -> None:
-        """Raise ConfigurationError if this state's positions have another unit."""
-        if self.unit != unit:
-            raise ConfigurationError(
-                f"the state counts {self.unit}, and this loader counts {unit}: it was saved by another kind of loader. "
-                "Build the loader as it was when the state was saved (map-style or iterable data, batch sampler, "
-                "batch_size=None, dispatch_batches)."
-            )
 
 
 @dataclass

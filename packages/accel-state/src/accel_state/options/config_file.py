@@ -107,8 +107,12 @@ def default_path(environ: Mapping[str, str] | None = None) -> Path:
 
 def find_default(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the existing default file, else the one of Hugging Face Accelerate, else None."""
-    directories = (_home(environ) / DIRECTORY, _home(environ) / REFERENCE_DIRECTORY)
-    return next((path for parent in directories for name in FILE_NAMES if os.path.isfile(path := parent / name)), None)
+    home = _home(environ)
+    for parent in (home / DIRECTORY, home / REFERENCE_DIRECTORY):
+        for name in FILE_NAMES:
+            if os.path.isfile(parent / name):
+                return parent / name
+    return None
 
 
 def _home(environ: Mapping[str, str] | None) -> Path:

@@ -348,15 +348,14 @@ class StateReader(CheckpointReader):
                     raise CheckpointError(
                         f"{self.folder / name} holds {state!r}, not the position of a loader. Choose another one."
                     )
-                if isinstance(loader, PreparedLoader):
-                    loader.check_state_dict(state)
             if isinstance(loader, PreparedLoader):
+                point = list(map(loader.resume_point, found))[-1]
                 # Accelerator.resume, which completes a finished epoch, takes these back.
-                self.changes.append(partial(loader.load_state_dict, state, pass_over_finished=True))
+                self.changes.append(partial(loader.resume_at, point, pass_over_finished=True))
                 if self.loaders_from_start:
                     self.changes.append(loader.rewind)
             else:
-                self.changes.insert(0, partial(loader.load_state_dict, state))  # torchdata's, which may refuse it
+                self.changes.insert(0, partial(loader.load_state_dict, found[-1]))  # torchdata's, which may refuse it
 
     def _read_windows(self, names: list[str], loaders: list[Any], models: list[Any], strategy: Strategy) -> None:
         """Read the open accumulation windows of this rank, or a share of all on another number of ranks."""
