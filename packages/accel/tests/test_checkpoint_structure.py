@@ -96,6 +96,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "shared loader is a list": rewrite("dl_state_dict.bin", lambda state: [1, 2]),
     "shared loader is empty": rewrite("dl_state_dict.bin", lambda state: {}),
     "shared loader is a text": rewrite("dl_state_dict.bin", lambda state: "x"),
+    "shared loader's position": rewrite("dl_state_dict.bin", lambda state: {**state, "position": -3}),
     "loader is a list": rewrite("random_states_0.pkl", put("dataloaders", 0, value=[1, 2])),
     "scaler without a scale": rewrite("scaler.pt", put("scale", value=DELETE)),
     "scaler's scale": rewrite("scaler.pt", put("scale", value=-1.0)),
