@@ -10,8 +10,8 @@ Each prints a table of all results in the file. The schedule of kills (SIGKILL o
 step, how long after) follows from --seed, which is printed; --first N is the run up to its first N kills. --restarts
 runs the same schedule with --max_restarts, where all processes continue from a state. --overhead compares steps
 without kills with those of DDP, in five interleaved rounds. --monitor also checks the ledger of accel-monitor: every
-second of a process belongs to one cause, and the steps that it counts as computed again are those in these files; with
---restarts, the seconds of each rank are those from the start of the launcher to its exit.
+second of a process belongs to one cause, the steps that it counts as computed again are those in these files, and the
+seconds of each rank are those from the start of the launcher to its exit.
 
 Each replica writes the samples and the loss of every share that it computes. A checker joins these files; it compares
 them with the order that plain PyTorch draws, and the final weights with those of a run without kills. Steps last
@@ -416,8 +416,7 @@ def measure_kills(arguments: argparse.Namespace, folder: Path) -> None:
         print(f"seconds without a cause, or with two: {ledger.difference:.2%}; steps computed again: {ledger.again}")
         if not ledger.is_right():
             sys.exit("the ledger differs from the files of the processes")
-        # The launcher of --ft does not report its exit.
-        if arguments.restarts and not ledger.print_sums(seconds):
+        if not ledger.print_sums(seconds):
             sys.exit("the ledger differs from the time of the launcher by more than 1%")
     print(f"{found.processes} processes, sha256 {', '.join(sorted(found.hashes))}")
     keep_row(arguments, row_of(f"`{name}`, {len(kills)} kills", kills, seconds, found, reference))

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_monitor import Part, attach, read_runs
+from accel_monitor import Part, attach, make_ledger, read_runs
 from accel_monitor._torch_compat import PASSES_HIGHER_ORDER
+from accel_monitor.ledger import Cause
 from accel_monitor.live import read_live
 from accel_monitor.monitor import Monitor
 from accel_monitor.values import number as number_of
-from accel_state import ConfigurationError
+from accel_state import ConfigurationError, rank_ends
 
 
 class SlowData(torch.utils.data.Dataset):
@@ -409,3 +410,25 @@ def test_a_part_with_another_name(tmp_path: Path) -> None:
         pass
     monitor.finish()
     shutil.rmtree(tmp_path)
+
+
+def test_the_launcher_that_a_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas, and ranks of mpirun and srun: its start and its exit, which it reports, belong to the run."""
+    launcher = rank_ends.Launch("its name", time.time() - 1000, str(tmp_path / "notes"))
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv(rank_ends.VARIABLE, launcher.encode())
+    rank_ends.launch.cache_clear()
+    try:
+        model, optimizer, loader = parts(SlowData())
+        monitor = attach(loader=loader, optimizer=optimizer, model=model, project_dir=tmp_path)
+        monitor.finish()
+    finally:
+        rank_ends.launch.cache_clear()
+    note = rank_ends.read_note(tmp_path / "notes" / "rank-00000")
+    assert note is not None
+    note.append_end("launcher", time.time() + 10)
+    (run,) = read_runs(tmp_path)
+    (attempt,) = run.attempts[0, 0]
+    assert attempt.launch == "its name" and attempt.begin == pytest.approx(launcher.began, abs=1e-3)
+    ledger = make_ledger(run)
+    assert ledger.seconds[Cause.LAUNCHER] > 5 and ledger.total == pytest.approx(ledger.wall)

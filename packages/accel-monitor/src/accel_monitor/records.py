@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
+from accel_state.processes import start_time
 
 from .live import read_live
 from .parts import NAMES, Part
-from .process import start_time
 
 FOLDER = "monitor"
 _FILE = re.compile(r"(?:replica-(\d+)-)?rank-(\d+)\.jsonl")

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from accel_state import devices, rank_ends
+from accel_state import devices, processes, rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.paths import make_directory, open_for_writing
 from accel_state.preemption import launcher_directory
@@ -81,6 +81,7 @@ class Reporter:
         self._name = file_name(identity["replica"], identity["rank"])
         self._folder = project_dir / FOLDER
         self._started_with = started_with
+        self._launch_above = rank_ends.launch()
         self._identity = {"host": socket.gethostname(), "device": identity["device"]}
         self._world_size = identity["world_size"]
         self._bad_steps = BadSteps(recorder)
@@ -108,7 +109,7 @@ class Reporter:
             "pid": self._pid,
             "parts": NAMES,
             "time": now - (time.perf_counter() - recorder.start),
-            "process_start": process.start_time(self._pid) or now,
+            "process_start": processes.start_time(self._pid) or now,
             "launch": self._launch(identity["replica"]),
             "interval": interval,
         }
@@ -127,13 +128,15 @@ class Reporter:
 
     def _launch(self, replica: int | None) -> str | None:
         """Return what started this process, and starts it again in the same launch; None if that is not known."""
+        if self._launch_above is not None:
+            return self._launch_above.name
         launcher = process.agent() if self._started_with is None else self._started_with
         if launcher is None and self._world_size == 1:
             launcher = self._pid  # nothing starts it again
         # A replica that is started again gets another agent.
         if launcher is None or replica is not None:
             return None
-        found = process.identity(launcher)
+        found = processes.identity(launcher)
         return None if found is None else f"{self._identity['host']}-{found}"
 
     def _make_live(self) -> LiveRecord | None:
@@ -296,17 +299,24 @@ class Reporter:
         make_directory(self._folder)
         previous = self._close_previous()
         start = dict(self._start)
-        if self._started_with is not None:
-            began = process.start_time(self._started_with)
-            # The launcher of a restarted process has been running through the attempts before.
-            if began is not None and (previous is None or began > previous):
-                start["launcher_start"] = min(began, start["process_start"])
+        began = self._launcher_start()
+        # The launcher of a restarted process has been running through the attempts before.
+        if began is not None and (previous is None or began > previous):
+            start["launcher_start"] = min(began, start["process_start"])
         self._append(encode(start))
         directory = launcher_directory()
         if self._started_with is not None and directory is not None:
             rank_ends.write_note(directory, self._own_file)
+        if self._launch_above is not None:
+            self._launch_above.write_note(self._own_file)
         self._now = open_for_writing(self._folder / f"{self._name}.now")
         self._started = True
+
+    def _launcher_start(self) -> float | None:
+        """Return when the first launcher above this process started, in seconds since the epoch; None if unknown."""
+        if self._launch_above is not None:
+            return self._launch_above.began
+        return None if self._started_with is None else processes.start_time(self._started_with)
 
     def _close_previous(self) -> float | None:
         """Append the last counters of the process before, if it was killed. Returns when it was last alive."""

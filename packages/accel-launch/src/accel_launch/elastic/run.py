@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from accel_state import rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.options.resources import MachineRange
 
+from ..launch_ends import report_ends
 from ..network.board import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..scratch import scratch_directory
@@ -76,23 +74,7 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str | Path) -> Outcome:
         raise ConfigurationError(_rendezvous_message(job, meetings.place, bool(logs.by_rank), error)) from None
     finally:
         if agent.ended_at is not None:
-            _report_ends(logs, agent.ended_at, job.owns_process)
-
-
-def _report_ends(logs: LogDirectories, ended_at: float, owns_process: bool) -> None:
-    """Append to the files of monitored ranks when they ended, and when this launcher does."""
-    files = [file for file in map(rank_ends.read_note, logs.by_rank.values()) if file is not None]
-    _append_ends(files, "exit", ended_at)
-    if owns_process:
-        atexit.register(lambda: _append_ends(files, "launcher", time.time()))
-
-
-def _append_ends(files: Sequence[rank_ends.RankFile], kind: str, moment: float) -> None:
-    for file in files:
-        # A monitor never disturbs a run: its directory may be full, or removed.
-        with contextlib.suppress(OSError, ConfigurationError):
-            if os.path.exists(file.path):
-                file.append_end(kind, moment)
+            report_ends(logs.by_rank.values(), agent.ended_at, job.owns_process)
 
 
 def _meetings(job: ElasticJob) -> Meetings:

@@ -13,6 +13,7 @@ from accel_state.torchft_version import torchft_version
 from ..elastic.checks import check_rendezvous
 from ..elastic.report import interruption, signal_name
 from ..entrypoint import python_command
+from ..launch_ends import reported_ends
 from ..launch_plan import LaunchPlan
 from ..lighthouse import Lighthouse
 from ..network.agreement import facts_of_plan
@@ -45,7 +46,7 @@ class FaultTolerantLauncher(Launcher):
         torchft_version("--ft")
         visible_devices(plan, numbers[0])  # before anything is started, an error if there are too few
         token = run_token.make_token() if plan.num_machines == 1 else run_token.read_token().decode()
-        with scratch_directory() as directory, SignalWatch() as watch:
+        with scratch_directory() as directory, SignalWatch() as watch, reported_ends(plan):
             run = Supervision(plan, options, token, directory)
             watch.supervised, run.watch = run, watch
             try:

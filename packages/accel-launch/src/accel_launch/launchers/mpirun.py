@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from accel_state import rank_ends
 from accel_state.errors import ConfigurationError
 from accel_state.ports import DEFAULT_PORT, get_free_port, reserved_port
 
@@ -14,12 +15,13 @@ from ..elastic.worker import RELAY_VARIABLE
 from ..entrypoint import python_command
 from ..external_launcher import run_external
 from ..hostfile import Host, read_hostfile
+from ..launch_ends import reported_ends
 from ..launch_plan import LaunchPlan
 from ..mpi import Hydra, Mpi, MpiJob, find_mpi
 from .base import Launcher, MachineCommand
 
 # Variables of this process that ranks on other machines need.
-_FORWARDED = ("PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME")
+_FORWARDED = ("PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", rank_ends.VARIABLE)
 _FORWARDED_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "CCL_", "FI_", "I_MPI_", "UCX_")
 
 
@@ -42,7 +44,7 @@ class MpirunLauncher(Launcher):
                 "or MVAPICH is on PATH. Install one (apt install openmpi-bin), load its module, or leave the hostfile "
                 "out."
             )
-        with reserved_port() as port:
+        with reserved_port() as port, reported_ends(plan):
             start = _command(plan, mpi, port, hosts)
             return run_external(start.command, {**plan.full_environment(), **start.environment})
 

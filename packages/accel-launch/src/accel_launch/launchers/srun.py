@@ -11,6 +11,7 @@ from accel_state.errors import ConfigurationError
 from ..entrypoint import python_command
 from ..external_launcher import run_external
 from ..launch_context import TASKS_VARIABLE
+from ..launch_ends import reported_ends
 from ..launch_plan import LaunchPlan
 from .base import Launcher, MachineCommand, launch_argv
 
@@ -25,10 +26,11 @@ class SrunLauncher(Launcher):
                 "directory to PATH."
             )
         start = self.commands(plan)[0]
-        environment = {**plan.full_environment(), **start.environment}
-        # The launchers on the nodes are one run; srun passes its variables on.
-        environment.setdefault(run_token.VARIABLE, run_token.make_token())
-        return run_external(start.command, environment)
+        with reported_ends(plan):
+            environment = {**plan.full_environment(), **start.environment}
+            # The launchers on the nodes are one run; srun passes its variables on.
+            environment.setdefault(run_token.VARIABLE, run_token.make_token())
+            return run_external(start.command, environment)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """Return the call of srun."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import ConfigurationError
+from ..processes import identity
 from .base import Environment, Variables
 from .slurm import in_step
 
@@ -71,15 +71,5 @@ def _proxy() -> str | None:
         # The process may have exited, or may not be readable.
         with contextlib.suppress(psutil.Error):
             if ancestor.name().startswith("hydra_pmi_proxy"):
-                return f"{ancestor.pid}@{_ticks_at_start(ancestor.pid) or ancestor.create_time()}"
+                return identity(ancestor.pid)
     return None
-
-
-def _ticks_at_start(pid: int) -> str | None:
-    """Start time of a process in ticks since boot, which does not change when the clock is set; None if unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    # The second field, the program name in parentheses, may contain spaces and parentheses.
-    return stat.rpartition(")")[2].split()[19]
