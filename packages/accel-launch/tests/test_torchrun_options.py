@@ -41,7 +41,7 @@ def test_nothing_is_answered_that_torchrun_no_longer_has() -> None:
     # Older versions of torch lack some.
     assert {flag for flag in UNUSED if flag not in known} <= {"--numa-binding", "--numa_binding"} | {
         *("--event-log-handler", "--event_log_handler", "--signals-to-handle", "--signals_to_handle"),
-        *("--virtual-local-rank", "--virtual_local_rank"),
+        *("--print-completion", "--print_completion", "--virtual-local-rank", "--virtual_local_rank"),
         *(f"--duplicate{sign}std{stream}{sign}filters" for sign in "-_" for stream in ("out", "err")),
     }
 

@@ -24,6 +24,7 @@ _ANSWERS = {
     "NCCL_SOCKET_IFNAME) to its name.",
     "logs_specs": "--log_dir, --tee, --redirects and --local_ranks_filter say where output goes.",
     "numa_binding": "--enable_cpu_affinity binds each process to the CPUs close to its GPU, as --numa-binding node.",
+    "print_completion": "There is no completion for shells: `accel launch --help` lists the options.",
     "signals_to_handle": "SIGINT, SIGTERM, SIGHUP and SIGQUIT end the run, and SIGUSR1 and SIGUSR2 are forwarded to "
     "the processes: leave it out.",
     "virtual_local_rank": "Each process sees all GPUs, and uses that of its LOCAL_RANK, which PartialState().device "
