@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # operation -> (files, functions, calls); the number of calls of a save and a load depends on its threads
 LIMITS = {
     "training step": (11, 25, 25),
-    "Accelerator()": (35, 78, 132),
+    "Accelerator()": (32, 74, 126),
     "prepare": (34, 87, 130),
     "save_state": (18, 69, 160),
     "load_state": (17, 77, None),
