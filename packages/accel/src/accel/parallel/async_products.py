@@ -76,7 +76,8 @@ def in_autocast_dtype(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def product_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a matrix from its input and the gradient of its product."""
-    return x.flatten(0, 1).t() @ gradient.flatten(0, 1)
+    # In the form in which torch computes that of a linear layer's weight: the other one may round otherwise.
+    return (gradient.flatten(0, 1).t() @ x.flatten(0, 1)).t()
 
 
 class _GatheredProducts(torch.autograd.Function):
