@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import torch
 from torch import Tensor
@@ -18,43 +17,24 @@ MULTIPLE = 16
 
 @constant_result
 def has_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype, rowwise: bool) -> bool:
-    """Return True if a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with small matrices."""
+    """Return True if a device multiplies these dtypes with ``torch._scaled_mm``. Tried once, with small matrices.
+
+    CPUs do not: torch's kernels for them convert the values, and take 10 to 200 times as long as a product of float32.
+    """
     return _try_instruction(device, left, right, out_dtype, rowwise)
 
 
 @functools.cache
 def _try_instruction(device: str, left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype, rowwise: bool) -> bool:
+    if torch.device(device).type == "cpu":
+        return False
     ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
     scale = torch.ones(MULTIPLE, 1, device=device) if rowwise else torch.ones((), device=device)
     try:
         result = scaled_mm(ones.to(left), ones.to(right).t(), scale_a=scale, scale_b=scale.t(), out_dtype=out_dtype)
-        works = bool((result == MULTIPLE).all())
+        return bool((result == MULTIPLE).all())
     except (RuntimeError, NotImplementedError, ValueError, AttributeError):
         return False  # devices and torch versions without it raise different errors
-    return works and (torch.device(device).type != "cpu" or _is_fast_on_cpu(left, right, out_dtype))
-
-
-def _is_fast_on_cpu(left: torch.dtype, right: torch.dtype, out_dtype: torch.dtype) -> bool:
-    """Return True if 8-bit products take less than eight times as long as those of float32.
-
-    CPUs have no 8-bit products. On some, torch has a kernel that converts them; on others (with AMX in fp16, for one)
-    oneDNN falls back to a loop that takes 30 to 200 times as long.
-    """
-    a, b = torch.ones(MULTIPLE, 256), torch.ones(256, 256)
-    scale, seconds = torch.ones(()), []
-    eight = a.to(left), b.to(right).t()
-
-    def product() -> None:
-        scaled_mm(*eight, scale_a=scale, scale_b=scale, out_dtype=out_dtype)
-
-    for action in (product, lambda: a @ b.t()):
-        times = []
-        for _ in range(4):
-            begin = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times[1:]))
-    return seconds[0] < 8 * seconds[1]
 
 
 def computes_in_8_bits(device: torch.device) -> bool:
