@@ -168,6 +168,14 @@ def refuse() -> dict[str, str]:
                 optimizer.add_param_group({"params": list(head.parameters())})
             except ConfigurationError as error:
                 found[f"{kind} new head"] = str(error)
+    for kind in ("FSDP 1", "FSDP 2"):
+        for change in (hook, hook_after_accumulation):
+            with context.isolated():
+                accelerator = accelerator_of(kind)
+                try:
+                    change(accelerator.unwrap_model(accelerator.prepare(net())))
+                except ConfigurationError as error:
+                    found[f"{kind} late {change.__name__}"] = str(error)
     return found
 
 
@@ -178,6 +186,8 @@ def test_what_would_differ_is_refused() -> None:
         wanted[f"{kind} LBFGS"] = "LBFGS cannot be used with .*Use DDP"
     for kind in ("FSDP 2", "tp"):
         wanted[f"{kind} new head"] = r"2\.weight was added to the .* after prepare\(\)"
+    for kind, late in (("FSDP 1", "hook"), ("FSDP 1", "hook_after_accumulation"), ("FSDP 2", "hook")):
+        wanted[f"{kind} late {late}"] = r"register_\w*hook of 2\.weight would do nothing"
     found = run_world(refuse, RANKS, timeout=200)[0]
     assert found.keys() == wanted.keys()
     for name, message in wanted.items():

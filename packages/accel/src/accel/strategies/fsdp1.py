@@ -70,6 +70,10 @@ class FSDP1Strategy(ShardedStrategy):
         "Compute the term in a method of the model that FullyShardedDataParallelPlugin(forward_methods=[...]) names, "
         "or set fsdp_version=2 (--fsdp_version 2) and use it inside `with accelerator.gathered_parameters(model):`."
     )
+    hook_advice = (
+        "Change gradients between accelerator.backward(loss) and optimizer.step(), or set fsdp_version=2 "
+        "(--fsdp_version 2) and use register_post_accumulate_grad_hook, or train with DDP."
+    )
     gradients: AccumulatedGradients = FlatGradients(can_be_saved=False)
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
@@ -172,6 +176,8 @@ class FSDP1Strategy(ShardedStrategy):
                 if unit.originals and parameter.requires_grad:
                     refuse = functools.partial(_refuse_gradient, named[parameter], self.outside_advice)
                     parameter.register_hook(unserializable_hook(refuse))
+                    methods = ["register_hook", "register_post_accumulate_grad_hook"]
+                    self.refuse_hooks(named[parameter], parameter, methods)
         self.explain_uses_of(pieces)
 
     def has_replaced(self, parameter: torch.Tensor) -> bool:

@@ -58,6 +58,10 @@ class FSDP2Strategy(ShardedStrategy):
         "Use it inside `with accelerator.gathered_parameters(model):`, which takes the model or the module of the "
         "parameter, or in the model's forward."
     )
+    hook_advice = (
+        "Use register_post_accumulate_grad_hook, which gets the parameter once its gradient is averaged, change "
+        "gradients between accelerator.backward(loss) and optimizer.step(), or train with DDP."
+    )
     _reduction: ShardReduction | None = None
 
     def reduce_in_order(self) -> ShardReduction:
@@ -157,6 +161,7 @@ class FSDP2Strategy(ShardedStrategy):
         )
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
+            self.refuse_hooks(self._sharded_names[parameter], parameter, ["register_hook"])
         if self._reduction is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

@@ -49,6 +49,8 @@ class ShardedStrategy(Strategy):
     settings: FullyShardedDataParallelPlugin  # how to shard; by default as the launcher says
     outside_advice: ClassVar[str]
     """What to do instead of using a parameter outside of a forward, for an error."""
+    hook_advice: ClassVar[str]
+    """What to do instead of registering a hook of a gradient, for an error."""
     stages: Groups = ()
     """The process groups of pipeline stages, whose ranks hold other parameters of the same model."""
 
@@ -92,6 +94,17 @@ class ShardedStrategy(Strategy):
         for name, parameter in parameters.items():
             self._sharded_names[parameter] = name
         outside_forward.explain_at_exit(self)
+
+    def refuse_hooks(self, name: str, parameter: nn.Parameter, methods: Iterable[str]) -> None:
+        """Refuse to register hooks on a sharded parameter that would never be called; its gathered values have others.
+
+        Args:
+            name: of the parameter.
+            parameter: the parameter.
+            methods: of the tensor, which register such hooks.
+        """
+        for method in methods:
+            vars(parameter)[method] = partial(_refuse_hook, name, method, self.hook_advice)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Leave the model where it is: units are moved one by one as they are sharded, as a full model may not fit."""
@@ -289,6 +302,12 @@ def _refuse_copy(name: str, memo: Any) -> Any:
     raise ConfigurationError(
         f"copy.deepcopy cannot copy the {name}, whose parameters are sharded. Copy the model before prepare(), and "
         f"prepare both. For an average of its weights (EMA): accelerator.moving_average(model). {_KEEP}."
+    )
+
+
+def _refuse_hook(name: str, method: str, advice: str, *_: Any) -> None:
+    raise ConfigurationError(
+        f"{method} of {name} would do nothing: gradients are those of the gathered weight. {advice}"
     )
 
 
