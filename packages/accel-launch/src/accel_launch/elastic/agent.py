@@ -25,7 +25,7 @@ from ..network.peers import Peers
 from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, Supervised, stop
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
-from .output import LogDirectories, Streams, Tee, line_prefix
+from .output import LogDirectories, Tee, line_prefix
 from .preemption import grace_seconds, notes, report_saved, save_and_wait, saved_by_all
 from .report import RankFailure, cause_of, interruption, read_failure
 from .worker import die_with_launcher
@@ -260,12 +260,11 @@ class Agent(Supervised):
         self._logs.make(self._starts, count)
         self._starts += 1
         self.ranks, self._tees, self._codes = [], [], {}
-        outputs = self._job.output.by_rank(count)
         try:
             with self._watch.starting(forks=self._job.forks):
-                for local, streams in enumerate(outputs):
+                for local in range(count):
                     self._watch.check()
-                    self._start_rank(local, streams)
+                    self._start_rank(local)
         except OSError as error:
             self._stop()
             file = f" ({error.filename})" if error.filename else ""
@@ -275,7 +274,7 @@ class Agent(Supervised):
                 "(ulimit -n, ulimit -u)."
             ) from None
 
-    def _start_rank(self, local: int, streams: Streams) -> None:
+    def _start_rank(self, local: int) -> None:
         job, variables = self._job, self._variables(local)
         if callable(job.entrypoint):
             context: Any = multiprocessing.get_context(job.start_method)
@@ -289,6 +288,7 @@ class Agent(Supervised):
             self.ranks.append(Child(process, leads_group=False))
             return
         command, environment = [job.entrypoint, *job.args], {**all_variables(), **variables}
+        streams = job.output.streams(local)
         if streams.shown and not streams.kept:
             self.ranks.append(Child.start(command, environment))
             return

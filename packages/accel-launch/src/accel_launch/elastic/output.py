@@ -24,13 +24,11 @@ class OutputOptions:
     redirects: str = "0"
     local_ranks_filter: str | None = None
 
-    def by_rank(self, ranks: int) -> list[Streams]:
-        """Return the streams of each local rank."""
-        teed, redirected = parse_streams(self.tee, ranks), parse_streams(self.redirects, ranks)
-        shown = (
-            set(range(ranks)) if self.local_ranks_filter is None else set(map(int, self.local_ranks_filter.split(",")))
-        )
-        return [Streams(teed[rank] | redirected[rank], teed[rank], rank in shown) for rank in range(ranks)]
+    def streams(self, local_rank: int) -> Streams:
+        """Return the streams of a local rank."""
+        teed, redirected = _streams_of(self.tee, local_rank), _streams_of(self.redirects, local_rank)
+        shown = self.local_ranks_filter is None or local_rank in map(int, self.local_ranks_filter.split(","))
+        return Streams(teed | redirected, teed, shown)
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,12 @@ class Streams:
     """Whether anything is shown."""
 
 
-def parse_streams(text: str, ranks: int) -> list[int]:
-    """``--tee`` or ``--redirects`` by local rank; see :class:`Streams`."""
+def _streams_of(text: str, local_rank: int) -> int:
+    """Return what ``--tee`` or ``--redirects`` says of a local rank; see :class:`Streams`."""
     if ":" not in text:
-        return [int(text)] * ranks
+        return int(text)
     given = {int(rank): int(streams) for rank, _, streams in (entry.partition(":") for entry in text.split(","))}
-    return [given.get(rank, 0) for rank in range(ranks)]
+    return given.get(local_rank, 0)
 
 
 class LogDirectories:

@@ -165,10 +165,12 @@ def _rendezvous_message(job: ElasticJob, place: str, started: bool, error: Excep
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
     """Silence the log of the rendezvous and of the agent: the launcher reports failures itself."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGS)]
-    levels = {logger: logger.level for logger in map(logging.getLogger, {*names, *_LOGS})}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
+    levels = {}
+    for name in {*logging.root.manager.loggerDict, *_LOGS}:
+        if name.startswith(_LOGS):
+            logger = logging.getLogger(name)
+            levels[logger] = logger.level
+            logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -43,14 +43,13 @@ class StaticRendezvous(Meetings):
         """
         if self._job.num_machines == 1:
             self.round += 1
-            return self._meeting(self._serve_ranks(self._port if self.round == 0 else 0))
-        if self.board is None:
-            given = self._job.rendezvous.rdzv_backend == "static"
-            self.board = self._join(self._rank) if given else self._join_without_rank(ANY_RANK)
-        self._arrive(self.board)
-        return self._meeting(self._wait_for_start(self.board))
-
-    def _meeting(self, port: int) -> Meeting:
+            port = self._serve_ranks(self._port if self.round == 0 else 0)
+        else:
+            if self.board is None:
+                given = self._job.rendezvous.rdzv_backend == "static"
+                self.board = self._join(self._rank) if given else self._join_without_rank(ANY_RANK)
+            self._arrive(self.board)
+            port = self._wait_for_start(self.board)
         machines, sizes = self._job.num_machines, [self._job.local_processes] * self._job.num_machines
         return Meeting(self._rank, machines, self._host, port, self.round, self.board, sizes)
 
