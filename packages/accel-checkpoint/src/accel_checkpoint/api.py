@@ -28,7 +28,7 @@ from .atomic_dir import recover
 from .catalog import check_keep, why_no_checkpoint
 from .checkpoint_reader import CheckpointReader, identity_of, share_of
 from .consensus import BackgroundCollectives, on_all_ranks
-from .manifest import Manifest, worker_threads
+from .manifest import Manifest
 from .names import NUMBERED, SHARD_TABLE_NAME, CheckpointError, rng_file
 from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
@@ -321,14 +321,11 @@ class _Loading(CheckpointReader):
                 f"{self.folder} has no state of {', '.join(missing)}. It holds {', '.join(sorted(files))}: load these "
                 "names, or choose another checkpoint."
             )
-        with worker_threads() as submit:
-            verification = self.start_verification(submit)
+        with self.verifying():
             for name, file in files.items():
                 self._read(name, self.folder / file)
             if self.rng and self.own_file in self.rank_names:
                 self.calls.append(self.restoring_rng(self.read(self.own_file)))
-        if verification is not None:
-            verification.conclude()
 
     def _files_by_name(self, manifest: Manifest) -> dict[str, str]:
         files = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from accel_state.storage.url import Location, RemotePath
 from . import rng_state
 from .catalog import why_no_checkpoint
 from .consensus import Report
-from .manifest import Manifest, Submit, Verification
+from .manifest import Manifest, Verification, worker_threads
 from .names import (
     LOADER_NAME,
     MANIFEST_NAME,
@@ -124,14 +125,24 @@ class CheckpointReader:
             files = [name for name in self.rank_names if name.startswith(f"{RNG_STATE_NAME}_")]
             self.own_file = min(files, key=number_of, default=rng_file(0))
 
-    def start_verification(self, submit: Submit) -> Verification | None:
-        """Begin to compare this rank's share of the files with the manifest."""
-        if self.manifest is None:
-            for name in sorted(filter(is_checkpoint_file, self.names)):
-                submit(partial(check_sums, self.folder / name))
-            return None
-        manifest = self.manifest if self.remote is None else self.remote.copied_files
-        return Verification(manifest, self.folder, submit, self._share)
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Compare this rank's share of the files with the manifest, while the block reads them.
+
+        Raises:
+            CheckpointError: at the end of the block, if a file is damaged.
+        """
+        verification = None
+        with worker_threads() as submit:
+            if self.manifest is not None:
+                manifest = self.manifest if self.remote is None else self.remote.copied_files
+                verification = Verification(manifest, self.folder, submit, self._share)
+            else:
+                for name in sorted(filter(is_checkpoint_file, self.names)):
+                    submit(partial(check_sums, self.folder / name))
+            yield
+        if verification is not None:
+            verification.conclude()
 
     def read(self, name: str, mapped: bool = False) -> Any:
         """Return the contents of a file in torch's format; see :func:`.safe_load.read`."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from accel_checkpoint.atomic_file import write_atomically
-from accel_checkpoint.manifest import worker_threads
 from accel_checkpoint.names import custom_file
 from accel_checkpoint.parts import Part
 from accel_checkpoint.safe_load import check_readable, read
@@ -119,10 +118,8 @@ def load_accelerator_state(
             the random number generators is missing or unusable.
     """
     reader = StateReader(as_path("input_dir", input_dir), PartialState(), map_location, load_kwargs, rank=process_index)
-    with worker_threads() as submit:
-        verification = reader.start_verification(submit)
-    if verification is not None:
-        verification.conclude()
+    with reader.verifying():
+        pass  # before anything is read
     objects = TrainingObjects(models, optimizers, schedulers, dataloaders, seeded_samplers(dataloaders), scaler)
     reader.read_state(objects, models, load_model_func_kwargs)
     apply_changes(reader.reversible, reader.collective, reader.changes, nullcontext)

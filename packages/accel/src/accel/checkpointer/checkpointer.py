@@ -20,7 +20,6 @@ from accel_checkpoint.atomic_dir import recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
 from accel_checkpoint.checkpoint_reader import Identity, identity_of, share_of
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
-from accel_checkpoint.manifest import worker_threads
 from accel_checkpoint.names import NUMBERED, gradients_file
 from accel_checkpoint.parts import Part, TextPart, copied_parts
 from accel_checkpoint.remote.catalog import read_manifest
@@ -401,12 +400,9 @@ class Checkpointer:
             reader.loaders_from_start = self.loaders_from_start
             objects, models = self._objects(), list(prepared.models)
             # Files are read while they are verified; nothing read is used before both are done.
-            with worker_threads() as submit:
-                verification = reader.start_verification(submit)
+            with reader.verifying():
                 if not self.load_hooks:
                     reader.read_state(objects, models, options, strategy, layouts)
-            if verification is not None:
-                verification.conclude()
             if self.load_hooks:
                 for hook in list(self.load_hooks.values()):
                     hook(models, str(directory))
