@@ -32,6 +32,7 @@ from accel_bigmodel import (
     remove_hook_from_submodules,
 )
 from accel_bigmodel.offload.store import OffloadedWeightsLoader
+from accel_bigmodel.placeholder import Placeholder
 from accel_state.errors import ConfigurationError
 
 
@@ -802,3 +803,19 @@ def test_a_buffer_that_is_changed_in_training_without_notice(tmp_path: Path) -> 
     for _ in range(3):
         model(SQUARE)
     assert get_state_dict_offloaded_model(model)["1.calls"] == 3
+
+
+def test_values_that_get_the_class_of_their_placeholder_stay_values() -> None:
+    """compressed-tensors gives what it reads from files the class and attributes of the tensor in the module."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
+    cpu_offload(model, "cpu", offload_buffers=True)
+    for placeholder, kind in ((model[0].weight, nn.Parameter), (model[1].running_mean, torch.Tensor)):
+        placeholder.__class__ = placeholder.__class__
+        assert isinstance(placeholder, Placeholder) and placeholder.__class__ is kind
+        values = torch.full(placeholder.shape, 7.0)
+        values.__class__ = placeholder.__class__
+        values.__dict__ = placeholder.__dict__.copy()
+        assert torch.equal(values * 2, torch.full(placeholder.shape, 14.0))
+        with torch.no_grad():
+            values += 1
+        assert torch.equal(values.detach(), torch.full(placeholder.shape, 8.0))

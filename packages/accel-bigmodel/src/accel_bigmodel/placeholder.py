@@ -62,6 +62,16 @@ class Placeholder(Tensor):
 
     stands_for: OffloadedValues
 
+    @property  # type: ignore[override]
+    def __class__(self) -> type[Tensor]:
+        """The class of what it stands for: clients give a tensor with the values this class (compressed-tensors)."""
+        return nn.Parameter if issubclass(type(self), nn.Parameter) else Tensor
+
+    @__class__.setter
+    def __class__(self, kind: type[Tensor]) -> None:
+        if kind is not self.__class__:
+            object.__dict__["__class__"].__set__(self, kind)
+
     @classmethod
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
