@@ -308,3 +308,22 @@ def test_expert_layers_and_models_created_sharded() -> None:
     assert_near(found["weights"], model.state_dict())
     assert found["held"] == 0
     assert_near(found["created"], plain(steps=FEW)["weights"])
+
+
+def change_gathered() -> None:
+    accelerator = accelerator_of(config(3))
+    model = net()
+    model, *_ = accelerator.prepare(model, adamw(groups(model)), batches(accelerator))
+    with (
+        pytest.raises(ConfigurationError, match=r"^first\.weight was changed inside gathered_parameters"),
+        torch.no_grad(),
+        accelerator.gathered_parameters(model),
+    ):
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    release(accelerator)
+
+
+def test_gathered_weights_are_not_changed_through_their_data() -> None:
+    """DeepSpeed would drop the change without an error."""
+    run_world(change_gathered, 2)

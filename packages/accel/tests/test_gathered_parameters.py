@@ -150,3 +150,24 @@ def calls_inside() -> None:
 
 def test_the_model_is_not_called_inside() -> None:
     run_world(calls_inside, 2)
+
+
+def changes_inside() -> None:
+    for settings, mesh in {**TWO, "FSDP 1": ({"fsdp_version": 1, **BLOCKS}, {})}.values():
+        for data in (False, True):
+            with context.isolated():
+                accelerator = accelerator_of(settings, mesh, 1)
+                model: Any = accelerator.prepare(build("llama"))
+                with (
+                    pytest.raises(ConfigurationError, match=r"^lm_head\.weight was changed inside gathered_parameters"),
+                    torch.no_grad(),
+                    accelerator.gathered_parameters(model),
+                ):
+                    (model.lm_head.weight.data if data else model.lm_head.weight).mul_(2)
+                with torch.no_grad(), accelerator.gathered_parameters(model):
+                    assert torch.equal(model.lm_head.weight, build("llama").lm_head.weight)
+
+
+def test_weights_are_not_changed_inside() -> None:
+    """The shards would keep their values, without an error."""
+    run_world(changes_inside, 2, timeout=200)

@@ -647,7 +647,7 @@ class Accelerator:
             module: a prepared model, or a module in it, such as its output layer.
 
         Raises:
-            ConfigurationError: not a module, or the strategy cannot gather parameters.
+            ConfigurationError: not a module, the strategy cannot gather parameters, or one was changed in the block.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True)

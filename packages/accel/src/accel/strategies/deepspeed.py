@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from ..deepspeed.optimizer import warn_once
 from ..deepspeed.plugin import DeepSpeedPlugin
 from ..kwargs.base import Handlers
 from . import outside_forward
+from .gathered_parameters import refusing_changes
 
 _ADVICE = (
     "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`. For gradients, read it in the "
@@ -141,15 +142,16 @@ class DeepSpeedStrategy(Strategy):
     def explain(self, error: BaseException, loss: torch.Tensor | None = None) -> Exception | None:
         return outside_forward.explain(error, self._sharded_names, _ADVICE, loss)
 
-    def gathered_parameters(self, module: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered_parameters(self, module: nn.Module) -> Iterator[None]:
         if self.shards_parameters and torch.is_grad_enabled():
             raise ConfigurationError(
                 "gathered_parameters at ZeRO stage 3 gathers values only: DeepSpeed would lose the gradients of what "
                 "is computed with them. Enter it in torch.no_grad(), read weights in the model's forward, or set "
                 "zero_stage=2."
             )
-        gathering: AbstractContextManager[None] = runtime.GatheredParameters(module)
-        return gathering
+        with runtime.GatheredParameters(module), refusing_changes(module) if self.shards_parameters else nullcontext():
+            yield
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         raise missing_model_error(optimizer)

@@ -45,6 +45,7 @@ from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from . import forward_methods, outside_forward
 from .frozen import FrozenParameters
+from .gathered_parameters import refusing_changes
 from .sharded import ShardedStrategy
 
 # Optimizers that use the shapes of parameters, not only single elements.
@@ -250,7 +251,7 @@ class FSDP1Strategy(ShardedStrategy):
         if wrapped is None:
             yield  # not sharded
             return
-        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False), refusing_changes(wrapped):
             yield
 
     def is_wrapped(self, model: nn.Module) -> bool:

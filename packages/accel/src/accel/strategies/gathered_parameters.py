@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from accel_state.errors import ConfigurationError
 
+from .._torch_compat import tensor_version
 from ..core.fused_dtensor import packed_shapes
+from ..core.unwrap import clean_name, innermost_model
 
 
 @contextmanager
@@ -47,11 +49,45 @@ def gathered(
         try:
             for parameters, name, _, full in replaced:
                 parameters[name] = full
-            yield
+            with refusing_changes(module):
+                yield
         finally:
             for parameters, name, current, full in replaced:
                 if parameters.get(name) is full:
                     parameters[name] = current
+
+
+@contextmanager
+def refusing_changes(module: nn.Module) -> Iterator[None]:
+    """Refuse changes of gathered parameters, which are dropped at the end of the block.
+
+    Changes of their ``data`` are found in ``torch.no_grad()`` only, by a sum over the bits of each.
+    """
+    before = _contents(module)
+    yield
+    for (name, *then), (_, *now) in zip(before, _contents(module), strict=True):
+        if then != now:
+            raise ConfigurationError(
+                f"{name} was changed inside gathered_parameters, which gathers values only: its shards would keep "
+                "theirs. Change weights before prepare(), or train with DDP."
+            )
+
+
+def _contents(module: nn.Module) -> list[tuple[str, int, int]]:
+    """Return the name of each parameter, how often it was changed, and what its values add up to."""
+    named = list(innermost_model(module).named_parameters())
+    sums = [0] * len(named)
+    plain = [number for number, (_, item) in enumerate(named) if type(item) in (torch.Tensor, nn.Parameter)]
+    if plain and not torch.is_grad_enabled():
+        totals = [_sum_of_bits(named[number][1]).to(named[plain[0]][1].device) for number in plain]
+        for number, total in zip(plain, torch.stack(totals).tolist(), strict=True):
+            sums[number] = total
+    return [(clean_name(name), tensor_version(item), total) for (name, item), total in zip(named, sums, strict=True)]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
 def _refuse_call(module: nn.Module, inputs: Any) -> None:
