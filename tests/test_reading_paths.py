@@ -15,7 +15,7 @@ LIMITS = {
     "prepare": (34, 87, 130),
     "save_state": (18, 69, 160),
     "load_state": (17, 77, None),
-    "launch of 2 processes": (40, 172, 950),
+    "launch of 2 processes": (40, 170, 900),
 }
 
 

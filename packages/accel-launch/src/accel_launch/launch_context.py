@@ -202,7 +202,7 @@ def with_values(settings: Resolution, values: Mapping[str, Any], origin: str) ->
 
 
 def count_machines(settings: Resolution, context: LaunchContext) -> int:
-    """Machines of the run: those of the hostfile, the nodes of the SLURM allocation, or ``num_machines``."""
+    """Return the machines of the run: of the hostfile, the nodes of the SLURM allocation, or ``num_machines``."""
     hostfile, machines = settings["mpirun_hostfile"], int(settings["num_machines"])
     if hostfile and context.role in (Role.ALONE, Role.BATCH):
         if not Path(hostfile).expanduser().exists():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence, Set
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, load_groups
+from accel_state.options.declaration import add_argument
 
 from .errors import suggest
 
@@ -41,11 +43,8 @@ class ConfigParser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}. `{self.prog} --help` lists the options.")
 
 
-def build_parser(among: Set[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of ``accel launch``, made from the option groups.
-
-    ``among``: see :meth:`OptionGroup.add_to_parser`.
-    """
+def build_parser(options: Iterable[Option] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of ``accel launch``: of these options, or of all, in their groups."""
     parser = ConfigParser(
         prog="accel launch",
         usage="accel launch [options] script [script arguments]",
@@ -54,8 +53,10 @@ def build_parser(among: Set[str] | None = None) -> argparse.ArgumentParser:
         description="Start a script on one or many processes and machines.",
         formatter_class=_HelpFormatter,
     )
-    for group in load_groups():
-        group.add_to_parser(parser, among=among)
+    for opt in options or ():
+        add_argument(parser, opt)
+    for group in load_groups() if options is None else ():
+        group.add_to_parser(parser)
     return parser
 
 
@@ -74,14 +75,17 @@ def parse(argv: Sequence[str]) -> CommandLine:
     end = find_script(argv)
     # The script's own arguments are not parsed: they may look like options of the launcher, or contain `--`.
     words = [word for word in argv[:end] if word != "--"]
-    flags: set[str] = set()
+    options, given, asks_help = _options_by_flag(), {}, False
     for word in words:
-        flags |= {word.partition("=")[0], word[:2]}  # a short flag may have its value attached
-    # Only --help needs the options that are not given, and their help texts.
-    given = vars(build_parser(flags if flags.isdisjoint(("-h", "--help")) else None).parse_args(words))
+        for flag in (word.partition("=")[0], word[:2]):  # a short flag may have its value attached
+            asks_help |= flag in ("-h", "--help")
+            if flag in options:
+                given[options[flag].name] = options[flag]
+    # Only --help needs the options that are not given.
+    values = vars(build_parser(None if asks_help else given.values()).parse_args(words))
     if end >= len(argv):
         raise ConfigurationError("no script is given. Usage: accel launch [options] script [script arguments].")
-    return CommandLine(unwrap_lists(given), argv[end], list(argv[end + 1 :]))
+    return CommandLine(unwrap_lists(values), argv[end], list(argv[end + 1 :]))
 
 
 def parse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -104,6 +108,16 @@ def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in given.items()}
 
 
+@functools.cache
+def _options_by_flag() -> dict[str, Option]:
+    """Return every option of a launch, by each of its flags."""
+    options: dict[str, Option] = {}
+    for group in load_groups():
+        for opt in group.options():
+            options |= dict.fromkeys((*opt.flags, *opt.undo_flags), opt)
+    return options
+
+
 def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
     """Return the index of the first word that is neither an option nor the value of one.
 
@@ -111,10 +125,7 @@ def find_script(argv: Sequence[str], also: Sequence[str] = ()) -> int:
         argv: words of a command line.
         also: options with a value that are not those of a launch.
     """
-    options = {
-        flag: opt for group in load_groups() for opt in group.options() for flag in (*opt.flags, *opt.undo_flags)
-    }
-    index = 0
+    options, index = _options_by_flag(), 0
     while index < len(argv):
         word = argv[index]
         if word == "--":

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -348,35 +348,30 @@ class OptionGroup:
         return cls(**values)
 
     @classmethod
-    def add_to_parser(
-        cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = (), among: Set[str] | None = None
-    ) -> None:
-        """Add the group's flags; each is stored as text, under :attr:`Option.name`, if given.
-
-        Args:
-            leave_out: names of options that are not added.
-            among: the words of a command line, to add only options whose flag is one of them; None for all.
-        """
+    def add_to_parser(cls, parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
+        """Add the group's flags, except for options of the names in ``leave_out``."""
         section = parser.add_argument_group(cls.title, cls.description or None)
         for opt in cls.options():
-            wanted = among is None or not among.isdisjoint((*opt.flags, *opt.undo_flags))
-            if wanted and opt.name not in leave_out:
+            if opt.name not in leave_out:
                 add_argument(section, opt)
 
 
-def add_argument(section: argparse._ArgumentGroup, opt: Option) -> None:
-    """Add one option's flags; a boolean one may be given alone, or as ``--flag=false`` to override a file."""
+def add_argument(parser: argparse._ActionsContainer, opt: Option) -> None:
+    """Add one option's flags to a parser or a group of it; each is stored as text, under :attr:`Option.name`, if given.
+
+    A boolean one may be given alone, or as ``--flag=false`` to override a file.
+    """
     text = f"{opt.help}{describe(opt)}".replace("%", "%%")
     # Stored as text: one place checks values of the command line, the environment and files alike.
     settings: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS}
     if opt.is_flag:
-        section.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
+        parser.add_argument(*opt.flags, nargs="?", const="true", metavar="BOOL", help=text, **settings)
     else:
         action = "append" if opt.kind is tuple else "store"
-        section.add_argument(*opt.flags, action=action, metavar=opt.metavar, help=text, **settings)
+        parser.add_argument(*opt.flags, action=action, metavar=opt.metavar, help=text, **settings)
     if opt.undo_flags:
         text = f"The same as {opt.flags[0]}=false."
-        section.add_argument(*opt.undo_flags, action="store_const", const="false", help=text, **settings)
+        parser.add_argument(*opt.undo_flags, action="store_const", const="false", help=text, **settings)
 
 
 def describe(opt: Option) -> str:
