@@ -538,13 +538,13 @@ def train(draw: Draw, setup: Setup, first: int, last: int, folder: str | None) -
     if folder and first:
         accelerator.load_state(folder)
     if setup.sizes.get("sp"):
-        loader = accelerator.strategy.sequences.split_loader(loader, models[0])
+        loader = accelerator.strategy.split_loader(loader, models[0])
     named = None
     if draw.has(*TWO_LOADERS):
         second = DataLoader(samples(draw, second=True), batch_size=size, collate_fn=stack)  # type: ignore[arg-type]
         second = accelerator.prepare(second)
         if setup.sizes.get("sp"):
-            second = accelerator.strategy.sequences.split_loader(second, models[0])
+            second = accelerator.strategy.split_loader(second, models[0])
         named = loader if draw.has("second loader first") else None
         loader = _side_by_side(loader, second, named is not None)
     found = Found()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +22,7 @@ from accel import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
 )
+from accel_state import context
 from accel_state.testing import run_world
 
 BATCHES = 7
@@ -203,21 +206,23 @@ def test_deepspeed(order: str) -> None:
     torch.testing.assert_close(found, plain(3), rtol=1e-4, atol=1e-5)
 
 
-def two_optimizers(first: bool, accelerated: bool) -> torch.Tensor:
+def two_optimizers(order: str, strategy: dict[str, Any] | None) -> torch.Tensor:
     """A generator and a critic, which both learn in each block, from losses that do not reach the other."""
     generator, critic = network(2), nn.Linear(1, 1)
     pair = [momentum(generator), momentum(critic)]
     rows, window = batches()[: 6 * ROWS], 3
-    if accelerated:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+    accelerated = strategy is not None
+    if strategy is not None:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window, **strategy)
         generator, critic, *pair = accelerator.prepare(generator, critic, *pair)
 
     def learn(optimizer: Any, loss: torch.Tensor) -> None:
-        if first:
+        if order != "last":
             optimizer.zero_grad()
         accelerator.backward(loss) if accelerated else loss.backward()
-        optimizer.step()
-        if not first:
+        if order != "first_if_synchronised" or not accelerated or accelerator.sync_gradients:
+            optimizer.step()
+        if order in ("last", "both"):
             optimizer.zero_grad()
 
     for block in rows.split(ROWS if accelerated else window * ROWS) * 2:
@@ -228,10 +233,56 @@ def two_optimizers(first: bool, accelerated: bool) -> torch.Tensor:
     return weights(generator, critic)
 
 
-def test_two_optimizers_in_one_block_in_either_order() -> None:
-    expected = two_optimizers(first=False, accelerated=False)
-    for first in (False, True):
-        torch.testing.assert_close(two_optimizers(first, accelerated=True), expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("order", ["first", "last", "both", "first_if_synchronised"])
+def test_two_optimizers_in_one_block_clear_their_own_gradients(order: str) -> None:
+    """The backward pass of the first model tells nothing of the gradients of the second."""
+    expected = two_optimizers("last", None)
+    torch.testing.assert_close(two_optimizers(order, {}), expected, rtol=1e-5, atol=1e-6)
+
+
+def drop_with_two_optimizers(strategy: dict[str, Any] | None) -> torch.Tensor:
+    """Two models in each block, whose second step is left out in the second window; zero_grad comes last."""
+    models, window = [network(2), network(3)], 3
+    optimizers = [momentum(model) for model in models]
+    accelerated = strategy is not None
+    if strategy is not None:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window, **strategy)
+        prepared = list(accelerator.prepare(*models, *optimizers))
+        models, optimizers = prepared[:2], prepared[2:]
+    blocks = batches()[: 6 * ROWS].split(ROWS if accelerated else window * ROWS) * 2
+    for number, block in enumerate(blocks):
+        with accelerator.accumulate(*models) if accelerated else nullcontext():
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss = model(block).square().mean()
+                accelerator.backward(loss) if accelerated else loss.backward()
+                ends = accelerator.sync_gradients if accelerated else True
+                if not (ends and optimizer is optimizers[1] and number // (window if accelerated else 1) == 1):
+                    optimizer.step()
+                optimizer.zero_grad()
+    return weights(*models)
+
+
+def test_the_second_of_two_optimizers_drops_gradients_without_a_step() -> None:
+    torch.testing.assert_close(drop_with_two_optimizers({}), drop_with_two_optimizers(None), rtol=1e-5, atol=1e-6)
+
+
+def two_engines() -> list[torch.Tensor]:
+    plugin = DeepSpeedPlugin(zero_stage=0, gradient_accumulation_steps=3)  # other stages drop them without being told
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = ROWS
+    found = []
+    for train_both in (partial(two_optimizers, "first"), partial(two_optimizers, "both"), drop_with_two_optimizers):
+        with context.isolated():
+            found.append(train_both({"deepspeed_plugin": copy.deepcopy(plugin)}))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_two_engines_in_one_block_clear_their_own_gradients() -> None:
+    kept, dropped = two_optimizers("last", None), drop_with_two_optimizers(None)
+    for found in run_world(two_engines, 2, timeout=200, state=False):
+        for result, expected in zip(found, (kept, kept, dropped), strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_clearing_the_model_in_a_block_warns_once(recwarn: pytest.WarningsRecorder, caplog) -> None:

@@ -246,7 +246,12 @@ class Accelerator:
             self.rng_types,
         )
         self._accumulation = Accumulation(
-            self.process_state, self.gradient_state, accumulation, self.strategy, self.prepared.models
+            self.process_state,
+            self.gradient_state,
+            accumulation,
+            self.strategy,
+            self.prepared.models,
+            self.prepared.optimizers,
         )
         self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
         self.prepared.shard_listener = self._accumulation.elastic

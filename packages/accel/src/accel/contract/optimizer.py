@@ -16,7 +16,7 @@ from accel_state.logging import warn_once
 from accel_state.operations import send_to_device
 from accel_state.state.gradient import MicroBatch
 
-from .._torch_compat import has_overflow
+from .._torch_compat import has_overflow, tensor_version
 from ..precision.scaler import SharedGradScaler
 
 
@@ -36,6 +36,7 @@ class AcceleratedOptimizer(Optimizer):
     _stepped_in: MicroBatch | None = None  # the last in which step was called
     _clears_first: bool = False  # whether the loop calls zero_grad before step
     _has_used: bool = False  # whether a step has used gradients that were not cleared since
+    _before: Any = None  # its gradients before the closing micro batch's backward passes; None if no one else has any
     averages: Sequence[Any] = ()  # the moving averages of the prepared models
     strategy: Any = None  # the Accelerator's strategy
     steps_apart: bool = False  # whether each rank steps by its own gradients, as in LocalSGD
@@ -162,8 +163,18 @@ class AcceleratedOptimizer(Optimizer):
         if batch.position == 1:
             # There may be gradients of the last window, and of this one unless the loop clears before it steps.
             return not (batch.closes or self._has_used or (self._clears_first and not is_repeated))
-        # A loop that clears last drops gradients without a step on purpose, if they are not finite for example.
-        return not batch.closes or batch.backwards == 0 or self._clears_first
+        # A loop that clears last drops gradients without a step on purpose, if they are not finite for example. The
+        # backward passes may be those of another optimizer's model.
+        return not batch.closes or batch.backwards == 0 or self._clears_first or self._before == self.gradients_seen()
+
+    def note_gradients(self) -> None:
+        """Remember the gradients before a micro batch changes them, where several optimizers share its block."""
+        self._before = self.gradients_seen()
+
+    def gradients_seen(self) -> tuple[Any, ...]:
+        """Return something that is another after each backward pass that adds to this optimizer's gradients."""
+        gradients = (item.grad for group in self.param_groups for item in group["params"] if item.grad is not None)
+        return tuple([(id(gradient), tensor_version(gradient)) for gradient in gradients])
 
     def note_step(self) -> None:
         """Remember a call of ``step``, whether it does something or not."""

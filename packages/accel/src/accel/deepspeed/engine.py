@@ -48,6 +48,7 @@ class DeepSpeedEngineWrapper:
         self.configured_clipping: float = float(engine.gradient_clipping() or 0.0)
         self.no_sync_depth = 0
         self._has_gradients = False
+        self.backward_passes = 0
         self._checksums: list[int] | None = None  # of the weights after the last step
         self._norm: float | None = None
         # DeepSpeed's own optimizers update whole shards: a frozen parameter would decay, and one that is unfrozen later
@@ -90,7 +91,7 @@ class DeepSpeedEngineWrapper:
             )
         self.check_trained()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._has_gradients, self._norm = True, None
+        self._note_backward()
 
     @contextmanager
     def joint_backward(self) -> Iterator[None]:
@@ -108,7 +109,11 @@ class DeepSpeedEngineWrapper:
             engine._backward_epilogue()
         finally:
             self._count_backward(-1)
+        self._note_backward()
+
+    def _note_backward(self) -> None:
         self._has_gradients, self._norm = True, None
+        self.backward_passes += 1
 
     def _count_backward(self, change: int) -> None:
         engine = self.engine
@@ -241,6 +246,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             self._is_overflow = not applied
             self.steps_taken += applied
         return None
+
+    def gradients_seen(self) -> tuple[Any, ...]:
+        """See the base class: the engine keeps the gradients itself."""
+        return () if self.engine_wrapper is None else (self.engine_wrapper.backward_passes,)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Discard the gradients of a window that was not stepped with; after a step the engine has cleared them."""

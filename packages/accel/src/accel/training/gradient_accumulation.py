@@ -25,6 +25,7 @@ from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
 from accel_state.state.gradient import MicroBatch
 
+from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.strategy import Strategy
 from ..core.unwrap import PREPARED
 from ..reduction.elastic_steps import ElasticSteps
@@ -86,6 +87,7 @@ class Accumulation:
         plugin: GradientAccumulationPlugin,
         strategy: Strategy,
         prepared_models: Sequence[nn.Module],
+        prepared_optimizers: Sequence[Any],
     ) -> None:
         self.process = process
         self.gradient_state = gradient_state
@@ -95,6 +97,7 @@ class Accumulation:
         self.strategy = strategy
         self._skips_sync = strategy if strategy.skips_gradient_sync else None
         self._prepared_models = prepared_models
+        self._prepared_optimizers = prepared_optimizers
         # The windows of a loader are dropped with it.
         self._by_loader: weakref.WeakKeyDictionary[Any, dict[Models, Window]] = weakref.WeakKeyDictionary()
         self._latest_loader: Callable[[], Any] = _no_loader
@@ -309,6 +312,10 @@ class Accumulation:
                 "prepare() did not return, was called in accumulate(). Call zero_grad() of the prepared optimizer "
                 "instead, which keeps them until a step has used them.",
             )
+        if batch.closes and not batch.backwards and len(self._prepared_optimizers) > 1:
+            for optimizer in self._prepared_optimizers:
+                if isinstance(optimizer, AcceleratedOptimizer):  # else a library has prepared it
+                    optimizer.note_gradients()
         batch.backwards += 1
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
