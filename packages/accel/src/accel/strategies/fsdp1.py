@@ -45,7 +45,7 @@ from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from . import forward_methods, outside_forward
 from .frozen import FrozenParameters
-from .gathered_parameters import refusing_changes
+from .gathered_parameters import gather_to_save, refusing_changes
 from .sharded import ShardedStrategy
 
 # Optimizers that use the shapes of parameters, not only single elements.
@@ -133,6 +133,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._refuse_pieces(wrapped)
         self.ties[wrapped] = ties
         self.guard(wrapped)
+        gather_to_save(model, self.gathered_parameters)
         return wrapped
 
     def _initial_weights(self, model: nn.Module) -> dict[str, Any]:

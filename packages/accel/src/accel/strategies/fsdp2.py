@@ -41,7 +41,7 @@ from ..kwargs.base import Handlers
 from ..reduction.shard_reduction import OrderedReduceScatter, ShardReduction
 from . import forward_methods
 from .frozen import follow_requires_grad
-from .gathered_parameters import gathered
+from .gathered_parameters import gather_to_save, gathered
 from .gathered_uses import GatheredUses
 from .sharded import ShardedStrategy
 from .unit_calls import UnitCalls
@@ -168,6 +168,7 @@ class FSDP2Strategy(ShardedStrategy):
                     reduce: Any = OrderedReduceScatter(self._reduction)
                     module.set_custom_reduce_scatter(reduce)
         self._order.follow(model)
+        gather_to_save(model, self.gathered_parameters)
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             self.guard(model)
         for parameter in model.parameters():

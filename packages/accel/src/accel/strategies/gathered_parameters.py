@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import tensor_version
 from ..core.fused_dtensor import packed_shapes
 from ..core.unwrap import clean_name, innermost_model
+
+_SAVED_PROMPT: Final = "get_prompt_embedding_to_save"
 
 
 @contextmanager
@@ -88,6 +91,23 @@ def _contents(module: nn.Module) -> list[tuple[str, int, int]]:
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
+
+
+def gather_to_save(model: nn.Module, gather: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Gather the weights that ``save_pretrained`` of PEFT computes the prompts of prompt learning with.
+
+    Every rank must call it, as it does for other adapters.
+    """
+    compute = getattr(model, _SAVED_PROMPT, None)
+    if not callable(compute):
+        return
+
+    @functools.wraps(compute)
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), gather(model.prompt_encoder):  # type: ignore[arg-type]
+            return compute(*args, **kwargs)
+
+    setattr(model, _SAVED_PROMPT, gathering)
 
 
 def _refuse_call(module: nn.Module, inputs: Any) -> None:
