@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel import Accelerator, ParallelismConfig
-from accel.core.kept_results import KeptResults, keep
+from accel.core.kept_results import KeptKinds, KeptResults, keep
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from accel_state import context
@@ -37,11 +37,15 @@ pytestmark = [
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 FULL = {"activation_checkpointing": True}
 SELECTIVE = {**FULL, "activation_checkpointing_mode": "selective"}
+SUMS = {**FULL, "activation_checkpointing_mode": "sums"}
+COLLECTIVES = {**FULL, "activation_checkpointing_mode": "collectives"}
 SECOND = {**FULL, "activation_checkpointing_every": 2}
 TWO = [
     Case("dp_shard 2", "gpt2", fsdp=SECOND, window=2),
     Case("dp_shard 2", "llama", fsdp=SELECTIVE, window=2),
     Case("tp 2", "llama", fsdp=SELECTIVE, length=7),
+    Case("tp 2", "llama", fsdp=SUMS, window=2),
+    Case("tp 2", "gemma2", fsdp=COLLECTIVES, length=7),
     Case("cp 2", "llama", fsdp=SELECTIVE),
     Case("pp 2", "deep llama", fsdp={**SELECTIVE, **SECOND}),
 ]
@@ -49,6 +53,8 @@ MORE = [
     Case("dp_shard 2", "gemma2", fsdp=SELECTIVE),
     Case("tp 2", "llama", fsdp=SELECTIVE, mesh={"tp_sequence_parallel": False}),
     Case("tp 2", "gpt2", fsdp={**SELECTIVE, **SECOND}, length=7),
+    Case("tp 2", "gpt2", fsdp={**SUMS, "activation_checkpointing_offload": True}),
+    Case("tp 2", "gemma2", fsdp=SUMS, mesh={"tp_sequence_parallel": False}),
     Case("sp 2", "gpt2", fsdp=SELECTIVE, window=2),
     Case("sp 2", "llama", fsdp=SECOND),
     Case("pp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
@@ -59,6 +65,7 @@ MORE = [
 FOUR = [
     Case("dp_shard 2 x tp 2", "llama", fsdp=SELECTIVE, window=2),
     Case("dp_shard 2 x tp 2", "tied llama", fsdp={**SELECTIVE, **SECOND}),
+    Case("dp_shard 2 x tp 2", "llama", fsdp=COLLECTIVES, window=2),
     Case("dp_shard 2 x cp 2", "gpt2", fsdp=SELECTIVE),
     Case("pp 2 x dp_shard 2", "llama", fsdp=SELECTIVE),
     Case("pp 2 x tp 2", "deep llama", fsdp=SELECTIVE, pipeline={"schedule": "interleaved1f1b"}),
@@ -131,7 +138,8 @@ def test_products_and_attention_are_computed_once_and_half_of_the_blocks_again()
 def tensor_parallel_steps(precision: str, sequence: bool) -> dict[str, tuple[Counter[str], list[torch.Tensor]]]:
     """Collectives and FLOPs of a step under tensor parallelism, and this rank's part of the gradients, by mode."""
     found = {}
-    for name, settings in {"none": {}, "full": FULL, "selective": SELECTIVE}.items():
+    modes = {"none": {}, "full": FULL, "selective": SELECTIVE, "sums": SUMS, "collectives": COLLECTIVES}
+    for name, settings in modes.items():
         with context.isolated():
             config = ParallelismConfig(tp_size=2, tp_sequence_parallel=sequence)
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **BLOCKS, **settings)
@@ -148,22 +156,23 @@ def tensor_parallel_steps(precision: str, sequence: bool) -> dict[str, tuple[Cou
 
 @pytest.mark.parametrize(("precision", "sequence"), [("no", True), ("bf16", True), ("no", False)])
 def test_sums_over_tensor_parallel_ranks_are_kept(precision: str, sequence: bool) -> None:
-    """The mode "selective" neither multiplies nor adds up again in row-wise layers. No mode changes a bit."""
+    """Modes other than "full" neither multiply nor add up again in row-wise layers. No mode changes a bit."""
     found = run_world(tensor_parallel_steps, 2, precision, sequence, timeout=250)[0]
-    none, full, selective = (found[name][0] for name in ("none", "full", "selective"))
+    none, full, selective, sums, collectives = (counts for counts, _ in found.values())
     adds_up = "_reduce_scatter_base_" if sequence else "allreduce_"
     # Two blocks: "full" repeats the sum of each attention. Inputs of norms and of column-wise layers are made again.
-    assert full[adds_up] - none[adds_up] == 2 and selective[adds_up] == none[adds_up]
-    gathers = {mode["_allgather_base_"] - none["_allgather_base_"] for mode in (full, selective)}
-    assert gathers == ({4} if sequence else {0})
-    assert selective["flops"] == none["flops"] < full["flops"]
-    for name in ("full", "selective"):
+    assert full[adds_up] - none[adds_up] == 2
+    assert selective[adds_up] == sums[adds_up] == collectives[adds_up] == none[adds_up]
+    gathers = {mode["_allgather_base_"] - none["_allgather_base_"] for mode in (full, selective, sums)}
+    assert gathers == ({4} if sequence else {0}) and collectives["_allgather_base_"] == none["_allgather_base_"]
+    assert selective["flops"] == none["flops"] < sums["flops"] == collectives["flops"] < full["flops"]
+    for name in ("full", "selective", "sums", "collectives"):
         for gradient, expected in zip(found[name][1], found["none"][1], strict=True):
             assert torch.equal(gradient, expected), name
 
 
 def test_a_kept_sum_that_was_changed_in_place_is_refused() -> None:
-    results = KeptResults()
+    results = KeptResults(KeptKinds(last=True))
     with results.recorded(nullcontext()):
         out = keep(lambda: torch.ones(2))
     with results.reused(nullcontext()):
@@ -171,6 +180,18 @@ def test_a_kept_sum_that_was_changed_in_place_is_refused() -> None:
     out.add_(1)
     with results.reused(nullcontext()), pytest.raises(RuntimeError, match="was changed in place"):
         keep(lambda: torch.ones(2))
+
+
+def test_the_last_result_is_kept_only_where_it_is_computed_again() -> None:
+    kinds = KeptKinds()
+    for step in range(2):
+        results = KeptResults(kinds)
+        with results.recorded(nullcontext()):
+            for value in (1.0, 2.0):
+                keep(lambda value=value: torch.tensor(value))
+        with results.reused(nullcontext()):
+            again = [keep(lambda: torch.tensor(5.0)) for _ in range(2)]
+        assert again == [1.0, 5.0 if step == 0 else 2.0]
 
 
 def with_a_cache() -> list[dict[str, Any]]:

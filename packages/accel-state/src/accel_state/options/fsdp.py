@@ -13,6 +13,7 @@ WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCH_POLICIES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 SHARD_FORMATS = ("dcp", "safetensors")
 CHECKPOINTING_MODES = ("full", "selective")
+TENSOR_PARALLEL_MODES = ("sums", "collectives")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _VERSION_1: dict[str, tuple[Any, ...]] = {"fsdp_version": (1,)}
 
@@ -139,10 +140,12 @@ class FsdpOptions(OptionGroup):
     )
     activation_checkpointing_mode: str = _fsdp(
         "full",
-        choices=CHECKPOINTING_MODES,
-        help="What activation checkpointing recomputes: all of a unit (full), or all except for matrix products, "
-        "convolutions and attention (selective).",
-        question="Should everything be recomputed (full), or all except for matrix products and attention (selective)?",
+        choices=(*CHECKPOINTING_MODES, *TENSOR_PARALLEL_MODES),
+        help="What activation checkpointing recomputes: all of a unit (full), all except for matrix products, "
+        "convolutions and attention (selective), or with tensor parallelism all except for sums over its ranks (sums), "
+        "and gathered inputs too (collectives).",
+        question="Should everything be recomputed (full), or all except for matrix products and attention (selective), "
+        "for sums over tensor-parallel ranks (sums), or for these and gathered inputs (collectives)?",
         asked_when={"fsdp_activation_checkpointing": (True,)},
     )
     activation_checkpointing_every: int = _fsdp(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import checkpoint_wrappers, checkpointed_module, selective_contexts
-from ..core.kept_results import KeptResults, is_computing
+from ..core.kept_results import KeptKinds, KeptResults, is_computing
 from ..core.unwrap import clean_name, is_peft_model
 from .activation_offload import offload_inputs
 
@@ -64,14 +64,15 @@ def checkpoint_units(
     apply, checkpoint_wrapper = checkpoint_wrappers()
     in_order = units[::-1]  # inner ones come first
     chosen = {id(unit) for unit in in_order[:: settings.activation_checkpointing_every]} - set(checkpoints_in(model))
-    selective = settings.activation_checkpointing_mode == "selective"
+    mode = settings.activation_checkpointing_mode
     alone = {id(module) for module in sharded}
 
     def contexts_of(module: nn.Module) -> Contexts | None:
-        if not selective:
+        if mode == "full":
             return None
         has_sharded = any(id(inner) in alone for inner in module.modules() if inner is not module)
-        return partial(_selective, _kept_in(module), has_sharded)
+        kept = _kept_in(module) if mode == "selective" else ()
+        return partial(_keeping, kept, has_sharded, KeptKinds(gathers=mode == "collectives"))
 
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
@@ -119,14 +120,15 @@ def _without_checkpoints(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-def _selective(
-    kept: tuple[str, ...], has_sharded: bool
+def _keeping(
+    kept: tuple[str, ...], has_sharded: bool, kinds: KeptKinds
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a unit that keeps the results of some operators.
+    """Return the contexts of a unit that keeps the results of some operators, and of collectives.
 
     Args:
         kept: the operators.
         has_sharded: whether fully_shard was called on modules inside of the unit.
+        kinds: the collectives.
     """
     keep = partial(_keep, kept)
     if torch.compiler.is_compiling():  # compiled graphs take contexts of torch only, and keep no other results
@@ -137,8 +139,8 @@ def _selective(
     def counts(operator: Any) -> bool:
         return not is_computing() and (not has_sharded or _is_one_of(kept, operator))
 
-    forward, again = selective_contexts(keep, counts)
-    results = KeptResults()
+    forward, again = selective_contexts(keep, counts) if kept else (nullcontext(), nullcontext())
+    results = KeptResults(kinds)
     return results.recorded(forward), _Repeated(partial(results.reused, again))
 
 

@@ -89,7 +89,8 @@ class FullyShardedDataParallelPlugin:
         forward_prefetch: version 1: gather the next parameters in the forward pass too.
         activation_checkpointing: recompute the activations of each unit in the backward pass.
         activation_checkpointing_mode: recompute all of a unit ("full", default), or all except for matrix products,
-            convolutions and attention, whose results are kept ("selective").
+            convolutions and attention, whose results are kept ("selective"). With tensor parallelism: all except for
+            sums over its ranks ("sums"), or for these and gathered inputs ("collectives").
         activation_checkpointing_every: checkpoint one of so many units, beginning with the first (default 1: all).
         activation_checkpointing_offload: keep the inputs saved for that in CPU memory.
         cpu_ram_efficient_loading: only rank 0 loads the weights; implies ``sync_module_states``.
@@ -264,7 +265,7 @@ class FullyShardedDataParallelPlugin:
 
     def _set_checkpointing(self, launched: FsdpOptions) -> None:
         mode = self.activation_checkpointing_mode or launched.activation_checkpointing_mode
-        allowed = map(str.upper, options.CHECKPOINTING_MODES)
+        allowed = map(str.upper, (*options.CHECKPOINTING_MODES, *options.TENSOR_PARALLEL_MODES))
         self.activation_checkpointing_mode = _one_of("activation_checkpointing_mode", mode, allowed).lower()
         if self.activation_checkpointing_every is None:
             self.activation_checkpointing_every = launched.activation_checkpointing_every

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from ..core.kept_results import is_keeping, keep
 from .differentiable import Collective, differentiable
 
 # torch 2.13 renamed both, and warns about the old names.
@@ -42,7 +43,13 @@ def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
 
     The gradient is summed over the ranks and scattered.
     """
-    return differentiable(x, _gathers(mesh, length), partial(summed_rows, mesh=mesh))
+    collective = _gathers(mesh, length)
+    forward = partial(_kept, collective) if is_keeping(gathers=True) else collective
+    return differentiable(x, forward, partial(summed_rows, mesh=mesh))
+
+
+def _kept(collective: Collective, x: torch.Tensor) -> torch.Tensor:
+    return keep(lambda: collective(x))
 
 
 def scatter(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .._torch_compat import keeps_local, shard_replicated
 from ..core.fused_dtensor import remember_packed
 from ..core.kept_results import is_keeping, keep
 from ..core.nf4_weights import is_stored_in_nf4
-from .async_products import in_autocast_dtype, product_gradient
+from .async_products import in_autocast_dtype
 from .differentiable import Collective, differentiable
 from .tp_collectives import SharedInput, collectives_of_sum, joined, part, share_of, shared, summed
 from .tp_four_bit import four_bit_product, is_four_bit, parts_of_nf4, shard_four_bit
@@ -350,21 +350,40 @@ def kept_product(x: torch.Tensor, matrix: torch.Tensor, reduce: Collective, spre
         reduce: the collective that adds up the products of the ranks.
         spread: the collective that makes the gradient of the product from the gradient of the result.
     """
-    output: torch.Tensor = _KeptProduct.apply(*in_autocast_dtype([x, matrix]), reduce, spread)
+    x, matrix = in_autocast_dtype([x, matrix])
+    output: torch.Tensor = _KeptSum.apply(_Factors.apply(x, matrix), x.detach(), matrix.detach(), reduce, spread)
     return output
 
 
-class _KeptProduct(torch.autograd.Function):
+class _Factors(torch.autograd.Function):
+    """Two matrices, in the place of their product, which :class:`_KeptSum` computes where it is needed.
+
+    A recomputation that ends with what is saved here does not get to the sum.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, matrix: torch.Tensor, reduce: Collective, spread: Collective) -> Any:
-        ctx.spread = spread
+    def forward(ctx: Any, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, matrix)
-        return keep(lambda: reduce(x @ matrix))
+        return x.new_empty(()).expand(*x.shape[:-1], matrix.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, matrix = ctx.saved_tensors
-        whole = ctx.spread(gradients[0])
-        of_x = whole @ matrix.t() if ctx.needs_input_grad[0] else None
-        of_matrix = product_gradient(x, whole) if ctx.needs_input_grad[1] else None
-        return of_x, of_matrix, None, None
+        of_x = gradients[0] @ matrix.t() if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_x, None
+        # As in the backward pass of a linear layer: the other way round, a product may be rounded otherwise.
+        return of_x, (gradients[0].flatten(0, -2).t() @ x.flatten(0, -2)).t()
+
+
+class _KeptSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, factors: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, reduce: Collective, spread: Collective
+    ) -> Any:
+        ctx.spread = spread
+        return keep(lambda: reduce(x @ matrix))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.spread(gradients[0]), None, None, None, None
