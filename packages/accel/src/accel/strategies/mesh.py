@@ -225,9 +225,10 @@ class MeshStrategy(FSDP2Strategy):
             )
         if self.experts is None or self.is_wrapped(model):
             return
-        if self.settings.activation_checkpointing_mode == "selective" and self._compiles(model):
+        mode = self.settings.activation_checkpointing_mode
+        if mode != "full" and self._compiles(model):
             raise ConfigurationError(
-                f"ep_size={self.parallelism.ep_size} does not support activation_checkpointing_mode='selective' in a "
+                f"ep_size={self.parallelism.ep_size} does not support activation_checkpointing_mode={mode!r} in a "
                 "compiled model. Use 'full', with activation_checkpointing_every=2 or more to recompute less."
             )
         if has_nf4(model):
