@@ -207,6 +207,7 @@ def fsdp2() -> None:
 def groups() -> None:
     compat.default_store().set("accel/test", "1")
     assert compat.default_store().get("accel/test") == b"1"
+    assert isinstance(compat.get_backend(dist.group.WORLD, torch.device("cpu")), dist.ProcessGroupGloo)
 
 
 NO_FSDP2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP 2 on CPUs")

@@ -13,6 +13,11 @@ import torch
 neg_view = torch._neg_view
 
 
+def get_backend(group: Any) -> Any:
+    """Return gloo's object below a process group, which frees itself without the GIL; it has no public name."""
+    return group._get_backend(torch.device("cpu"))
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

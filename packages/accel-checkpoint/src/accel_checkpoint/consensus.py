@@ -13,6 +13,7 @@ from accel_state import PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import AccelError, CollectiveTimeoutError, ConfigurationError
 
+from ._torch_compat import get_backend
 from .names import CheckpointError
 
 
@@ -120,3 +121,8 @@ class BackgroundCollectives:
             with suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
+            # The last reference ends gloo's threads; in PyTorch 2.6 one to the group keeps the GIL, for which
+            # such a thread may wait forever.
+            backend = [get_backend(group)]
+            del group
+            backend.clear()

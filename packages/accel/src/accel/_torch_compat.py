@@ -59,6 +59,11 @@ COMPILED_CALL = "_compiled_call_impl"
 # -- process groups --------------------------------------------------------------------------------------------------
 
 
+def get_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the object of the library below a process group, which frees itself without the GIL; no public name."""
+    return group._get_backend(device)
+
+
 def default_store() -> dist.Store:
     """Return the store of the default process group; ``dist`` has no public accessor."""
     store: dist.Store = dist.distributed_c10d._get_default_store()

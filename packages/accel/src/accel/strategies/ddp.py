@@ -18,7 +18,7 @@ from accel_state import PartialState, get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
-from .._torch_compat import check_reducer
+from .._torch_compat import check_reducer, get_backend
 from ..contract.strategy import Strategy
 from ..core.max_norm import refuse_max_norm
 from ..core.quantized_layers import start_with_scales_of_rank_0
@@ -49,19 +49,24 @@ class DistributedDataParallel(TorchDDP):
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
-        self._free_the_process_group_last()
+        self._free_the_backend_last()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        del state["_backend"]
+        return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self._free_the_process_group_last()
+        self._free_the_backend_last()
 
-    def _free_the_process_group_last(self) -> None:
-        """Let Python's reference to the process group outlive the reducer's: attributes are freed in their order.
+    def _free_the_backend_last(self) -> None:
+        """Keep a reference to the process group's backend that outlives the reducer's: attributes are freed in order.
 
         After ``destroy_process_group()`` the last reference ends gloo's threads and waits for them. Python's does it
         without the GIL; the reducer's with it, forever if such a thread needs the GIL to free a tensor.
         """
-        self.__dict__["process_group"] = self.__dict__.pop("process_group")
+        self._backend = get_backend(self.process_group, self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.first_calls
