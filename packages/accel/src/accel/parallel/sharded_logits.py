@@ -93,7 +93,9 @@ class ShardedLogits:
         **kwargs: Any,
     ) -> Any:
         if not self._active:
-            return self._original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+            if shift_labels is not None:  # Transformers' losses before 4.50 have no such parameter
+                kwargs["shift_labels"] = shift_labels
+            return self._original(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
         if logits.shape[-1] != share_of(self.vocabulary.size, self.mesh)[1]:
             raise ConfigurationError(
                 f"the loss got logits of {logits.shape[-1]} tokens, and this rank has "
