@@ -14,6 +14,7 @@ import pytest
 import torch
 from mesh_matrix import Case, data, deviation, mesh_step, plain_step, stacked
 from mesh_runs import build
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator, ParallelismConfig
 from accel.parallel import async_products
@@ -80,6 +81,7 @@ def steps(cases: list[Case]) -> tuple[list[Any], list[dict[str, int]]]:
     return found, calls
 
 
+@needs_transformers_5
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_losses_and_gradients_are_those_of_one_process(ranks: int, cases: list[Case]) -> None:
     found, calls = run_world(steps, ranks, cases, timeout=250)[0]
@@ -114,6 +116,7 @@ def in_bfloat16() -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
+@needs_transformers_5
 def test_autocast_casts_what_the_operators_get() -> None:
     overlapped, plain = run_world(in_bfloat16, 2, timeout=250)[0]
     assert overlapped == pytest.approx(plain, rel=1e-2)
@@ -139,6 +142,7 @@ def refused() -> None:
             type(block).forward = forward
 
 
+@needs_transformers_5
 def test_what_it_cannot_do_is_refused() -> None:
     run_world(refused, 2, timeout=250)
     with pytest.raises(ConfigurationError, match="needs the 8 ranks of tp on one node"):

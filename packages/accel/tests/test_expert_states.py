@@ -25,6 +25,7 @@ from expert_runs import (
 )
 from safetensors.torch import load_file
 from torch import nn
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator
 from accel.parallel.axis_settings import PipelineParallelConfig
@@ -155,6 +156,7 @@ def counted(routing: str) -> dict[str, Any]:
     }
 
 
+@needs_transformers_5
 def test_the_load_counts_each_token_of_training_once() -> None:
     ranks = run_world(counted, 2, "two", timeout=250)
     assert ranks[0] == ranks[1]
@@ -210,6 +212,7 @@ def balanced() -> dict[str, Any]:
     return train(accelerator, KIND, 6, window=2)
 
 
+@needs_transformers_5
 def test_the_bias_moves_once_a_step_from_busy_experts_to_idle_ones() -> None:
     rule = Rule()
     expected = plain(KIND, 6, window=2, after_step=rule.step, observe=rule.observe)

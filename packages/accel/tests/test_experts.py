@@ -29,6 +29,7 @@ from expert_runs import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers_5 import needs_transformers_5
 
 from accel import ParallelismConfig
 from accel.parallel.axis_settings import ExpertParallelConfig, PipelineParallelConfig
@@ -137,6 +138,7 @@ def assert_all(ranks: list[list[dict[str, Any]]], cases: list[Case], steps: int)
     return rows
 
 
+@needs_transformers_5
 def test_two_ranks_with_half_of_the_experts_each_train_as_one_process() -> None:
     assert_all(run_world(train_all, 2, TWO, 4, timeout=250), TWO, 4)
 
@@ -228,6 +230,7 @@ def kernels() -> dict[str, dict[str, torch.Tensor]]:
     return weights
 
 
+@needs_transformers_5
 def test_one_kernel_updates_weights_on_both_meshes() -> None:
     expected = plain("mixtral", 2, max_norm=float("inf"))["weights"]
     for name, weights in run_world(kernels, 2, timeout=250)[0].items():
@@ -312,6 +315,7 @@ def all_of(cases: list[Callable[[], None]]) -> None:
             case()
 
 
+@needs_transformers_5
 def test_auxiliary_losses_count_the_tokens_of_all_ranks_and_no_padding() -> None:
     run_world(all_of, 2, [unchanged_elsewhere, padded, padded_in_parts, routed_to_no_expert], timeout=250)
 
@@ -393,6 +397,7 @@ def auxiliary_losses_of_stages() -> None:
         model(input_ids=tokens, labels=tokens, output_router_logits=True)
 
 
+@needs_transformers_5
 def test_models_and_settings_that_were_not_compared_are_refused() -> None:
     run_world(all_of, 2, [refused, auxiliary_losses_of_stages], timeout=250)
 
@@ -405,5 +410,6 @@ def refused_in_a_pipeline() -> None:
         accelerator.prepare(model)
 
 
+@needs_transformers_5
 def test_reentrant_checkpointing_in_a_pipeline_whose_tokens_would_not_be_counted_is_refused() -> None:
     run_world(refused_in_a_pipeline, 4, timeout=250)

@@ -15,6 +15,7 @@ import torch
 from mesh_runs import BATCH, BLOCKS, accelerator_for, batches
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator
 from accel.commands.merge_weights import run
@@ -99,6 +100,7 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("rank_stabilised", [False, True])
 def test_a_merged_model_computes_what_the_adapted_one_did(kind: str, rank_stabilised: bool, tmp_path: Path) -> None:
@@ -111,6 +113,7 @@ def test_a_merged_model_computes_what_the_adapted_one_did(kind: str, rank_stabil
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), logits(model), rtol=1e-5, atol=1e-5)
 
 
+@needs_transformers_5
 def test_the_command_converts_and_copies_what_a_model_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "base")
@@ -134,6 +137,7 @@ def test_the_command_converts_and_copies_what_a_model_needs(tmp_path: Path, caps
     assert loaded(merged).dtype == torch.bfloat16
 
 
+@needs_transformers_5
 def test_weights_that_were_trained_themselves_replace_those_of_the_base(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "base")
@@ -189,6 +193,7 @@ def test_files_in_4_bits_are_those_of_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+@needs_transformers_5
 @needs_bitsandbytes
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_base_in_4_bits_becomes_a_model_that_is_not_quantized(nested: bool, tmp_path: Path) -> None:

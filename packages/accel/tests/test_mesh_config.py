@@ -13,6 +13,7 @@ import pytest
 import torch
 from mesh_runs import build, llama
 from torch import nn
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator, ParallelismConfig
 from accel.parallel.tp_layers import Columns, Heads, Rows, VocabularyRows
@@ -155,6 +156,7 @@ def kinds(plan: dict[str, Any]) -> dict[str, str]:
     return {name: repr(style) for name, style in plan.items()}
 
 
+@needs_transformers_5
 def test_plans_come_from_the_model_or_from_the_shape_of_its_blocks() -> None:
     pytest.importorskip("transformers")
     own, derived = plan_of(build("llama"), None, 2)

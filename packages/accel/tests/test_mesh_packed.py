@@ -10,6 +10,7 @@ import torch
 from language_models import VOCABULARY, build
 from torch import nn
 from torch.nn import functional
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -182,6 +183,7 @@ def test_two_ranks_train_on_packed_documents_as_one_process_on_each_alone() -> N
     check(2, cases)
 
 
+@needs_transformers_5
 def test_layers_with_windows_train_as_in_one_process() -> None:
     cp, sp = {"cp_size": 2}, {"sp_size": 2}
     kinds = ((cp, "length"), (cp, "documents"), (sp, "length"))
@@ -228,6 +230,7 @@ def check_windows(ranks: int, all_axes: list[dict[str, int]]) -> None:
             assert one == pytest.approx(other, rel=2e-5)
 
 
+@needs_transformers_5
 def test_windows_of_whole_sequences_are_those_of_one_process() -> None:
     check_windows(2, [{"cp_size": 2}, {"sp_size": 2}])
 

@@ -21,6 +21,7 @@ from language_models import (
 from mesh_matrix import Case, deviation, mesh_step, plain_step
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers_5 import needs_transformers_5
 from windows import TOLERANCE, assert_same, train_windows
 
 from accel import Accelerator
@@ -215,6 +216,7 @@ def stages_by_heads() -> tuple[Any, dict[str, Any]]:
         return step, found | {"refused": str(raised.value)}
 
 
+@needs_transformers_5
 def test_stages_exchange_parts_of_sequences_for_heads() -> None:
     expected, whole, batch = plain_step(BY_HEADS), build("llama"), stack(dataset(1))
     output = whole(**batch)

@@ -10,6 +10,7 @@ import torch
 from language_models import BATCH, LENGTH, build, dataset, stack
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers_5 import needs_transformers_5
 from windows import TOLERANCE
 
 from accel import Accelerator
@@ -59,6 +60,7 @@ def parts_and_refusals() -> dict[str, Any]:
     }
 
 
+@needs_transformers_5
 def test_each_rank_gets_its_part_and_what_does_not_fit_is_refused() -> None:
     whole = stack(dataset(1))
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from mesh_matrix import Case, deviation, mesh_steps, plain_step
 from mesh_runs import Block, Own, accelerator_for, batches, build, counted, gpt2, loss_of
 from torch import nn
+from transformers_5 import needs_transformers_5
 
 from accel import ParallelismConfig
 from accel.parallel import sequence_collectives, tp_sequence
@@ -41,6 +42,7 @@ TWO = [
 ]
 
 
+@needs_transformers_5
 def test_losses_and_gradients_are_those_of_one_process() -> None:
     for case, found in zip(TWO, run_world(mesh_steps, 2, TWO, timeout=250)[0], strict=True):
         if case.length > 1:  # a sequence of one token has nothing to predict
@@ -78,6 +80,7 @@ def all_moved_rows() -> dict[str, dict[str, int]]:
     return {kind: moved_rows(kind) for kind in KINDS}
 
 
+@needs_transformers_5
 def test_each_layer_gathers_once_and_scatters_once() -> None:
     # Two of each a block, forward and backward; hidden states are split at the start and joined at the end.
     expected = {"_all_rows": 2 * 4 + 2, "summed_rows": 2 * 4}
@@ -193,6 +196,7 @@ def recomputing() -> dict[str, Any]:
     return found
 
 
+@needs_transformers_5
 def test_recomputed_blocks_know_the_length_of_their_own_forward() -> None:
     model = build("llama")
     sum(loss_of(model, tokens) for tokens in (batches(1), batches(1)[:, :4])).backward()
@@ -212,6 +216,7 @@ def asking() -> dict[str, Any]:
     return {"hidden": [item.detach() for item in hidden], "generated": generated, "logits": output.logits}
 
 
+@needs_transformers_5
 def test_hidden_states_logits_and_generated_tokens_are_whole() -> None:
     model, tokens = build("llama").eval(), batches(1)[:2]
     hidden = model(tokens, output_hidden_states=True).hidden_states
@@ -241,6 +246,7 @@ def kept() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return shapes[0], shapes[1]
 
 
+@needs_transformers_5
 def test_a_norm_sees_this_ranks_part_of_the_sequence() -> None:
     assert run_world(kept, 2, timeout=250)[0] == ([(8, 3, 16)], [(8, 5, 16)])
 
@@ -278,6 +284,7 @@ def unsupported(change: Any, kind: str = "llama") -> str:
     return str(caught.value)
 
 
+@needs_transformers_5
 def test_structures_that_are_not_known_are_named() -> None:
     def add(name: str, module: Any) -> Any:
         return lambda model: setattr(model.model.layers[1], name, module)

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, IterableDataset
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator, LocalSGD
 from accel.parallel import tp_collectives
@@ -109,6 +110,7 @@ def all_reduces() -> dict[str, int]:
     return found
 
 
+@needs_transformers_5
 def test_layers_that_take_the_same_input_send_its_gradient_once() -> None:
     # Two a block forward, two backward; one for the embedding, and one for the head.
     assert run_world(all_reduces, 2, timeout=250)[0] == dict.fromkeys(("llama", "gpt2", "own", "qwen"), 2 * 4 + 2)
@@ -411,4 +413,4 @@ def test_optimizers_over_lists_update_sharded_and_whole_parameters() -> None:
     expected = updated_in_lists(False)
     for (weights, numbers, rates), one_process in zip(run_world(updated_in_lists, 2, True)[0], expected, strict=True):
         assert (numbers, rates) == one_process[1:]
-        torch.testing.assert_close(weights, one_process[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights, one_process[0], rtol=1e-5, atol=2e-5)

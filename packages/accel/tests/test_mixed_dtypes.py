@@ -20,7 +20,7 @@ from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.fsdp.unit_dtypes import unify_dtypes
 from accel.utils import load_fsdp_model, save_fsdp_model
-from accel_state import context
+from accel_state import context, is_torch_version
 from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
@@ -209,6 +209,7 @@ def torch_warnings(folder: str) -> list[str]:
     return [f"{item.filename}: {item.message}" for item in caught if "torch" in item.filename]
 
 
+@pytest.mark.skipif(is_torch_version("<", "2.7"), reason="torch 2.6 warns of DTensor's random operators on CPUs")
 def test_torch_warns_of_nothing_under_fsdp_1(tmp_path: Path) -> None:
     assert run_world(torch_warnings, 2, str(tmp_path)) == [[], []]
 

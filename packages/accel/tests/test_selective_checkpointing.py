@@ -19,6 +19,7 @@ from mesh_runs import assert_same, batches, build, loss_of, plain, train
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers_5 import needs_transformers_5
 
 from accel import Accelerator, ParallelismConfig
 from accel.core.kept_results import KeptKinds, KeptResults, keep
@@ -154,6 +155,7 @@ def tensor_parallel_steps(precision: str, sequence: bool) -> dict[str, tuple[Cou
     return found
 
 
+@needs_transformers_5
 @pytest.mark.parametrize(("precision", "sequence"), [("no", True), ("bf16", True), ("no", False)])
 def test_sums_over_tensor_parallel_ranks_are_kept(precision: str, sequence: bool) -> None:
     """Modes other than "full" neither multiply nor add up again in row-wise layers. No mode changes a bit."""
@@ -218,6 +220,7 @@ def _cached(model: nn.Module) -> int:
     return length
 
 
+@needs_transformers_5
 def test_keys_and_values_of_generation_are_not_collected() -> None:
     from torch.testing import assert_close
 

@@ -142,7 +142,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "list of placements": ("device_placement=", lambda: Accelerator(cpu=True, device_placement=["x"])),  # type: ignore[arg-type]
     "deterministic": ("deterministic_red", lambda: Accelerator(cpu=True, deterministic_reduction="no")),  # type: ignore[arg-type]
     "monitor": ("monitor='no'", lambda: Accelerator(cpu=True, monitor="no")),  # type: ignore[arg-type]
-    "batch size": ("starting_batch_size", lambda: find_executable_batch_size(print, "x")()),  # type: ignore[arg-type]
+    "batch size": ("starting_batch_size", lambda: find_executable_batch_size(id, "x")()),  # type: ignore[arg-type]
     "size": ("size=-1", lambda: convert_file_size_to_int(-1)),
     "text of a size": ("'10XB' is not a size", lambda: convert_file_size_to_int("10XB")),
     "bytes": ("size='x'", lambda: convert_bytes("x")),  # type: ignore[arg-type]
