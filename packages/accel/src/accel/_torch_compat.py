@@ -316,6 +316,16 @@ def flat_gradients(flat: Any) -> list[torch.Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
+def is_about_to_gather(unit: Any) -> bool:
+    """Return True if the forward pass of a unit of FSDP 1, which begins, gathers its flat parameter or has done so.
+
+    FSDP 2 reports each communication; see :func:`follow_collectives`.
+    """
+    handle = unit._handle
+    gathered_before = hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
+    return not gathered_before or bool(handle._prefetched)
+
+
 def drop_flat_gradients(flat: Any) -> None:
     """Discard what a flat parameter has accumulated."""
     flat.grad = None

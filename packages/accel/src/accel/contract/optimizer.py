@@ -212,6 +212,8 @@ class AcceleratedOptimizer(Optimizer):
             return None
         self._has_used = True
         self._treat_new_groups()
+        if self.strategy is not None and self.strategy.before_step is not None:
+            self.strategy.before_step(self.optimizer)
         for average in self.averages:
             average.before_step(self)
         if self.steps_taken == 0 and closure is None:

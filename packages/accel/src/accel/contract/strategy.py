@@ -67,6 +67,7 @@ class Strategy:
         gradients: discards, saves and restores accumulated gradients.
         replicas: what strategies decide whose replicas join and leave a run; None for all others.
         data_mesh: the device mesh whose axes define which ranks get the same samples; None if every rank gets its own.
+        before_step: called with an optimizer of torch before it steps, on all ranks; None if there is nothing to do.
     """
 
     distributed_type: DistributedType | None = None
@@ -82,6 +83,7 @@ class Strategy:
     data_mesh: Any = None
     gradients: AccumulatedGradients = AccumulatedGradients()
     replicas: Replicas | None = None
+    before_step: Callable[[Optimizer], None] | None = None
 
     state: PartialState
     handlers: Handlers

@@ -47,6 +47,7 @@ from . import forward_methods, outside_forward
 from .frozen import FrozenParameters
 from .gathered_parameters import gather_to_save, refusing_changes
 from .sharded import ShardedStrategy
+from .unit_order import UnitOrder
 
 # Optimizers that use the shapes of parameters, not only single elements.
 _NEED_SHAPES = ("Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
@@ -85,6 +86,8 @@ class FSDP1Strategy(ShardedStrategy):
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
         self._frozen = FrozenParameters()
+        self._order = UnitOrder(state)
+        self.before_step = self._order.before_step
         # torch's own functions for state dicts call what it has deprecated.
         warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type\(\)", category=FutureWarning)
         self._forwards: Any = WeakIdKeyDictionary()  # with gradients, since the last backward pass
@@ -134,6 +137,7 @@ class FSDP1Strategy(ShardedStrategy):
         self.ties[wrapped] = ties
         self.guard(wrapped)
         gather_to_save(model, self.gathered_parameters)
+        self._order.follow_flat(wrapped)
         return wrapped
 
     def _initial_weights(self, model: nn.Module) -> dict[str, Any]:
@@ -206,6 +210,7 @@ class FSDP1Strategy(ShardedStrategy):
             )
         for group in optimizer.param_groups:
             group["params"] = self._merged(group["params"])
+        self._order.watch(optimizer)
 
     def _shard_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         shape, begin, end = self._spans[parameter]

@@ -87,6 +87,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._wrapped_parameters: Any = WeakIdKeyDictionary()
         self._calls = UnitCalls(state)
         self._order = UnitOrder(state)
+        self.before_step = self._order.before_step
         self._stays_gathered: Any = WeakIdKeyDictionary()
         self._gathered_uses: GatheredUses | None = None
 

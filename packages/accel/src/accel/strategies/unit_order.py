@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,7 +27,13 @@ from accel_state.collectives.header import Schedule
 from accel_state.collectives.single import Collectives
 from accel_state.errors import DistributedOperationException
 
-from .._torch_compat import follow_collectives, fsdp2_groups, process_groups_of_unit
+from .._torch_compat import (
+    flat_parameters,
+    follow_collectives,
+    fsdp2_groups,
+    is_about_to_gather,
+    process_groups_of_unit,
+)
 from ..core.unwrap import clean_name
 
 _KEPT: Final = 4096  # collectives of a step that an error can name
@@ -68,7 +74,7 @@ class UnitOrder:
         self._events: list[str] = []  # all that can happen
         self._recent: deque[int] = deque(maxlen=_KEPT)  # what has happened since the last step
         self._steps = self._agreed = 0
-        self._parameters: Any = WeakIdKeyDictionary()  # the name and the orders of each
+        self._parameters: Any = WeakIdKeyDictionary()  # the name and the orders of each, and what has its gradient
         self._updated: Any = WeakIdKeyDictionary()  # the parameters of each optimizer, by order
 
     def follow(self, model: nn.Module) -> None:
@@ -83,12 +89,32 @@ class UnitOrder:
             orders = [self._order_of(group) for group in process_groups_of_unit(unit) if group.size() > 1]
             parameters = [holder.sharded_param for holder in unit.fsdp_params]
             for parameter in parameters:
-                self._parameters[parameter] = (names[parameter], orders)
+                self._parameters[parameter] = (names[parameter], orders, parameter)
             title = title or f"what is in no unit of {type(model).__name__}"
             # Replicas reduce the same units, but each of them may call them as often as it likes.
             gathers = partial(self._note, self._number(f"gathers {title}"), orders[:1], ())
             reduces = partial(self._note, self._number(f"reduces {title}"), orders, parameters)
             follow_collectives(unit, gathers, reduces)
+
+    def follow_flat(self, wrapped: nn.Module) -> None:
+        """Note which units of a model wrapped by FSDP 1 are gathered in forward passes.
+
+        Which of them have a gradient is compared before steps: what happens in backward passes cannot be followed.
+        """
+        units = [module for module in FullyShardedDataParallel.fsdp_modules(wrapped) if module._handle is not None]
+        names = {module: clean_name(name) for name, module in wrapped.named_modules()}
+        for unit, flat in zip(units, flat_parameters(wrapped), strict=True):
+            if flat.group is None or flat.group.size() == 1:
+                continue
+            orders = [self._order_of(flat.group)]
+            title = names[unit] or f"what is in no unit of {type(unit.module).__name__}"
+            for parameter in [flat.flat, *flat.originals]:
+                self._parameters[parameter] = (title, orders, flat.flat)
+            unit.register_forward_pre_hook(partial(self._note_call, self._number(f"gathers {title}"), orders))
+
+    def _note_call(self, event: int, orders: Iterable[GroupOrder], unit: nn.Module, inputs: Any) -> None:
+        if is_about_to_gather(unit):
+            self._note(event, orders, ())
 
     def _order_of(self, group: Any) -> GroupOrder:
         if group not in self._orders:
@@ -106,18 +132,20 @@ class UnitOrder:
             order.fold(event, before)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Compare the ranks before an optimizer of sharded parameters steps."""
-        updated: dict[GroupOrder, list[torch.Tensor]] = {}
+        """Note which parameters an optimizer updates."""
+        updated: dict[GroupOrder, dict[torch.Tensor, None]] = {}
         for parameter in (item for group in optimizer.param_groups for item in group["params"]):
-            for order in self._parameters.get(parameter, ("", ()))[1]:
-                updated.setdefault(order, []).append(parameter)
-        if updated and optimizer not in self._updated:
-            optimizer.register_step_pre_hook(self._before_step)
+            _, orders, owner = self._parameters.get(parameter, ("", (), parameter))
+            for order in orders:
+                updated.setdefault(order, {})[owner] = None
         self._updated[optimizer] = updated
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compare the ranks, now and then; not those that step alone, as torch does to create an optimizer's state."""
+        updated = self._updated.get(optimizer)
+        if not updated:
+            return
         self._steps += 1
-        updated = self._updated[optimizer]
         due = [order for order in updated if order.schedule.is_due()]
         for order in due:
             order.fold(_without_gradient(updated[order]))
