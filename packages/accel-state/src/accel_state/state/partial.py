@@ -389,7 +389,7 @@ def _destroy_at_exit() -> None:
     for item in gc.get_objects():
         if issubclass(type(item), DistributedDataParallel):
             # Before the groups: the last of Python's references ends the threads without the GIL.
-            item.__dict__.update(logger=None, reducer=None, process_group=None, _backend=None)
+            item.__dict__.update(logger=None, reducer=None, process_group=None, process_group_backend=None)
     groups = list(map(weakref.ref, {*process_groups(), *known_groups()}))  # also those that were destroyed
     if dist.is_initialized():
         dist.destroy_process_group()

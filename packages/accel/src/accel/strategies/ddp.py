@@ -53,7 +53,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        del state["_backend"]
+        del state["process_group_backend"]
         return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class DistributedDataParallel(TorchDDP):
         After ``destroy_process_group()`` the last reference ends gloo's threads and waits for them. Python's does it
         without the GIL; the reducer's with it, forever if such a thread needs the GIL to free a tensor.
         """
-        self._backend = get_backend(self.process_group, self.device)
+        self.process_group_backend: Any = get_backend(self.process_group, self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.first_calls
