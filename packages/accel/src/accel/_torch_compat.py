@@ -61,7 +61,10 @@ COMPILED_CALL = "_compiled_call_impl"
 
 def get_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the object of the library below a process group, which frees itself without the GIL; no public name."""
-    return group._get_backend(device)
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group  # that of a plug-in may have no library below it
 
 
 def default_store() -> dist.Store:
