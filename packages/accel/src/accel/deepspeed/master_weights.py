@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from accel_state.errors import ConfigurationError
 
+from ..core.checksum import sum_of_bits
 from ..core.unwrap import clean_name
 from .universal import set_shard
 
@@ -73,16 +74,9 @@ def checksums(engine: Any) -> list[int]:
     """
     if type(engine.optimizer).__name__ not in _PARTS:
         return []
-    sums = [_sum_of_bits(copy) for copy, _ in _flat_pairs(engine.optimizer)]
+    sums = [sum_of_bits(copy) for copy, _ in _flat_pairs(engine.optimizer)]
     found: list[int] = torch.stack(sums).tolist() if sums else []
     return found
-
-
-def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
-    size = 8 // values.itemsize
-    if values.numel() % size == 0 and values.storage_offset() % size == 0:
-        return values.view(torch.int64).sum()  # overflows wrap
-    return values.view({2: torch.int16, 4: torch.int32}[values.itemsize]).sum(dtype=torch.int64)  # ten times slower
 
 
 def check_unchanged(engine: Any, expected: Sequence[int] | None) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import tensor_version
+from ..core.checksum import sum_of_bits
 from ..core.fused_dtensor import packed_shapes
 from ..core.unwrap import clean_name, innermost_model
 
@@ -82,15 +83,10 @@ def _contents(module: nn.Module) -> list[tuple[str, int, int]]:
     sums = [0] * len(named)
     plain = [number for number, (_, item) in enumerate(named) if type(item) in (torch.Tensor, nn.Parameter)]
     if plain and not torch.is_grad_enabled():
-        totals = [_sum_of_bits(named[number][1]).to(named[plain[0]][1].device) for number in plain]
+        totals = [sum_of_bits(named[number][1]).to(named[plain[0]][1].device) for number in plain]
         for number, total in zip(plain, torch.stack(totals).tolist(), strict=True):
             sums[number] = total
     return [(clean_name(name), tensor_version(item), total) for (name, item), total in zip(named, sums, strict=True)]
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
 def gather_to_save(model: nn.Module, gather: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
