@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from fsdp_nets import WIDTH, Block
 from torch import nn
 
 from accel import Accelerator, InitProcessGroupKwargs
@@ -15,15 +16,6 @@ from accel_state.errors import CollectiveTimeoutError
 from accel_state.testing import run_world
 
 pytestmark = pytest.mark.timeout(300)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
 
 
 class Net(nn.Module):
@@ -55,9 +47,9 @@ def train(skipped: int, debug: bool) -> str:
     try:
         for step in range(2):
             with torch.no_grad():
-                model(torch.ones(2, 8))
+                model(torch.ones(2, WIDTH))
             net.skipped = skipped if step and accelerator.process_index else None
-            accelerator.backward(model(torch.ones(2, 8)).square().mean())
+            accelerator.backward(model(torch.ones(2, WIDTH)).square().mean())
     except RuntimeError as error:
         return f"{type(error).__name__} {error}"
     return ""

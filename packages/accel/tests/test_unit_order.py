@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsdp_nets import WIDTH, Block
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -30,22 +31,13 @@ FOUND = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
 class Net(nn.Module):
     """A model whose forward depends on ``first``: True uses what comes first in the alphabet."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = Block(), Block(), Block()
-        self.d, self.e = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.d, self.e = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, case: str, first: bool) -> torch.Tensor:
         if case == "branch":
@@ -78,7 +70,7 @@ def train(accelerator: Accelerator, case: str, differs_in: int) -> tuple[str, bo
     for step in range(1, differs_in + 1):
         before = parts_of(model)
         first = step < differs_in or accelerator.process_index == 0
-        accelerator.backward(model(torch.ones(2, 8), case, first).square().mean())
+        accelerator.backward(model(torch.ones(2, WIDTH), case, first).square().mean())
         try:
             optimizer.step()
         except DistributedOperationException as error:
@@ -116,7 +108,7 @@ def alternate() -> str:
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for first in (True, False):
         used = first == (accelerator.process_index == 0)
-        accelerator.backward(model(torch.ones(2, 8), "heads", used).square().mean())
+        accelerator.backward(model(torch.ones(2, WIDTH), "heads", used).square().mean())
     try:
         optimizer.step()
     except DistributedOperationException as error:
@@ -134,7 +126,7 @@ def save(directory: str) -> str:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), project_dir=directory)
     model = accelerator.prepare(Net())
     with torch.no_grad():
-        model(torch.ones(2, 8), "branch", accelerator.process_index == 0)
+        model(torch.ones(2, WIDTH), "branch", accelerator.process_index == 0)
     try:
         accelerator.save_state(directory)
     except DistributedOperationException as error:
@@ -156,10 +148,10 @@ def in_replicas() -> list[str]:
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with torch.no_grad():  # which replicas may do as often as they like
         for _ in range(1 + accelerator.process_index // 2):
-            model(torch.ones(2, 8), "branch", True)
+            model(torch.ones(2, WIDTH), "branch", True)
     errors = []
     for first in (True, accelerator.process_index < 2):
-        accelerator.backward(model(torch.ones(2, 8), "branch", first).square().mean())
+        accelerator.backward(model(torch.ones(2, WIDTH), "branch", first).square().mean())
         try:
             optimizer.step()
         except DistributedOperationException as error:
