@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from accel_bigmodel import (
     remove_hook_from_module,
 )
 from accel_bigmodel.hooks.experts import RoutedExpertsHook
+from accel_bigmodel.offload.store import OffloadedWeightsLoader, PrefixedDataset
 from accel_state.errors import ConfigurationError
 
 X = torch.tensor([[1.0, -2.0, 3.0]])
@@ -275,6 +277,34 @@ def test_a_weight_that_is_assigned_to_the_module(offload: Callable[..., nn.Modul
     remove_hook_from_module(model, recurse=True)
     torch.testing.assert_close(model(X), plain(X))
     assert model[1].weight.detach().equal(mine)
+
+
+def map_of(model: nn.Module, name: str) -> tuple[Any, str]:
+    """The weights map that has a weight, and the name in it; below the prefixes, as clients look for it."""
+    owner, _, key = name.rpartition(".")
+    hook: Any = getattr(model.get_submodule(owner), "_hf_hook", None)
+    weights, key = (hook.weights_map, key) if isinstance(hook, AlignDevicesHook) else (model._hf_hook.weights_map, name)
+    while isinstance(weights, PrefixedDataset):
+        weights, key = weights.dataset, f"{weights.prefix}{key}"
+    return weights, key
+
+
+@offloads
+def test_weights_map_has_what_was_assigned_to_the_module(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
+    plain = layers()
+    model = offload(copy.deepcopy(plain), tmp_path)
+    placeholder, mine = model[1].weight, nn.Parameter(torch.full((3, 3), 0.5))
+    model[1].weight = mine
+    weights, key = map_of(model, "1.weight")
+    held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
+    assert held[key].equal(mine), "and not in a file only, where compressed-tensors expects an empty parameter"
+    assert weights[key].equal(mine)
+    # What is written to other weights of this view lasts, and reading it changed nothing.
+    held[map_of(model, "1.bias")[1]] = plain[1].bias.data.fill_(2)
+    model[1].weight = placeholder
+    weights, key = map_of(model, "1.weight")
+    assert weights[key].equal(plain[1].weight)
+    torch.testing.assert_close(model(X), plain(X))
 
 
 def test_a_hook_of_another_module() -> None:

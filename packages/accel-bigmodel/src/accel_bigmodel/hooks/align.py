@@ -20,7 +20,7 @@ from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import in_transform, untraced
 from ..offload.prefetch import Prefetcher, WeightGroup
-from ..offload.store import OffloadedWeightsLoader, PrefixedDataset
+from ..offload.store import OffloadedWeightsLoader, PrefixedDataset, with_values
 from ..placeholder import has_values
 from ..tensors import (
     Location,
@@ -109,7 +109,7 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map: Mapping[str, torch.Tensor] | None = weights_map
+        self._stored = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
@@ -151,6 +151,17 @@ class AlignDevicesHook(ModelHook):
     def __repr__(self) -> str:
         names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    @property
+    def weights_map(self) -> Mapping[str, torch.Tensor] | None:
+        """The offloaded weights by name; where others were assigned to their places in the module, those."""
+        assigned = {} if FORWARDS.frames else {slot.name: slot.assigned() for slot in self.slots}
+        values = {name: value for name, value in assigned.items() if value is not None}
+        return with_values(self._stored, values) if values and self._stored is not None else self._stored
+
+    @weights_map.setter
+    def weights_map(self, weights: Mapping[str, torch.Tensor] | None) -> None:
+        self._stored = weights
 
     @property
     def device(self) -> torch.device | None:
@@ -211,9 +222,9 @@ class AlignDevicesHook(ModelHook):
 
     def _weights_with(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the weights map, after adding those tensors that it does not hold, if it is a dictionary."""
-        if self.weights_map is not None and not isinstance(self.weights_map, dict):
-            return self.weights_map
-        held = {} if self.weights_map is None else self.weights_map
+        if self._stored is not None and not isinstance(self._stored, dict):
+            return self._stored
+        held = {} if self._stored is None else self._stored
         absent = {name: value for name, value in tensors.items() if name not in held}
         empty = [name for name, value in absent.items() if not has_values(value)]
         if empty:
@@ -221,16 +232,16 @@ class AlignDevicesHook(ModelHook):
                 f"{type(module).__name__} cannot be offloaded: {', '.join(empty)} has no values, neither in the module "
                 "nor in weights_map. Load the weights first, or pass them as weights_map=."
             )
-        if absent or self.weights_map is None:
-            self.weights_map = {**held, **{name: value.detach().to("cpu") for name, value in absent.items()}}
-        return self.weights_map
+        if absent or self._stored is None:
+            self._stored = {**held, **{name: value.detach().to("cpu") for name, value in absent.items()}}
+        return self._stored
 
     def _load(self, slots: Iterable[Slot], device: torch.device | None) -> None:
         """Put values into the module for good."""
         for slot in slots:
             value = self.read(slot.name)
-            assert self.weights_map is not None
-            slot.restore(value, device or value.device, self.weights_map)
+            assert self._stored is not None
+            slot.restore(value, device or value.device, self._stored)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.prefetcher is not None:
@@ -298,7 +309,7 @@ class AlignDevicesHook(ModelHook):
             # Transforms of torch.func refuse hooks on what autograd saves.
             if torch.is_grad_enabled() and not in_transform():
                 # The backward reads the weights of this forward, whatever is assigned in between.
-                read = functools.partial(self.read, device=self.device, weights=self.weights_map)
+                read = functools.partial(self.read, device=self.device, weights=self._stored)
                 frame.autograd_context = without_weights(values, read)
                 frame.autograd_context.__enter__()
         return self._moved(args, kwargs)
@@ -395,13 +406,13 @@ class AlignDevicesHook(ModelHook):
                     self.prefetcher.skip(self._prefetch_index)
             else:
                 values = self._fetch(target, read_anew or device is not None)
-                self._present, self._present_from, self._present_on = values, self.weights_map, target
+                self._present, self._present_from, self._present_on = values, self._stored, target
                 self._is_filled = False
                 for slot in self.slots:
                     slot.note(values[slot.name])
             if into_module and not self._is_filled:
                 # Not `or {}`: the truth of a PrefixedDataset is found by going through all weights of the model.
-                weights = {} if self.weights_map is None else self.weights_map
+                weights = {} if self._stored is None else self._stored
                 for slot in self.slots:
                     slot.fill(values[slot.name], weights)
                 self._is_filled = True
@@ -411,12 +422,12 @@ class AlignDevicesHook(ModelHook):
     def _has_present(self, device: torch.device | None) -> bool:
         """Return True if the values that another forward has put into the module serve a new one."""
         on_host = device is None or device.type == "cpu"  # elsewhere each thread has a stream of its own
-        return on_host and self._present_from is self.weights_map and self._present_on == device
+        return on_host and self._present_from is self._stored and self._present_on == device
 
     def _fetch(self, device: torch.device | None, read_anew: bool) -> dict[str, torch.Tensor]:
         if self.prefetcher is None or read_anew:
             return {slot.name: self.read(slot.name, device) for slot in self.slots}
-        if self._prefetched_map is not self.weights_map:
+        if self._prefetched_map is not self._stored:
             self.prefetch_with(self.prefetcher, self._prefetch_index)
             self.prefetcher.set_group(self._prefetch_index, self.weight_group())
         return {**self.prefetcher.take(self._prefetch_index, device), **self._tied_copies(device)}
@@ -428,7 +439,7 @@ class AlignDevicesHook(ModelHook):
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return a weight on a device; None: where it is offloaded."""
-        weights = self.weights_map if weights is None else weights
+        weights = self._stored if weights is None else weights
         assert weights is not None
         value = weights[name]
         if device is None:
@@ -480,14 +491,14 @@ class AlignDevicesHook(ModelHook):
     def source(self, names: Iterable[str] | None = None) -> tuple[Any, list[str]]:
         """Return the mapping that holds the offloaded weights, and the names in it of all or some of them."""
         names = [slot.name for slot in self.slots] if names is None else list(names)
-        weights = self.weights_map
+        weights = self._stored
         while isinstance(weights, PrefixedDataset):
             names, weights = [f"{weights.prefix}{name}" for name in names], weights.dataset
         return weights, names
 
     def prefetch_with(self, prefetcher: Prefetcher, index: int) -> None:
         """Take the weights from a prefetcher, of which they are the group with this index."""
-        self.prefetcher, self._prefetch_index, self._prefetched_map = prefetcher, index, self.weights_map
+        self.prefetcher, self._prefetch_index, self._prefetched_map = prefetcher, index, self._stored
 
     def weight_group(self) -> WeightGroup:
         """Return the description of the hook's offloaded weights for a :class:`Prefetcher`."""

@@ -168,12 +168,12 @@ class RoutedExpertsHook(AlignDevicesHook):
         return values
 
     def _in_place(self, weights: Mapping[str, ExpertWeights], device: torch.device) -> dict[str, torch.Tensor] | None:
-        assert self._chosen is not None and self.weights_map is not None
+        assert self._chosen is not None and self._stored is not None
         if device.type != "cpu" or not all(weight.is_stacked for weight in weights.values()):
             return None
         for weight in weights.values():
             weight.read_ahead(self._chosen)
-        return {name: self.weights_map[name] for name in weights}
+        return {name: self._stored[name] for name in weights}
 
     def _from_pool(self, weights: Mapping[str, ExpertWeights], device: torch.device) -> dict[str, torch.Tensor]:
         assert self._chosen is not None

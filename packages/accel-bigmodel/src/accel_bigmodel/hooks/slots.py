@@ -162,6 +162,11 @@ class Slot:
         present = self.table[self.key]
         return present is not self.placeholder and present is not self._filled
 
+    def assigned(self) -> torch.Tensor | None:
+        """Return the values of a tensor that something else has put in this place; None if nothing has."""
+        present = self.table.get(self.key)
+        return present.detach() if present is not None and self._is_taken() and is_here(present) else None
+
     def clear(self) -> None:
         """Release the values."""
         if not self._is_taken():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -240,6 +241,32 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+class _Overlaid(dict[str, torch.Tensor]):
+    """A copy of a dictionary with other values for some names. What is assigned to it, the dictionary gets too."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        super().__init__({**weights, **values})
+        self._weights = weights
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self._weights[name] = value
+        super().__setitem__(name, value)
+
+
+def with_values(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return offloaded weights with other values for some names; a mapping of another class than ours stays as it is."""
+    if isinstance(weights, PrefixedDataset):
+        named = {f"{weights.prefix}{name}": value for name, value in values.items()}
+        return PrefixedDataset(with_values(weights.dataset, named), weights.prefix)
+    if isinstance(weights, dict):
+        return _Overlaid(weights, values)
+    if isinstance(weights, OffloadedWeightsLoader) and isinstance(weights.state_dict, dict):
+        overlaid = copy.copy(weights)
+        overlaid.state_dict = _Overlaid(weights.state_dict, values)
+        return overlaid
+    return weights
 
 
 Origin = tuple[Any, int]
