@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -107,8 +109,9 @@ def test_trainings_whose_memory_was_freed_leave_nothing(ranks: int, kind: str, t
     for found in run_world(_freed_trainings, ranks, str(tmp_path), kind, timeout=100):
         descriptors, threads = _most_at_first(found)
         assert found[-1][0] <= descriptors and found[-1][1] <= threads, found
-        if kind == "ddp":  # 10 KiB; a group that is kept takes 250
-            assert (found[-1][2] - found[5][2]) / 8 < 100, found
+        if kind == "ddp":  # 10 KiB; a group that is kept takes 250. The allocator takes a megabyte now and then
+            memory = [kibibytes for _, _, kibibytes in found[5:]]
+            assert statistics.median(now - before for before, now in itertools.pairwise(memory)) < 100, found
 
 
 def _settings_one_after_another() -> list[tuple[str, str, int, dict[str, str | None]]]:
