@@ -39,7 +39,6 @@ ELSEWHERE = {
     "packages/accel-plan/README.md: accel plan *": "packages/accel-plan/tests/test_plan.py",
     "accel plan tp4_pp2.yaml *": "packages/accel-megatron/tests/test_planning.py",
     "accel estimate-memory bert-base-cased*": "packages/accel-bigmodel/tests/test_estimate.py",
-    "accel estimate-memory llama/ --offload *": "packages/accel-bigmodel/tests/test_estimate.py::test_offload_command",
     "accel to-fsdp2 *": "packages/accel/tests/test_to_fsdp2.py",
     "accel merge-weights * --adapter *": "packages/accel/tests/test_merge_adapter.py",
     "accel merge-weights *": "packages/accel/tests/test_fsdp_checkpoints.py",

@@ -21,12 +21,10 @@ from torch import nn
 
 from accel_bigmodel.estimate import (
     ModelSize,
-    estimate_offload,
     estimate_training,
     estimate_training_usage,
     measure_activations,
     model_size,
-    offload_sample,
 )
 from accel_bigmodel.estimate.__main__ import main
 from accel_bigmodel.estimate.command import run
@@ -573,79 +571,3 @@ def test_the_module_is_a_program_too(monkeypatch, capsys, checkpoint) -> None:
     monkeypatch.setattr(sys, "argv", ["estimate", str(checkpoint), "--batch_size", "1"])
     assert main() == 2
     assert capsys.readouterr().err.startswith("python -m accel_bigmodel.estimate: error: --batch_size=1")
-
-
-# Offload
-
-
-@pytest.fixture
-def layered(tmp_path: Path) -> Path:
-    """A checkpoint of an embedding, four blocks and a head, named like a Llama with four experts."""
-    torch.manual_seed(0)
-    tensors = {"model.embed_tokens.weight": torch.randn(100, 64), "lm_head.weight": torch.randn(100, 64)}
-    for layer in range(4):
-        tensors[f"model.layers.{layer}.mlp.up.weight"] = torch.randn(128, 64)
-        tensors[f"model.layers.{layer}.norm.weight"] = torch.randn(64)
-        tensors |= {f"model.layers.{layer}.experts.{e}.w1.weight": torch.randn(32, 64) for e in range(4)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 4, "num_experts_per_tok": 1}))
-    return tmp_path
-
-
-def test_offload_places_layers_and_counts_what_a_step_reads(layered: Path) -> None:
-    block, table = 4 * (128 * 64 + 64 + 4 * 32 * 64), 4 * 100 * 64
-    everything = estimate_offload(layered, 10**9)
-    assert everything.in_memory == 4 * block + 2 * table and everything.on_disk == 0
-    assert everything.without_model  # its configuration names no model
-    # The embedding is looked up, and a token uses one expert of four.
-    assert everything.read_in_memory == 4 * (block - 3 * 4 * 32 * 64) + table
-    part = estimate_offload(layered, table + 3 * block, sequences=2)  # room for one block is reserved
-    assert part.in_memory == table + 2 * block and part.on_disk == 2 * block + table
-    assert part.read_on_disk == pytest.approx(2 * (block - 4 * 4 * 32 * 64 * 0.75**2) + table)
-    assert part.stays_cached and part.memory_bandwidth > 0 and part.disk_bandwidth > 0
-    # The room for one block holds two matrices, in use and fetched ahead, and keeps the rest of it mapped.
-    kept = (block - 2 * 4 * 128 * 64) / (2 * 4 * (128 * 64 + 64) + table)
-    assert part.kept_mapped == pytest.approx(kept)
-    assert part.step_seconds == pytest.approx(
-        (part.read_in_memory + kept * part.read_on_disk) / part.memory_bandwidth
-        + (1 - kept) * part.read_on_disk / part.cached_bandwidth
-    )
-    assert part.tokens_per_second == pytest.approx(2 / part.step_seconds)
-    with pytest.raises(ConfigurationError, match=rf"must fit: {block} bytes"):
-        estimate_offload(layered, block - 1)
-    (layered / "tied").mkdir()
-    save_file({"wte.weight": torch.randn(100, 64), "h.0.weight": torch.randn(8, 8)}, layered / "tied/m.safetensors")
-    assert estimate_offload(layered / "tied", 10**9).read_in_memory == table + 256  # the head is the embedding
-
-
-def test_offload_measures_the_model_of_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers", minversion="4.51")  # the first with Qwen3
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 50, "head_dim": 8}
-    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr(offload_sample, "SAMPLE_BYTES", 40_000)  # two of the layers
-    estimate = estimate_offload(tmp_path, 60_000, sequences=2)
-    assert estimate.without_model == "" and estimate.on_disk and not caplog.records
-    assert min(estimate.memory_bandwidth, estimate.disk_bandwidth, estimate.cached_bandwidth) > 0
-
-
-def test_offload_command(layered: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([str(layered), "--offload", "--max_memory", "200KB"]) == 0
-    text = capsys.readouterr().out
-    assert "1 sequence in a batch, at most 195.31 KiB of weights in memory" in text
-    assert "| in memory           |" in text and "| on the disk, mapped |" in text and "| on the disk, cached |" in text
-    assert "tokens per second" in text
-    assert "Measured with the matrices alone, so generation is somewhat slower: " in text
-    assert run([str(layered), "--offload", "--json", "--sequences", "3"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["sequences"] == 3 and content["on_disk"] == 0 and content["tokens_per_second"] > 0
-    save_file({"h.0.weight": torch.ones(8, 8, dtype=torch.int8)}, layered / "quantized.safetensors")
-    for arguments, message in (
-        (["nobody/nothing", "--offload"], "no local safetensors files"),
-        ([str(layered / "quantized.safetensors"), "--offload"], "no matrices in a floating point dtype"),
-        ([str(layered), "--offload", "--max_memory", "lots"], "--max_memory=lots: 'lots' is not a size"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            run(arguments)

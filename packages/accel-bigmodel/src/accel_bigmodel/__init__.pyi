@@ -15,8 +15,6 @@ from .dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispat
 from .dispatch import named_device_map as named_device_map
 from .estimate.activations import measure_activations as measure_activations
 from .estimate.model import ModelSize as ModelSize
-from .estimate.offload import OffloadEstimate as OffloadEstimate
-from .estimate.offload import estimate_offload as estimate_offload
 from .estimate.sources import model_size as model_size
 from .estimate.training import TrainingMemory as TrainingMemory
 from .estimate.training import estimate_training as estimate_training

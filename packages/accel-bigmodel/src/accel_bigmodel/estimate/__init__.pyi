@@ -1,8 +1,6 @@
 from .activations import measure_activations as measure_activations
 from .model import DTYPE_BYTES as DTYPE_BYTES
 from .model import ModelSize as ModelSize
-from .offload import OffloadEstimate as OffloadEstimate
-from .offload import estimate_offload as estimate_offload
 from .sources import model_size as model_size
 from .training import DIVISIONS as DIVISIONS
 from .training import STRATEGIES as STRATEGIES

@@ -113,12 +113,6 @@ def parser(program: str = "accel estimate-memory") -> argparse.ArgumentParser:
     _add(group, "--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="autocast (default: no)")
     text = "the optimizer, whose state is counted (default: adamw)"
     _add(group, "--optimizer", choices=["adamw", "adam", "sgd", "sgd_momentum"], default="adamw", help=text)
-    text = "predict the speed of generation on this machine's CPU; measures with the model's local files"
-    group = options.add_argument_group("offload", "weights that do not fit in memory stay in their files")
-    _add(group, "--offload", action="store_true", help=text)
-    text = "memory for weights, such as 8GB (default: 80%% of the free memory)"
-    _add(group, "--max_memory", metavar="SIZE", help=text)
-    _add(group, "--sequences", type=_positive, default=1, help="sequences that generate in one batch (default: 1)")
     return options
 
 
@@ -139,8 +133,6 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     """Print an estimate, and return the exit code."""
     options = parser(program).parse_args(argv)
 
-    if options.offload:
-        return _offload(options)
     from .sources import model_size
 
     size = model_size(options.model_name, options.library_name, options.trust_remote_code)
@@ -156,44 +148,6 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     if stages is not None and training is not None:
         print(f"\n{stages_table(stages)}\n\n{training_table(training, _title(options))}")
     return 0
-
-
-def _offload(options: argparse.Namespace) -> int:
-    from accel_state import convert_file_size_to_int, devices
-
-    from .offload import estimate_offload
-
-    try:
-        limit = options.max_memory or 0.8 * devices.get("cpu").memory_free()
-        max_memory = convert_file_size_to_int(limit)
-    except ValueError as error:
-        raise ConfigurationError(f"--max_memory={options.max_memory}: {error}") from error
-    estimate = estimate_offload(options.model_name, max_memory, options.sequences)
-    if options.json:
-        properties = ("first_step_seconds", "step_seconds", "tokens_per_second")
-        print(json.dumps({**vars(estimate), **{name: getattr(estimate, name) for name in properties}}, indent=2))
-        return 0
-    disk = "on the disk, cached" if estimate.stays_cached else "on the disk"
-    bandwidth = estimate.cached_bandwidth if estimate.stays_cached else estimate.disk_bandwidth
-    mapped = estimate.kept_mapped * estimate.on_disk
-    mapped_read = estimate.kept_mapped * estimate.read_on_disk
-    rows = [_offload_row("in memory", estimate.in_memory, estimate.read_in_memory, estimate.memory_bandwidth)]
-    if mapped:
-        rows.append(_offload_row("on the disk, mapped", mapped, mapped_read, estimate.memory_bandwidth))
-    rows.append(_offload_row(disk, estimate.on_disk - mapped, estimate.read_on_disk - mapped_read, bandwidth))
-    header = ["Weights", "Size", "Read a step", "Bandwidth", "Seconds a step"]
-    sequences = f"{estimate.sequences} sequence{'s' if estimate.sequences > 1 else ''} in a batch"
-    limit_text = f"at most {convert_bytes(max_memory)} of weights in memory"
-    print(f"Generation of `{options.model_name}` on this CPU, {sequences}, {limit_text}:\n{_table(header, rows)}")
-    first = f"{estimate.first_step_seconds:.2f} s"
-    print(f"{estimate.tokens_per_second:.3g} tokens per second; the first step takes {first}")
-    if estimate.without_model:
-        print(f"Measured with the matrices alone, so generation is somewhat slower: {estimate.without_model}")
-    return 0
-
-
-def _offload_row(name: str, size: float, read: float, bandwidth: float) -> list[str]:
-    return [name, convert_bytes(size), convert_bytes(read), f"{convert_bytes(bandwidth)}/s", f"{read / bandwidth:.3f}"]
 
 
 def _training(size: ModelSize, options: argparse.Namespace) -> list[TrainingMemory]:
