@@ -243,10 +243,13 @@ def test_sums_in_order_are_computed_in_one_thread() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(elastic=True))
-        assert torch.get_num_threads() == 2
-        Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(elastic=True), deterministic_reduction=True)
-        assert torch.get_num_threads() == 1
+        loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=4)
+        for in_order, threads in ((False, 2), (True, 1)):
+            config = DataLoaderConfiguration(elastic=True)
+            accelerator = Accelerator(cpu=True, dataloader_config=config, deterministic_reduction=in_order)
+            assert torch.get_num_threads() == 2, "the constructor leaves the process as it is"
+            accelerator.prepare(loader)
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 

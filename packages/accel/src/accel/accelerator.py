@@ -254,7 +254,7 @@ class Accelerator:
             self.prepared.optimizers,
         )
         self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
-        self.prepared.shard_listener = self._accumulation.elastic
+        self.prepared.elastic_steps = self._accumulation.elastic
         replicas = self.strategy.replicas
         if replicas is not None:
             self._tracking = replicas.share_tracking(self._tracking)

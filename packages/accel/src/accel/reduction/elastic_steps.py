@@ -39,6 +39,8 @@ class ElasticSteps:
 
     Attributes:
         reduction: how gradients are reduced deterministically; None leaves it to the strategy.
+        in_one_thread: whether kernels on the CPU compute in one thread, from the first loader on: they divide their
+            sums among the threads, of which launchers start more for fewer processes.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ElasticSteps:
         self.gradient_state = gradient_state
         self.models = models
         self.reduction = reduction
+        self.in_one_thread = False
         self._settings = settings
         self._shard: LogicalShard | None = None
         self._loader: Callable[[], Any] = _no_loader
@@ -70,6 +73,12 @@ class ElasticSteps:
         """The logical shard of the current batch; None outside of loops over elastic loaders."""
         loader = self.gradient_state.active_dataloader
         return self._shard if loader is not None and self._loader() is loader else None
+
+    def follow(self, loader: ElasticLoader) -> None:
+        """Follow a prepared loader."""
+        loader.listener = self
+        if self.in_one_thread:
+            torch.set_num_threads(1)
 
     def begin(self, loader: ElasticLoader, shard: LogicalShard, again: bool) -> None:
         """Prepare for the micro batch of a shard."""

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
-from accel_data.elastic_loader import ShardListener
 from accel_data.other_loaders import is_known_loader
 from accel_state import AcceleratorState, GradientAccumulationPlugin, RNGType
 from accel_state.errors import ConfigurationError, check_type
@@ -29,6 +28,7 @@ from ..fsdp.wrap_policy import find_units, transformer_policy
 from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from ..kwargs.base import Handlers
 from ..precision.full import Precision
+from ..reduction.elastic_steps import ElasticSteps
 from ..training.moving_average import MovingAverage, Swap
 from ..training.muon import check_hidden, is_muon, spread
 
@@ -55,7 +55,7 @@ class Preparation:
     averages: list[MovingAverage] = field(default_factory=list)
     # Of the averages that are in models now; the innermost block is the last.
     applied: list[Swap] = field(default_factory=list)
-    shard_listener: ShardListener | None = None  # of the elastic loaders
+    elastic_steps: ElasticSteps | None = None  # which follows the elastic loaders
     seeded_samplers: dict[int, SeedableRandomSampler] = field(default_factory=dict)  # by the index of their loader
     local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
     _bytes_of_nf4: Any = None  # what became of 4-bit parameters, for optimizers that have them
@@ -63,8 +63,8 @@ class Preparation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for loader in self.dataloaders:
-            if isinstance(loader, ElasticLoader):
-                loader.listener = self.shard_listener
+            if isinstance(loader, ElasticLoader) and self.elastic_steps is not None:
+                self.elastic_steps.follow(loader)
         for optimizer in self.optimizers:
             if isinstance(optimizer, AcceleratedOptimizer):
                 optimizer.treat_groups(self._treat_groups)
@@ -237,8 +237,8 @@ class Preparation:
         replicas, settings = self.strategy.replicas, self.loader_settings
         if replicas is not None:
             prepared = replicas.share_loader(prepared, settings.split_batches, settings.even_batches)
-        if isinstance(prepared, ElasticLoader):
-            prepared.listener = self.shard_listener
+        if isinstance(prepared, ElasticLoader) and self.elastic_steps is not None:
+            self.elastic_steps.follow(prepared)
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):
             self.seeded_samplers[len(self.dataloaders)] = sampler

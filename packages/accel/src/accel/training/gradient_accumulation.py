@@ -139,11 +139,9 @@ class Accumulation:
             )
         if not (loaders.elastic or strategy.replicas):
             return
-        if deterministic and self.process.device.type == "cpu":
-            # Kernels divide their sums among the threads, of which launchers start more for fewer processes.
-            torch.set_num_threads(1)
         reduction = strategy.reduce_in_order() if deterministic or strategy.replicas else None
         self.elastic = ElasticSteps(strategy, self.gradient_state, self._prepared_models, self, reduction)
+        self.elastic.in_one_thread = deterministic and self.process.device.type == "cpu"
 
     def forget(self) -> None:
         if self.elastic is not None:
