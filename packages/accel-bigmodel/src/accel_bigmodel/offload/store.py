@@ -256,7 +256,7 @@ class _Overlaid(dict[str, torch.Tensor]):
 
 
 def with_values(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return offloaded weights with other values for some names; a mapping of another class than ours stays as it is."""
+    """Return offloaded weights with other values for some names; an unknown kind of mapping as it is."""
     if isinstance(weights, PrefixedDataset):
         named = {f"{weights.prefix}{name}": value for name, value in values.items()}
         return PrefixedDataset(with_values(weights.dataset, named), weights.prefix)
