@@ -16,18 +16,10 @@ from ..entrypoint import python_command
 
 ENTRY_POINTS = "accel.devices"
 _PACKAGES = ("torch_npu", "torch_mlu", "torch_musa", "torch_sdaa", "habana_frameworks")
+_PROGRAM = f"{__package__}.list_devices"
+MARK = "accel:devices "
+"""What the program prints in front of its answer."""
 _SECONDS = 120  # torch and a vendor's libraries are imported from a cold disk
-_MARK = "accel:devices "
-# CUDA's devices are counted without torch; the runtimes of XLA and of TPUs start processes in ways of their own.
-_PROGRAM = f"""
-import json
-from accel_state import devices
-
-for device in devices.available():
-    if device.name not in ("xla", "tpu", "cuda", "mps", "cpu"):
-        print({_MARK!r} + json.dumps([device.device_count(), device.visible_devices_variable, device.name]))
-        break
-"""
 
 
 def is_possible() -> bool:
@@ -48,7 +40,7 @@ def count(environ: Mapping[str, str]) -> tuple[int, str | None, str]:
 
 @functools.lru_cache(maxsize=8)
 def _ask(environ: frozenset[tuple[str, str]]) -> tuple[int, str | None, str]:
-    command = python_command("-c", _PROGRAM)
+    command = python_command("-m", _PROGRAM)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=dict(environ), timeout=_SECONDS, check=False, errors="replace"
@@ -56,7 +48,7 @@ def _ask(environ: frozenset[tuple[str, str]]) -> tuple[int, str | None, str]:
     except subprocess.TimeoutExpired:
         warnings.warn(f"torch did not list the devices within {_SECONDS} s", RuntimeWarning, stacklevel=2)
         return 0, None, ""
-    found = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    found = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         warnings.warn(f"torch cannot list the devices: {last}", RuntimeWarning, stacklevel=2)
