@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from accel.contract.strategy import Strategy
+from accel.core.torch_clipping import refuse_torchs_clipping
 from accel.core.types import Gathered, Layout
 from accel.core.unwrap import tied_names
 from accel.core.weights_io import average_part
@@ -104,6 +105,7 @@ class MegatronStrategy(Strategy):
         if models:
             optimizer = optimizers[0] if optimizers else None
             engine = self._engine(models[0], optimizer)
+            refuse_torchs_clipping(engine.parameters(), "Megatron-core keeps its gradients elsewhere")
             self._engines.append(engine)
             preparation.models.append(engine)
             replaced[id(models[0])] = engine

@@ -35,6 +35,29 @@ foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+_CLIPPING = torch.nn.utils.clip_grad
+
+
+def before_torch_clips(check: Callable[[list[torch.Tensor], float], None]) -> None:
+    """Have torch call a function with the parameters whose gradients it is about to clip, and the limit of their norm.
+
+    torch has no hook for it. Its functions end in one private one, also where a script has imported them before.
+    """
+    clip = _CLIPPING._clip_grads_with_norm_
+    if getattr(clip, "checks", None) is check:
+        return
+
+    @functools.wraps(clip)
+    def checked(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(chosen, max_norm)
+        return clip(chosen, max_norm, *args, **kwargs)
+
+    checked.checks = check  # type: ignore[attr-defined]
+    _CLIPPING._clip_grads_with_norm_ = checked
+    torch.nn.utils.clip_grads_with_norm_ = checked
+
+
 # Tensors without values, which models are traced with; the public name is of a mode only.
 FakeTensor = torch._subclasses.FakeTensor
 

@@ -17,6 +17,7 @@ from accel_state.operations import send_to_device
 from accel_state.state.gradient import MicroBatch
 
 from .._torch_compat import has_overflow, tensor_version
+from ..core.torch_clipping import refuse_torchs_clipping_while
 from ..precision.scaler import SharedGradScaler
 
 
@@ -61,6 +62,9 @@ class AcceleratedOptimizer(Optimizer):
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
             scaler.expect(optimizer)
+            if scaler.is_enabled():
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                refuse_torchs_clipping_while(functools.partial(scaler.is_scaled, optimizer), parameters)
 
     @property
     def accelerator_state(self) -> AcceleratorState:

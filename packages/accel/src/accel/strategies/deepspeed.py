@@ -20,6 +20,7 @@ from ..contract.accumulated_gradients import AccumulatedGradients
 from ..contract.strategy import Strategy
 from ..core.max_norm import refuse_max_norm
 from ..core.nf4_weights import check_nf4
+from ..core.torch_clipping import refuse_torchs_clipping
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, innermost_model, tied_names
 from ..core.weights_io import average_part
@@ -126,6 +127,8 @@ class DeepSpeedStrategy(Strategy):
         for engine in preparation.models[known_models:]:
             self._registry.add(engine)
             self._explain_uses_of(engine)
+            if not master_weights.updates_parameters(engine):
+                refuse_torchs_clipping(engine.module.parameters(), "DeepSpeed keeps its gradients elsewhere")
         return prepared
 
     def _explain_uses_of(self, engine: Any) -> None:

@@ -35,6 +35,7 @@ from .._torch_compat import (
 )
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.grad_norm import Groups
+from ..core.torch_clipping import refuse_torchs_clipping
 from ..core.types import Layout
 from ..core.unwrap import clean_name, tied_names
 from ..fsdp.activation_checkpointing import checkpoint_units
@@ -138,6 +139,8 @@ class FSDP1Strategy(ShardedStrategy):
         self.guard(wrapped)
         gather_to_save(model, self.gathered_parameters)
         self._order.follow_flat(wrapped)
+        if self.state.num_processes > 1 and settings.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            refuse_torchs_clipping(wrapped.parameters(), "under FSDP 1 each rank has its part of each gradient")
         return wrapped
 
     def _initial_weights(self, model: nn.Module) -> dict[str, Any]:

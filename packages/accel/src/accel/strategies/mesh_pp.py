@@ -23,6 +23,7 @@ from accel_state.errors import ConfigurationError
 from .._torch_compat import FakeTensor, checkpointed_module, flatten_mesh
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
+from ..core.torch_clipping import refuse_torchs_clipping
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, is_compiled_module
 from ..fsdp.accumulated_grads import ShardedGradients
@@ -190,6 +191,7 @@ class PipelineStrategy(MeshStrategy):
         if self.experts is not None:
             self.experts.merge(prepared, pipeline.parts.values(), self.mesh.get_group("pp"))
         self._wrapped[prepared], self._pipelines[prepared] = True, pipeline
+        refuse_torchs_clipping(prepared.parameters(), "each rank has the gradients of its stage of the pipeline")
         return prepared
 
     def _plan(self, model: nn.Module) -> tuple[TensorParallelPlan, bool]:

@@ -1,0 +1,119 @@
+"""torch's own clipping of norms: that of one process, or an error where a rank sees a part of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs, ParallelismConfig
+from accel.parallel.axis_settings import PipelineParallelConfig
+from accel_state.errors import ConfigurationError
+from accel_state.imports import is_package_available
+from accel_state.testing import run_world
+
+MAX_NORM = 0.05
+needs_deepspeed = pytest.mark.skipif(not is_package_available("deepspeed"), reason="needs DeepSpeed")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def arguments(kind: str) -> dict[str, Any]:
+    name, _, version = kind.partition(" ")
+    if name == "fsdp":
+        strategy = "NO_SHARD" if kind.endswith("whole") else None
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=int(version[0]), use_orig_params=None if version[0] == "2" else kind != "fsdp 1 flat"
+        )
+        if strategy is not None:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy=strategy)
+        return {"fsdp_plugin": plugin}
+    if name == "zero":
+        return {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=int(version), gradient_accumulation_steps=1)}
+    if name == "pp":
+        example = {"x": torch.ones(8, 6)}
+        pipeline = PipelineParallelConfig(loss_fn=lambda output, _: output.square().mean(), example=example)
+        return {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=pipeline)}
+    return {}
+
+
+def trained(kind: str) -> tuple[list[float], list[torch.Tensor]]:
+    """The norms, and the weights after three steps that torch has clipped."""
+    accelerator = Accelerator(cpu=True, **arguments(kind))
+    torch.manual_seed(0)
+    net = Net()
+    samples = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(samples, batch_size=8 if kind in ("plain", "pp") else 4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), loader)
+    norms = []
+    for batch in loader:
+        accelerator.backward(model(x=batch, labels=batch).loss if kind == "pp" else model(batch).square().mean())
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return norms, [value.clone() for value in state.values()]
+
+
+def refused(kind: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        trained(kind)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp 2", "fsdp 1 whole", pytest.param("zero 0", marks=needs_deepspeed)])
+def test_gradients_that_each_rank_has_whole_are_clipped(kind: str) -> None:
+    ((norms, weights),) = run_world(trained, 1, "plain")
+    assert min(norms) > 2 * MAX_NORM
+    ranks = run_world(trained, 2, kind, timeout=200)
+    assert [found for found, _ in ranks] == [pytest.approx(norms, rel=1e-5)] * 2
+    for one, other in zip(ranks[0][1], weights, strict=True):  # rank 0 gathers them
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_gradients_that_are_multiplied_by_the_loss_scale_are_refused_until_they_are_divided() -> None:
+    norms = []
+    for name in ("unscale_gradients", "clip_grad_norm_"):
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64)])
+        torch.manual_seed(0)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        accelerator.backward(model(torch.ones(2, 6)).square().mean())
+        with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        getattr(accelerator, name)(*((model.parameters(), MAX_NORM) if name == "clip_grad_norm_" else ()))
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norms.append([parameter.grad.norm().item() for parameter in net.parameters()])
+        optimizer.step()
+        accelerator.free_memory()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert sum(norm**2 for norm in norms[0]) ** 0.5 == pytest.approx(MAX_NORM, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("fsdp 1", "each rank has its part"),
+        ("fsdp 1 flat", "each rank has its part"),
+        pytest.param("zero 1", "DeepSpeed keeps its gradients", marks=needs_deepspeed),
+        pytest.param("zero 3", "DeepSpeed keeps its gradients", marks=needs_deepspeed),
+        ("pp", "its stage of the pipeline"),
+    ],
+)
+def test_a_norm_over_a_part_of_the_gradients_is_refused(kind: str, reason: str) -> None:
+    for message in run_world(refused, 2, kind, timeout=200):
+        assert reason in message and "accelerator.clip_grad_norm_(model.parameters(), max_norm)" in message
