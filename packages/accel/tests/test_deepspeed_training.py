@@ -334,6 +334,8 @@ def run_errors() -> None:
     refused("AdamW has 6 parameters that do not belong to Net", prepare, model, both, loader)
     model, opt, loader = prepare(model, opt, loader)
     x, y = next(iter(loader))
+    loss_of(model, x, y).backward()
+    refused("accelerator.backward(loss) in place of it", opt.step)
     unsupported = (
         "backward got create_graph, which DeepSpeed does not support. It takes retain_graph and scale_wrt_gas."
     )
@@ -357,9 +359,12 @@ def run_errors() -> None:
 
     accelerator = accelerator_of({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"})
     model = net()
-    model, *_ = accelerator.prepare(model, adamw(model.parameters()), DataLoader(data(), batch_size=4))
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), DataLoader(data(), batch_size=4))
     allow = "Allow it with DeepSpeedPlugin(zero3_save_16bit_model=True)"
     refused(allow, accelerator.get_state_dict, model)
+    x, y = next(iter(loader))
+    loss_of(model, x, y).backward()
+    refused("accelerator.backward(loss) in place of it", optimizer.step)
     release(accelerator)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class DeepSpeedEngineWrapper:
         # would have no gradient.
         fixed = () if isinstance(engine.optimizer, Optimizer) else engine.module.named_parameters()
         self._fixed = [(name, parameter, parameter.requires_grad) for name, parameter in fixed]
+        self._is_bypassed = False  # whether a script has called loss.backward() itself
+        if hasattr(engine, "_backward_prologue"):  # versions without it raise an error of their own then
+            engine._backward_prologue = partial(self._begin_backward, engine._backward_prologue)
+
+    def _begin_backward(self, begin: Callable[[], None]) -> None:
+        self._is_bypassed = not self.engine._running_engine_backward
+        begin()
 
     def check_trained(self) -> None:
         """Refuse a loss after parameters were frozen or unfrozen, if the engine updates the same ones in each step.
@@ -124,6 +132,11 @@ class DeepSpeedEngineWrapper:
     def step(self) -> bool | None:
         """Update the weights if an accumulation window has ended."""
         if not self._has_gradients:
+            if self._is_bypassed:
+                raise ConfigurationError(
+                    "the engine of DeepSpeed has not seen loss.backward(), so that this step would change nothing. Call "
+                    "accelerator.backward(loss) in place of it."
+                )
             return None
         ends_window = bool(self.engine.is_gradient_accumulation_boundary())
         if ends_window:
