@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.scheduler import AcceleratedScheduler
+from accel_state import context
 from accel_state.testing import run_world
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -103,3 +105,40 @@ def test_a_schedule_that_counts_epochs_is_warned_of(caplog: pytest.LogCaptureFix
         in_epochs.step()
     [message] = [record.getMessage() for record in caplog.records if "scheduler.step()" in record.getMessage()]
     assert "StepLR advances by 2 at each call" in message and "do not pass it to prepare()" in message
+
+
+def rates_of_evaluations(folder: Path, every: int, resume_after: int, batches: int = 12) -> list[float]:
+    """The rate after each micro batch, with evaluations between them, whose metric never improves.
+
+    Windows have four micro batches. ``every=0`` calls the scheduler with the loss of each micro batch instead.
+    """
+    found: list[float] = []
+    done = 0
+    for last in dict.fromkeys((resume_after, batches)):
+        with context.isolated():
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+            model = nn.Linear(1, 1)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+            plateau: Any = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            model, optimizer, plateau = accelerator.prepare(model, optimizer, plateau)
+            if done:
+                accelerator.load_state(folder)
+            for number in range(done + 1, last + 1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(2, 1)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not every or number % every == 0:
+                    plateau.step(1.0)
+                found.append(optimizer.param_groups[0]["lr"])
+            accelerator.save_state(folder)
+            done = last
+    return found
+
+
+@pytest.mark.parametrize("resume_after", [6, 7, 12])
+def test_a_metric_scheduler_counts_evaluations_within_a_window(tmp_path: Path, resume_after: int) -> None:
+    # After 5 micro batches and after 10; the first sets the best metric.
+    assert rates_of_evaluations(tmp_path / "every 5", 5, resume_after) == [1.0] * 9 + [0.5] * 3
+    # For each window, after 4, 8 and 12.
+    assert rates_of_evaluations(tmp_path / "all", 0, resume_after) == [1.0] * 7 + [0.5] * 4 + [0.25]

@@ -19,7 +19,8 @@ class AcceleratedScheduler:
     every micro batch; the schedule advances only when the optimizers stepped. Schedules are usually defined in batches
     of one process, and n processes consume n of them at a time, so it advances n steps at once, unless with
     ``split_batches`` the loader's batch size is that of all processes. A scheduler that takes a metric
-    (ReduceLROnPlateau) counts evaluations, so it advances once per call.
+    (ReduceLROnPlateau) counts evaluations, so it advances once per call, also by a call in the middle of a window or
+    after a skipped step; only calls since which no optimizer stepped are ignored there.
 
     Args:
         scheduler: the scheduler to wrap; it is at ``.scheduler``.
@@ -43,7 +44,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
-        advances_once = split_batches or not step_with_optimizer or _takes_metric(scheduler)
+        self._counts_evaluations = _takes_metric(scheduler)
+        advances_once = split_batches or not step_with_optimizer or self._counts_evaluations
         self._steps_before = 0
         self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
 
@@ -57,13 +59,15 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
-            return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
+        # An evaluation may come in the middle of a window, and what counts are the steps before it.
+        if not (self._counts_evaluations and self.note_steps()):
+            if not self.gradient_state.sync_gradients:
+                if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                    self.scheduler._step_count += 1
                 return
+            for optimizer in self.optimizers:
+                if optimizer.step_was_skipped:
+                    return
         if self._steps_per_call > 1:
             self._warn_of_epochs()
         for _ in range(self._steps_per_call):
@@ -73,10 +77,14 @@ class AcceleratedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
+    def note_steps(self) -> int:
+        """Note which steps the optimizers have taken, and return how many they took since the last note."""
+        before, self._steps_before = self._steps_before, sum(optimizer.steps_taken for optimizer in self.optimizers)
+        return self._steps_before - before
+
     def _warn_of_epochs(self) -> None:
         """Warn of a call after several steps and outside of a loader's loop: its schedule is one in epochs."""
-        before, self._steps_before = self._steps_before, sum(optimizer.steps_taken for optimizer in self.optimizers)
-        if self._steps_before - before > len(self.optimizers) and not self.gradient_state.in_dataloader:
+        if self.note_steps() > len(self.optimizers) and not self.gradient_state.in_dataloader:
             warn_once(
                 __name__,
                 f"scheduler.step() was called once for several optimizer steps, and {type(self.scheduler).__name__} "

@@ -59,6 +59,7 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
         optimizer.steps_taken = steps
     for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):
         scheduler.scheduler.load_state_dict(values)
+        scheduler.note_steps()
     for index, seed in state["orders"].items():
         prepared.seeded_samplers[index].initial_seed = seed
     for loader, position in zip(prepared.dataloaders, state["positions"], strict=True):
