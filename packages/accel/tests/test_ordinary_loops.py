@@ -125,6 +125,40 @@ def test_ranks_of_local_sgd_step_by_their_own_losses() -> None:
             torch.testing.assert_close(weights, (one + other) / 2, atol=1e-9, rtol=0)
 
 
+def closures_that_accumulate(steps: int) -> torch.Tensor:
+    """Step by a closure for each batch, or for each two of them."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    samples = batches() if steps > 1 else [batches()[i : i + 2] for i in range(0, STEPS, 2)]
+    for batch in samples:
+        parts = [batch] if steps > 1 else batch
+
+        def closure(parts: Any = parts) -> torch.Tensor:
+            loss = sum(functional.cross_entropy(model(x), y) for x, y in parts) / len(parts)
+            accelerator.backward(loss)
+            return loss
+
+        with accelerator.accumulate(model):
+            optimizer.step(closure)
+            optimizer.zero_grad()
+    return model[0].weight.detach()
+
+
+def test_a_closure_does_not_lose_the_batches_of_a_window() -> None:
+    with context.isolated(), pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2: only the last"):
+        closures_that_accumulate(2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for first in range(0, STEPS, 2):
+        optimizer.zero_grad()
+        for x, y in batches()[first : first + 2]:
+            (functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    with context.isolated():
+        torch.testing.assert_close(closures_that_accumulate(1), model[0].weight.detach(), atol=1e-6, rtol=0)
+
+
 def hook(model: nn.Module) -> None:
     model[2].weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[index]
 

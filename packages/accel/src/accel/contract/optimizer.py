@@ -209,9 +209,22 @@ class AcceleratedOptimizer(Optimizer):
 
         Returns:
             The result of the wrapped optimizer's step; None if it was not called.
+
+        Raises:
+            ConfigurationError: the closure was to compute the gradients of a micro batch that does not end its window.
         """
-        if self.gradient_state.micro_batch is not None:
+        batch = self.gradient_state.micro_batch
+        if batch is not None:
             self.note_step()
+            if closure is not None and not batch.closes and batch.backwards == 0:
+                # The closure would not be called, and the gradients of this micro batch would be missing.
+                raise ConfigurationError(
+                    f"{type(self.optimizer).__name__}.step(closure) in accumulate() with gradient_accumulation_steps="
+                    f"{self.gradient_state.num_steps}: only the last micro batch of a window steps, and a closure may "
+                    "be called several times there, so that it cannot accumulate. Use "
+                    "gradient_accumulation_steps=1 and add up the losses of several batches in the closure, or call "
+                    "accelerator.backward(loss) and then step() without a closure."
+                )
         if not self.gradient_state.sync_gradients:
             return None
         self._has_used = True
