@@ -59,10 +59,12 @@ class LocalSGD:
         self.model = model
         self.local_sgd_steps = local_sgd_steps
         self.num_steps: int = 0
+        self._trained: set[nn.Parameter] = set()  # parameters that may have changed since the last average
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
+            self._trained = set(self._trainable())
             prepared = self.accelerator.prepared
             prepared.local_sgd, loaded = self, prepared.local_sgd
             if isinstance(loaded, dict):
@@ -84,14 +86,18 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return the steps since the last average, and what differs between ranks: weights and optimizer states."""
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        trained = [name for name, parameter in self.model.named_parameters() if parameter in self._trained]
         optimizers = [optimizer.state_dict() for optimizer in self.accelerator.prepared.optimizers]
-        return {"steps": self.num_steps % self.local_sgd_steps, "weights": weights, "optimizers": optimizers}
+        steps = self.num_steps % self.local_sgd_steps
+        return {"steps": steps, "weights": weights, "trained": trained, "optimizers": optimizers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that this rank has saved."""
         self.num_steps = state_dict["steps"]
+        parameters = dict(self.model.named_parameters())
+        self._trained.update(parameters[name] for name in state_dict.get("trained", ()))
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in parameters.items():
                 parameter.copy_(state_dict["weights"][name])
         for optimizer, state in zip(self.accelerator.prepared.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -101,6 +107,7 @@ class LocalSGD:
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
+        self._trained.update(self._trainable())
         if self.num_steps % self.local_sgd_steps == 0:
             self._average()
 
@@ -108,8 +115,14 @@ class LocalSGD:
         for optimizer in self.accelerator.prepared.optimizers:
             optimizer.steps_apart = apart
 
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _average(self) -> None:
+        # One that was frozen since the last average differs between ranks, too.
+        self._trained.update(self._trainable())
         with torch.no_grad():
-            parameters = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+            parameters = [parameter.data for parameter in self.model.parameters() if parameter in self._trained]
             self.accelerator.state.collectives.all_reduce_many(parameters)
             foreach_div_(parameters, self.accelerator.num_processes)
+        self._trained = set(self._trainable())
