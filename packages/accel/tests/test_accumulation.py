@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_state import ConfigurationError
+from accel_state import ConfigurationError, context
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
 
@@ -377,6 +377,55 @@ def test_a_window_without_a_loader_continues_after_loading(tmp_path: Path) -> No
             accelerator.save_state(tmp_path / "state")
             accelerator.load_state(tmp_path / "state")
     assert pattern == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("with_loaders", [True, False])
+def test_a_window_continues_where_the_batches_before_it_are_skipped(tmp_path: Path, with_loaders: bool) -> None:
+    """It is that of a loaded state, or it began with the loader without its first batches and spans two loops."""
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=with_loaders)
+
+    def run(interrupted: bool, first: int) -> torch.Tensor:
+        with context.isolated():
+            accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+            model = build()
+            model, optimizer, loader = accelerator.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(24), batch_size=4)
+            )
+
+            def train(batches: Any, stop: int = 9) -> None:
+                for step, (x, y) in enumerate(batches):
+                    with accelerator.accumulate(model):
+                        accelerator.backward(nn.functional.mse_loss(model(x), y))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if step == stop:
+                        accelerator.save_state(tmp_path / "state")
+
+            if interrupted:
+                accelerator.load_state(tmp_path / "state")
+                train(accelerator.skip_first_batches(loader, 4))
+            elif first:
+                train(accelerator.skip_first_batches(loader, first))
+            else:
+                train(loader, stop=3)
+            train(loader)
+            return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    if with_loaders:
+        whole = run(interrupted=False, first=0)
+        torch.testing.assert_close(run(interrupted=True, first=0), whole, atol=1e-12, rtol=0)
+    else:
+        model, samples = build(), data(24)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        order = [8, 12, 16, 20, 0, 4, 8, 12, 16, 20]  # the last window is open
+        for start in range(0, 9, 3):
+            optimizer.zero_grad()
+            for index in order[start : start + 3]:
+                x, y = samples[index : index + 4]
+                (nn.functional.mse_loss(model(x), y) / 3).backward()
+            optimizer.step()
+        expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(run(interrupted=False, first=2), expected, atol=1e-12, rtol=0)
 
 
 def test_the_running_count_of_micro_batches() -> None:

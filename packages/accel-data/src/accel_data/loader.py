@@ -120,6 +120,13 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         """The counter of epochs, which a loader shares with those made from it by skipping batches."""
         return self._clock
 
+    _origin: PreparedLoader[Any] | None = None
+
+    @property
+    def origin(self) -> PreparedLoader[Any]:
+        """The loader that ``skip_first_batches`` made this one from; otherwise this one."""
+        return self if self._origin is None else self._origin
+
     def pass_over_finished_epoch(self, pass_over: bool = True) -> None:
         """Begin with the next epoch if a loaded state was saved after the last batch of an epoch.
 
@@ -437,6 +444,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         skipped = type(self).__new__(type(self))
         skipped.__dict__.update(self.__dict__)
         skipped.skip_batches = num_batches
+        skipped._origin = self.origin
         return skipped
 
     def __getstate__(self) -> dict[str, Any]:

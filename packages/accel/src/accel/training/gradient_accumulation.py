@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accel_data import DataLoaderConfiguration
+from accel_data import DataLoaderConfiguration, PreparedLoader
 from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError, check_type
@@ -37,6 +37,11 @@ Models = tuple[nn.Module, ...]
 
 def _no_loader() -> None:
     """Return None, as a weak reference to a loader that was collected."""
+
+
+def _origin(loader: Any) -> Any:
+    """Return the loader that ``skip_first_batches`` made a loader from; otherwise the loader itself."""
+    return loader.origin if isinstance(loader, PreparedLoader) else loader
 
 
 @dataclass(slots=True)
@@ -154,7 +159,7 @@ class Accumulation:
 
     def windows_of(self, loader: Any) -> list[Window]:
         """Return the open windows of a loader; with None those without a loader."""
-        return list((self._without_loader if loader is None else self._by_loader.get(loader, {})).values())
+        return list((self._without_loader if loader is None else self._by_loader.get(_origin(loader), {})).values())
 
     def windows_by_loader(self) -> list[tuple[Any, list[Window]]]:
         """Return the loaders with open windows, and the windows."""
@@ -249,7 +254,8 @@ class Accumulation:
             leader = of_loader if found is None else found
         if leader is not None and models not in self._windows_of(leader):
             # In the first step of a loop over several loaders, only the last of them is known: the window continues.
-            begun = next((w for w in (self._by_loader.get(one, {}) for one in loaders) if models in w), None)
+            of_loaders = (self._by_loader.get(_origin(one), {}) for one in loaders)
+            begun = next((windows for windows in of_loaders if models in windows), None)
             if begun is not None:
                 self._windows_of(leader)[models] = begun.pop(models)
         return leader
@@ -286,8 +292,11 @@ class Accumulation:
                 self._windows_of(loader).setdefault(models, window)
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
-        """Return the windows of a loader, which the next step then finds without a lookup."""
-        self._latest_windows = self._by_loader.setdefault(loader, {})
+        """Return the windows of a loader, which the next step then finds without a lookup.
+
+        A loader that ``skip_first_batches`` made continues those of its origin, such as the windows of a loaded state.
+        """
+        self._latest_windows = self._by_loader.setdefault(_origin(loader), {})
         self._latest_loader = weakref.ref(loader, self._forget_latest)
         return self._latest_windows
 
