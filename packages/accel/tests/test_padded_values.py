@@ -58,6 +58,46 @@ def test_values_of_padded_batches_warn() -> None:
     run_world(check_warnings, 2)
 
 
+def names_of_an_epoch(rows: int, form: str) -> tuple[list[str], bool]:
+    """The names that an epoch gathers, and whether it warned."""
+    accel_logging._already_warned.clear()
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader([(float(i), f"n{i}") for i in range(rows)], batch_size=3))
+    messages, logger = Messages(), logging.getLogger("accel.training.gather_for_metrics")
+    logger.addHandler(messages)
+    found: list[str] = []
+    for x, names in loader:
+        if form == "names":
+            found += accelerator.gather_for_metrics(names)
+        elif form == "a dictionary per sample":
+            each = [{"name": name, "x": one} for name, one in zip(names, x, strict=True)]
+            found += [sample["name"] for sample in accelerator.gather_for_metrics(each, use_gather_object=True)]
+        elif form == "a dictionary":
+            for batch in accelerator.gather_for_metrics({"names": names, "x": x}, use_gather_object=True):
+                found += batch["names"]
+        else:
+            for part in accelerator.gather_for_metrics((list(names), x)):
+                found += part if isinstance(part, list) else []
+    logger.removeHandler(messages)
+    return found, any("one object per sample" in text for text in messages.texts)
+
+
+def check_names() -> None:
+    is_main = Accelerator(cpu=True).is_main_process
+    for rows in (10, 12):
+        names = [f"n{i}" for i in range(rows)]
+        for form in ("names", "a dictionary per sample"):
+            assert names_of_an_epoch(rows, form) == (names, False), (rows, form)
+        for form in ("a dictionary", "lists and tensors"):
+            found, warned = names_of_an_epoch(rows, form)
+            assert warned == (is_main and rows == 10), (rows, form)
+            assert (found == names) == (rows == 12), (rows, form)
+
+
+def test_padding_within_objects_is_reported() -> None:
+    run_world(check_names, 2)
+
+
 def test_one_process_has_no_padding() -> None:
     check_warnings()
 

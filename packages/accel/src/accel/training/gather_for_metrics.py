@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accel_data.batch_ops import count_samples
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.logging import warn_once
@@ -41,8 +42,11 @@ def gather_for_metrics(
     loader = loader_of(data, loader, gradient_state)
     collectives = collectives or state.collectives
     as_objects = use_gather_object or not _only_tensors(data)
-    if not as_objects and getattr(loader, "has_padding", False):
-        _warn_about_values_of_ranks(data)
+    if getattr(loader, "has_padding", False):
+        if as_objects:
+            _warn_about_objects_of_ranks(data)
+        else:
+            _warn_about_values_of_ranks(data)
     if shares is not None and not as_objects and collectives.world_size != state.num_processes:
         return _gather_shares(data, state, loader, collectives, shares)
     # A step of an elastic loader is divided in one process, too, with padding in several of its micro batches.
@@ -69,6 +73,20 @@ def _warn_about_values_of_ranks(data: Any) -> None:
             "gather_for_metrics got a tensor without dimensions in a last step with padding or batches of different "
             "sizes. A mean or a sum over such a batch counts the repeated samples, and nothing can be dropped from it. "
             "Gather one value per sample, such as a loss with reduction='none', and average afterwards.",
+        )
+
+
+def _warn_about_objects_of_ranks(data: Any) -> None:
+    """Warn once about lists and arrays within objects, whose padding cannot be dropped: only members of a list can."""
+    # A tuple of one type has an object for each sample, as default_collate makes of strings.
+    is_of_samples = isinstance(data, list) or (isinstance(data, tuple) and len({type(member) for member in data}) == 1)
+    if not is_of_samples and count_samples(data):
+        warn_once(
+            __name__,
+            f"gather_for_metrics got a {type(data).__name__} with lists or arrays in a last step with padding or "
+            "batches of different sizes. Repeated samples within them cannot be dropped, and count twice in a metric. "
+            "Gather one object per sample, such as [{'name': name, 'score': score}, ...], or each list by a call of "
+            "its own.",
         )
 
 
