@@ -487,6 +487,34 @@ def test_windows_may_span_loaders_where_asked() -> None:
     assert pattern == [False, False, False, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("spans_loaders", "leave_after"), [(False, 3), (True, 3), (True, None)], ids=["left", "left, spans", "ended, spans"]
+)
+def test_the_loader_of_the_next_epoch_continues_a_window(spans_loaders: bool, leave_after: int | None) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=not spans_loaders)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, reference, samples = build(), build(), data(20)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        loader = accelerator.prepare(DataLoader(samples, batch_size=4))
+        for number, (x, y) in enumerate(loader, start=1):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == leave_after:
+                break
+    batches = [samples[first : first + 4] for first in range(0, 4 * (leave_after or 5), 4)] * 4
+    for first in range(0, len(batches), 2):
+        plain.zero_grad()
+        for x, y in batches[first : first + 2]:
+            (nn.functional.mse_loss(reference(x), y) / 2).backward()
+        plain.step()
+    for weights, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(weights, expected, atol=1e-12, rtol=0)
+
+
 def test_the_launchers_number_of_steps_wins() -> None:
     with patch_environment(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
         assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 4

@@ -158,6 +158,11 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         """True if an iteration is in progress: it began, and neither ended nor was abandoned."""
         return self._clock.current is not None and self._clock.current.open
 
+    @property
+    def has_been_left(self) -> bool:
+        """True if the latest iteration in this process has ended or was left early."""
+        return self._clock.current is not None and not self._clock.current.open
+
     def abandon(self) -> None:
         """Treat the iteration in progress as ended: a state saved now begins with the next epoch."""
         if self._clock.current is not None:

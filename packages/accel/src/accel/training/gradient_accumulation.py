@@ -224,7 +224,7 @@ class Accumulation:
             windows = self._latest_windows if self._latest_loader() is loader else self._windows_of(loader)
         window = windows.get(models)
         if window is None:
-            window = windows[models] = Window(models, self.num_steps)
+            window = windows[models] = self._left_behind(models) or Window(models, self.num_steps)
         window.position += 1
         if window.position > 1:
             window.with_gradient = next((one for one in window.parameters if one.grad is not None), None)
@@ -290,6 +290,13 @@ class Accumulation:
             if loader is not None:
                 del self._without_loader[models]
                 self._windows_of(loader).setdefault(models, window)
+
+    def _left_behind(self, models: Models) -> Window | None:
+        """Take the open window of a loader whose loop is over: its gradients are still in the models."""
+        for loader, windows in self._by_loader.items():
+            if models in windows and isinstance(loader, PreparedLoader) and loader.has_been_left:
+                return windows.pop(models)
+        return None
 
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
         """Return the windows of a loader, which the next step then finds without a lookup.
