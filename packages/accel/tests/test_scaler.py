@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from accel import Accelerator
 from accel.precision.scaler import SharedGradScaler
+from accel.utils import GradScalerKwargs
 from accel_state import PartialState
 
 
@@ -78,3 +83,50 @@ def test_a_scale_that_is_given_is_taken_at_once() -> None:
     scaler.expect(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5))
     scaler.update(2.0)
     assert scaler.get_scale() == 2.0
+
+
+def two_nets() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), nn.Linear(3, 1)]
+
+
+def output(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.float16):
+        found: torch.Tensor = net(x)
+    return found.float()
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("overflow_at", [None, 3])
+def test_the_scale_may_change_while_another_optimizer_accumulates(clips: bool, overflow_at: int | None) -> None:
+    """The first steps, and the last losses of the second one's window are scaled after that."""
+    xs, limit = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1)), 0.1
+    references = two_nets()
+    plain = [torch.optim.SGD(net.parameters(), lr=0.2) for net in references]
+    for first in range(0, len(xs), 2):
+        for net, optimizer in zip(references, plain, strict=True):
+            optimizer.zero_grad()
+            for x in xs[first : first + 2]:
+                ((output(net, x) - 1).square().mean() / 2).backward()
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), limit)
+            if not (net is references[0] and overflow_at is not None and first <= overflow_at < first + 2):
+                optimizer.step()
+
+    # The scale changes after each step.
+    handlers = [GradScalerKwargs(init_scale=16.0, growth_interval=1)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=handlers)
+    nets: list[Any] = [accelerator.prepare(net) for net in two_nets()]
+    optimizers = [accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.2)) for net in nets]
+    for number, x in enumerate(xs):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            with accelerator.accumulate(net):
+                overflows = number == overflow_at and net is nets[0]
+                accelerator.backward((net(x) - 1).square().mean() * (1e30 if overflows else 1))
+                if clips:
+                    accelerator.clip_grad_norm_(net.parameters(), limit)
+                optimizer.step()
+                optimizer.zero_grad()
+    for net, reference in zip(nets, references, strict=True):
+        for weights, expected in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(weights, expected, atol=1e-3, rtol=0)

@@ -20,7 +20,8 @@ class SharedGradScaler(torch.amp.GradScaler):
     torch expects one ``update()`` after the last of all optimizers has stepped: an earlier call forgets which gradients
     are already unscaled, and the next ``step()`` divides them again. Prepared optimizers each call ``update()`` after
     their own step, so here it takes effect when all of them have stepped, or at the latest when the next loss is
-    scaled. Unscaling twice, or without gradients, does nothing.
+    scaled. Unscaling twice, or without gradients, does nothing. Gradients that another optimizer still accumulates get
+    the new scale then.
 
     Attributes:
         over_ranks: takes the maximum of a tensor over the ranks that shard gradients; None where no rank does.
@@ -29,7 +30,7 @@ class SharedGradScaler(torch.amp.GradScaler):
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._expected: set[int] = set()
+        self._expected: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
 
     def share_overflow(self, state: PartialState) -> None:
@@ -38,7 +39,7 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def expect(self, optimizer: Optimizer) -> None:
         """Count this optimizer among those that an update waits for."""
-        self._expected.add(id(optimizer))
+        self._expected[id(optimizer)] = optimizer
 
     def forget(self) -> None:
         """Wait for no optimizer any longer."""
@@ -84,7 +85,7 @@ class SharedGradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if new_scale is not None or self._expected <= self._stepped:
+        if new_scale is not None or self._expected.keys() <= self._stepped:
             self._finish(new_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,8 +95,25 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def _finish(self, new_scale: float | torch.Tensor | None = None) -> None:
         if self._stepped or new_scale is not None:
+            others = [optimizer for key, optimizer in self._expected.items() if key not in self._stepped]
+            waiting = [optimizer for optimizer in others if _has_gradients(optimizer)]
+            unscaled = [item for item in waiting if self.is_unscaled(item)]
+            former = self._scale.clone() if waiting and self._scale is not None else None
             super().update(new_scale)
+            if former is not None:
+                self._scale_again(waiting, unscaled, former)
         self._stepped.clear()
+
+    def _scale_again(self, waiting: list[Optimizer], unscaled: list[Optimizer], former: torch.Tensor) -> None:
+        """Give gradients to which later losses will be added the scale of those losses."""
+        scale = self._scale
+        assert scale is not None
+        for optimizer in waiting:
+            factor = scale if optimizer in unscaled else scale / former
+            for parameter in (item for group in optimizer.param_groups for item in group["params"]):
+                if parameter.grad is not None:
+                    gradient = local(parameter.grad)
+                    gradient.mul_(factor.to(gradient.device))
 
 
 class _LocalParts:
