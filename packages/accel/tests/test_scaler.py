@@ -10,8 +10,9 @@ from torch import nn
 
 from accel import Accelerator
 from accel.precision.scaler import SharedGradScaler
-from accel.utils import GradScalerKwargs
-from accel_state import PartialState
+from accel.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
+from accel_state import PartialState, context
+from accel_state.testing import run_world
 
 
 def a_step(scaler: SharedGradScaler, gradient: float, count: int = 1) -> tuple[list[float], list[float]]:
@@ -96,37 +97,75 @@ def output(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return found.float()
 
 
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("overflow_at", [None, 3])
-def test_the_scale_may_change_while_another_optimizer_accumulates(clips: bool, overflow_at: int | None) -> None:
-    """The first steps, and the last losses of the second one's window are scaled after that."""
-    xs, limit = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1)), 0.1
-    references = two_nets()
-    plain = [torch.optim.SGD(net.parameters(), lr=0.2) for net in references]
+LIMIT = 0.1  # of gradient norms
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(8, 6, 3, generator=torch.Generator().manual_seed(1))
+
+
+def expected_weights(clips: bool, overflow_at: int | None) -> list[dict[str, Any]]:
+    """The weights of plain torch, whose first net does not step in the window that overflows."""
+    nets, xs = two_nets(), inputs()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.2) for net in nets]
     for first in range(0, len(xs), 2):
-        for net, optimizer in zip(references, plain, strict=True):
+        for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
             for x in xs[first : first + 2]:
                 ((output(net, x) - 1).square().mean() / 2).backward()
             if clips:
-                nn.utils.clip_grad_norm_(net.parameters(), limit)
-            if not (net is references[0] and overflow_at is not None and first <= overflow_at < first + 2):
+                nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
+            if not (net is nets[0] and overflow_at is not None and first <= overflow_at < first + 2):
                 optimizer.step()
+    return [net.state_dict() for net in nets]
 
-    # The scale changes after each step.
-    handlers = [GradScalerKwargs(init_scale=16.0, growth_interval=1)]
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=handlers)
-    nets: list[Any] = [accelerator.prepare(net) for net in two_nets()]
-    optimizers = [accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.2)) for net in nets]
-    for number, x in enumerate(xs):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            with accelerator.accumulate(net):
-                overflows = number == overflow_at and net is nets[0]
-                accelerator.backward((net(x) - 1).square().mean() * (1e30 if overflows else 1))
-                if clips:
-                    accelerator.clip_grad_norm_(net.parameters(), limit)
-                optimizer.step()
-                optimizer.zero_grad()
-    for net, reference in zip(nets, references, strict=True):
-        for weights, expected in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(weights, expected, atol=1e-3, rtol=0)
+
+def trained_weights(clips: bool, overflow_at: int | None, fsdp_version: int = 0) -> list[dict[str, Any]]:
+    """Those of the Accelerator, whose scale changes after each step."""
+    with context.isolated():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp_version or 2, use_orig_params=True)
+        accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            gradient_accumulation_steps=2,
+            kwargs_handlers=[GradScalerKwargs(init_scale=16.0, growth_interval=1)],
+            fsdp_plugin=plugin if fsdp_version else None,
+        )
+        pairs: list[Any] = []
+        for net in two_nets():
+            pairs.append(accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.2)))
+        for number, batch in enumerate(inputs()):
+            x = batch.chunk(accelerator.num_processes)[accelerator.process_index]
+            for index, (net, optimizer) in enumerate(pairs):
+                with accelerator.accumulate(net):
+                    overflows = number == overflow_at and index == 0
+                    accelerator.backward((net(x) - 1).square().mean() * (1e30 if overflows else 1))
+                    if clips:
+                        accelerator.clip_grad_norm_(net.parameters(), LIMIT)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [dict(accelerator.get_state_dict(net)) for net, _ in pairs]
+
+
+def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for weights, those in zip(found, expected, strict=True):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, those[name], atol=1e-3, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("overflow_at", [None, 3])
+def test_the_scale_may_change_while_another_optimizer_accumulates(clips: bool, overflow_at: int | None) -> None:
+    """The first steps, and the last losses of the second one's window are scaled after that."""
+    compare(trained_weights(clips, overflow_at), expected_weights(clips, overflow_at))
+
+
+def sharded_weights() -> list[list[dict[str, Any]]]:
+    return [trained_weights(clips, 3, version) for version in (1, 2) for clips in (True, False)]
+
+
+def test_so_may_that_of_gradients_which_are_sharded_later() -> None:
+    """Until the end of a window, FSDP keeps whole gradients apart."""
+    expected = [expected_weights(clips, 3) for clips in (True, False)] * 2
+    for found, those in zip(run_world(sharded_weights, 2)[0], expected, strict=True):
+        compare(found, those)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -725,6 +726,15 @@ class Accelerator:
         for item in chosen:
             self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
 
+    def _optimizers_of(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
+        """Return the prepared optimizers of some parameters: others may still accumulate their gradients."""
+        optimizers = self.prepared.optimizers
+        if self.scaler is None or len(optimizers) == 1:
+            return optimizers
+        wanted = set(map(id, parameters))
+        owns = [any(id(item) in wanted for group in one.param_groups for item in group["params"]) for one in optimizers]
+        return list(itertools.compress(optimizers, owns)) or optimizers
+
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
@@ -752,7 +762,7 @@ class Accelerator:
         chosen = _tensors(parameters, "clip_grad_norm_")
         max_norm = check_number("max_norm", max_norm, at_least=0, infinite=True)
         norm_type = check_number("norm_type", norm_type, above=0, infinite=True)
-        self.unscale_gradients()
+        self.unscale_gradients(self._optimizers_of(chosen))
         limit = max_norm if self.sync_gradients else float("inf")
         return self.strategy.clip_grad_norm(chosen, limit, norm_type)
 
@@ -776,7 +786,7 @@ class Accelerator:
         """
         chosen = _tensors(parameters, "clip_grad_value_")
         clip_value = check_number("clip_value", clip_value, at_least=0, infinite=True)
-        self.unscale_gradients()
+        self.unscale_gradients(self._optimizers_of(chosen))
         if self.sync_gradients and chosen:
             self.strategy.clip_grad_value(chosen, clip_value)
 

@@ -25,11 +25,14 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     Attributes:
         over_ranks: takes the maximum of a tensor over the ranks that shard gradients; None where no rank does.
+        scale_gradients: multiplies the gradients of parameters by a factor; where they are sharded, those too that are
+            accumulated apart from the parameters.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.scale_gradients: Callable[[list[torch.Tensor], torch.Tensor], None] = _scale_gradients
         self._expected: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
 
@@ -95,9 +98,8 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def _finish(self, new_scale: float | torch.Tensor | None = None) -> None:
         if self._stepped or new_scale is not None:
-            others = [optimizer for key, optimizer in self._expected.items() if key not in self._stepped]
-            waiting = [optimizer for optimizer in others if _has_gradients(optimizer)]
-            unscaled = [item for item in waiting if self.is_unscaled(item)]
+            waiting = [optimizer for key, optimizer in self._expected.items() if key not in self._stepped]
+            unscaled = [item for item in waiting if self.is_unscaled(item) and _has_gradients(item)]
             former = self._scale.clone() if waiting and self._scale is not None else None
             super().update(new_scale)
             if former is not None:
@@ -110,10 +112,14 @@ class SharedGradScaler(torch.amp.GradScaler):
         assert scale is not None
         for optimizer in waiting:
             factor = scale if optimizer in unscaled else scale / former
-            for parameter in (item for group in optimizer.param_groups for item in group["params"]):
-                if parameter.grad is not None:
-                    gradient = local(parameter.grad)
-                    gradient.mul_(factor.to(gradient.device))
+            self.scale_gradients([item for group in optimizer.param_groups for item in group["params"]], factor)
+
+
+def _scale_gradients(parameters: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local(parameter.grad)
+            gradient.mul_(factor.to(gradient.device))
 
 
 class _LocalParts:

@@ -140,6 +140,7 @@ class ShardedStrategy(Strategy):
 
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)
+        scaler.scale_gradients = self.scale_gradients
 
     def ready_to_shard(self, model: nn.Module, collectives: Collectives) -> list[nn.Module]:
         """Refuse what cannot be sharded, make master weights, and return the modules that are not sharded.
