@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -278,6 +279,39 @@ def test_a_dtype_holds_for_what_no_checkpoint_has(tmp_path: Path, place: str | N
         expected = model.out(model.norm((torch.ones(3, 8).bfloat16() * model.frequencies).float()).bfloat16())
         found = loaded.out(loaded.norm((torch.ones(3, 8).bfloat16() * loaded.frequencies).float()).bfloat16())
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Masked(nn.Module):
+    """A mask and indices, of which old checkpoints hold other kinds of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.tensor([True, False, True, False]))
+        self.register_buffer("order", torch.arange(4))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        return self.out(steps)[:, self.order] * ~self.hidden
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", None])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_whole_numbers_keep_the_dtype_of_the_model(tmp_path: Path, place: str | None, is_empty: bool) -> None:
+    torch.manual_seed(0)
+    expected = Masked()
+    state = expected.state_dict()
+    state.update(hidden=torch.tensor([0, 1, 1, 0], dtype=torch.uint8), order=torch.tensor([3, 1, 0, 2]).int())
+    save_file(state, tmp_path / "model.safetensors")
+    expected.load_state_dict(state)
+    with init_empty_weights(include_buffers=True) if is_empty else contextlib.nullcontext():
+        loaded = Masked()
+    if place is None:
+        load_checkpoint_in_model(loaded, tmp_path)
+    else:
+        load_checkpoint_and_dispatch(loaded, tmp_path, {"": place}, offload_buffers=True)
+    assert (loaded.hidden.dtype, loaded.order.dtype) == (torch.bool, torch.int64)
+    steps = torch.randn(3, 4)
+    torch.testing.assert_close(loaded(steps), expected(steps), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

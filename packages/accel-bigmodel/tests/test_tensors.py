@@ -229,6 +229,10 @@ def test_moving_tensors() -> None:
     assert model.blocks[0].up.weight.dtype == torch.bfloat16
     set_module_tensor_to_device(model, "mask", "cpu", value=torch.ones(16))
     assert not isinstance(model.mask, nn.Parameter) and "mask" in dict(model.named_buffers())
+    masked = nn.Module()
+    masked.register_buffer("mask", torch.tensor([True, False]))
+    set_module_tensor_to_device(masked, "mask", "cpu", value=torch.tensor([0, 1], dtype=torch.uint8))
+    assert (~masked.mask).tolist() == [True, False]
     same = model.scale
     set_module_tensor_to_device(model, "scale", "cpu")
     assert model.scale is same

@@ -28,7 +28,7 @@ from .hooks.attach import has_offloaded_weights
 from .offload.store import load_offloaded_weight, offload_weight, save_offload_index
 from .placeholder import has_values
 from .sizes import as_names
-from .tensors import Location, as_device, as_dtype, set_module_tensor_to_device
+from .tensors import Location, are_whole_numbers, as_device, as_dtype, set_module_tensor_to_device
 from .tied_params import check_tied_parameters_on_same_device, location_of, with_shared_modules
 
 _RECORD = "_accel_offloaded"
@@ -220,7 +220,7 @@ class _CheckpointLoader:
     def _dtype_for(self, tensor: ModelTensor, stored: torch.dtype) -> torch.dtype:
         present = tensor.tensor.dtype
         if not all(dtype.is_floating_point or dtype.is_complex for dtype in (stored, present)):
-            return stored
+            return present if are_whole_numbers(stored, tensor.tensor) else stored
         if self.dtype is None:
             return present
         if any(f"{part}." in tensor.name or tensor.name.endswith(part) for part in self.keep_in_fp32):

@@ -109,6 +109,15 @@ def is_packed(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ in _PACKED_CLASSES or getattr(tensor, "quant_state", None) is not None
 
 
+def are_whole_numbers(stored: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Return True if stored integers or truth values are those of a tensor, which keeps its dtype, as in torch.
+
+    ``~mask`` of a mask that became an integer is something else. Weights of a class of their own may pack their values.
+    """
+    is_plain = type(tensor) in {nn.Parameter, torch.Tensor}
+    return is_plain and not any(dtype.is_floating_point or dtype.is_complex for dtype in (stored, tensor.dtype))
+
+
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a torch dtype from its name ("float16", "torch.float16") or itself."""
     value = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -173,8 +182,9 @@ def set_module_tensor_to_device(
         return
     if value is not None and dtype is not None:
         source = value.to(as_dtype(dtype))
-    elif value is not None and old is not None and value.is_floating_point() and old.is_floating_point():
-        source = value.to(old.dtype)
+    elif value is not None and old is not None:
+        are_floats = value.is_floating_point() and old.is_floating_point()
+        source = value.to(old.dtype) if are_floats or are_whole_numbers(value.dtype, old) else value
     new: Any = source.detach().to(target, non_blocking=non_blocking)
     if table is parameters_of(owner):
         new = _parameter_like(old, new, target)
