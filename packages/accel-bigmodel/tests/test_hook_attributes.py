@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from accel_bigmodel import (
     AlignDevicesHook,
@@ -277,6 +278,51 @@ def test_a_weight_that_is_assigned_to_the_module(offload: Callable[..., nn.Modul
     remove_hook_from_module(model, recurse=True)
     torch.testing.assert_close(model(X), plain(X))
     assert model[1].weight.detach().equal(mine)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def without_bias(layer: nn.Linear) -> None:
+    layer.bias = None
+
+
+def with_constant_bias(layer: nn.Linear) -> None:
+    value = layer.bias.detach().clone()
+    del layer.bias
+    layer.register_buffer("bias", value)
+
+
+@offloads
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_bias,
+        with_constant_bias,
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric()),
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer.eval()),
+    ],
+    ids=["none", "buffer", "prune", "parametrize", "spectral_norm"],
+)
+def test_a_weight_that_is_taken_away_from_the_module(
+    change: Callable[[nn.Linear], Any], offload: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    plain = layers()
+    model = offload(copy.deepcopy(plain), tmp_path)
+    model(X)
+    for one in (plain, model):
+        torch.manual_seed(0)
+        change(one[1])
+    copied = copy.deepcopy(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), plain(X))
+    torch.testing.assert_close(copied(X), plain(X))
+    torch.testing.assert_close(get_state_dict_offloaded_model(model), dict(plain.state_dict()))
+    remove_hook_from_module(model, recurse=True)
+    torch.testing.assert_close(model(X), plain(X))
 
 
 def map_of(model: nn.Module, name: str) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from accel_state import clear_device_cache, devices
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import buffers_of, non_persistent_buffers, parameters_of
-from .placeholder import PlaceholderParameter, has_values
+from .placeholder import Placeholder, has_values
 
 Location = int | str | torch.device
 """The index of an accelerator, a torch device or its name; in device maps also "disk"."""
@@ -201,7 +201,7 @@ def _parameter_like(old: torch.Tensor | None, values: torch.Tensor, target: torc
     """Return a parameter with the class and attributes of ``old``, and other values."""
     if old is None:
         return nn.Parameter(values, requires_grad=values.is_floating_point())
-    if type(old) in (nn.Parameter, PlaceholderParameter):
+    if type(old) is nn.Parameter or isinstance(old, Placeholder):
         differentiable = values.is_floating_point() or values.is_complex()
         return nn.Parameter(values, requires_grad=old.requires_grad and differentiable)
     # Quantized parameters pack their values, as their attributes say, when they are moved to a device.

@@ -149,7 +149,7 @@ class Slot:
     @property
     def is_empty(self) -> bool:
         """True if the values are not in the module now."""
-        return self.table[self.key] is self.placeholder
+        return self.table.get(self.key) is self.placeholder
 
     def _scales(self, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the scales of a weight in 8 bits, which bitsandbytes keeps under a name of their own."""
@@ -159,8 +159,9 @@ class Slot:
         return weights.get(name)
 
     def _is_taken(self) -> bool:
-        present = self.table[self.key]
-        return present is not self.placeholder and present is not self._filled
+        # Nothing, after `bias = None`; pruning and parametrizations delete a weight, and compute it from another name.
+        present = self.table.get(self.key)
+        return present is None or (present is not self.placeholder and present is not self._filled)
 
     def assigned(self) -> torch.Tensor | None:
         """Return the values of a tensor that something else has put in this place; None if nothing has."""
