@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ class Add(ModelHook):
     def detach_hook(self, module):
         self.calls.append(f"detach {self.name}")
         return module
+
+
+class Count(ModelHook):
+    """Writes down when it was called."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls.append("pre")
+        return args, kwargs
 
 
 def test_a_hook_changes_arguments_and_results() -> None:
@@ -118,6 +130,33 @@ def test_a_forward_of_somebody_else_comes_back() -> None:
     assert torch.equal(layer(torch.ones(1)), torch.tensor([5.0]))
     remove_hook_from_module(layer)
     assert layer.forward is mine
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("change", ["append", "replace", "remove", "offload", "dispatch"])
+def test_a_forward_that_is_replaced_after_the_offload_stays(wraps: bool, change: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, calls = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+    x, layer = torch.ones(1, 3), model[1]
+    plain = copy.deepcopy(model)
+    cpu_offload(model, "cpu")
+    inner = layer.forward
+    layer.forward = lambda x: 5 * (inner(x) if wraps else nn.functional.linear(x, layer.weight, layer.bias))
+    expected = 5 * plain(x)
+    torch.testing.assert_close(model(x), expected)
+    if change in ("append", "replace"):
+        add_hook_to_module(layer, Count(calls), append=change == "append")
+    elif change == "offload":
+        cpu_offload(model, "cpu")
+    elif change == "dispatch":
+        dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    else:
+        remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(x), expected)
+    assert calls == (["pre"] if change in ("append", "replace") else []), "hooks run once, around it"
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(x), expected)
+    assert not {"_old_forward", "_accel_forward"} & vars(layer).keys()
 
 
 def test_no_grad() -> None:

@@ -22,6 +22,8 @@ _accelerate_added_attributes: list[str] = []
 LOAD_HOOK = "_accel_load_hook"
 """The attribute of a module with the handle of its hook for ``load_state_dict``."""
 
+_FORWARD = "_accel_forward"  # the attribute of a module with its forward that runs the hook
+
 
 class ModelHook:
     """Callbacks before and after a module's forward, and when the hook is added or removed.
@@ -124,13 +126,18 @@ class _Forward:
     def __init__(self, module: nn.Module, is_hooked: bool) -> None:
         self.module = module
         self.is_hooked = is_hooked
+        self.replaced: Callable[..., Any] | None = None
+
+    def unhook(self, replaced: Any) -> None:
+        """Call only the forward that the module had before its hook: somebody may have wrapped this one meanwhile."""
+        self.is_hooked, self.replaced = False, None if isinstance(replaced, _Forward) else replaced
 
     # What functools.update_wrapper would set. Properties, because a copied or pickled module must find its own forward.
 
     @property
     def __wrapped__(self) -> Any:
         module: Any = self.module
-        old_forward = module._old_forward if self.is_hooked else None
+        old_forward = module._old_forward if self.is_hooked else self.replaced
         is_replaced = old_forward is not None and not isinstance(old_forward, _Forward)
         return old_forward if is_replaced else type(module).forward.__get__(module)
 
@@ -150,6 +157,8 @@ class _Forward:
         return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
         return (_run_with_hook if self.is_hooked else type(self.module).forward)(self.module, *args, **kwargs)
 
 
@@ -215,6 +224,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module)
         in_order = (hook, old_hook) if hook.brings_values and old_hook.needs_values else (old_hook, hook)
         hook = SequentialHook(*in_order)
+    if _is_forward_of_others(module):
+        _unhook_forward(module)
     if not hasattr(module, "_old_forward"):
         is_replaced = isinstance(module, GraphModule) or "forward" in module.__dict__
         module.__dict__["_old_forward"] = module.forward if is_replaced else _Forward(module, is_hooked=False)
@@ -224,12 +235,27 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         # Each GraphModule has its own class, whose forward it calls.
         module.__class__.forward = _run_with_hook
     else:
-        module.forward = _Forward(module, is_hooked=True)
+        module.__dict__[_FORWARD] = module.forward = _Forward(module, is_hooked=True)
     return module
 
 
+def _is_forward_of_others(module: nn.Module) -> bool:
+    """Return True if somebody has given a hooked module another forward, which may call the one that runs the hook."""
+    is_hooked = {"_old_forward", _FORWARD} <= module.__dict__.keys()
+    return is_hooked and not isinstance(module.__dict__.get("forward"), (_Forward, type(None)))
+
+
+def _unhook_forward(module: nn.Module) -> Any:
+    """Take the original forward out of a module, and return it."""
+    old_forward: Any = module._old_forward
+    delattr(module, "_old_forward")
+    if _FORWARD in module.__dict__:
+        module.__dict__.pop(_FORWARD).unhook(old_forward)
+    return old_forward
+
+
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's hook, undo its changes and restore the original forward.
+    """Remove a module's hook, undo its changes and restore the original forward, unless it was replaced meanwhile.
 
     Args:
         module: the module; without a hook nothing happens.
@@ -240,11 +266,11 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         module = hook.detach_hook(module)
         delattr(module, "_hf_hook")
     if hasattr(module, "_old_forward"):
-        old_forward: Any = module._old_forward
-        delattr(module, "_old_forward")
+        is_of_others = _is_forward_of_others(module)
+        old_forward = _unhook_forward(module)
         if isinstance(module, GraphModule):
             module.__class__.forward = old_forward.__func__
-        else:
+        elif not is_of_others:
             module.__dict__.pop("forward", None)
             if not isinstance(old_forward, _Forward):
                 module.forward = old_forward
