@@ -527,6 +527,18 @@ def test_transforms(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
         torch.testing.assert_close(transform(model), transform(plain))
 
 
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian, torch.func.vmap])
+def test_transforms_after_a_weight_was_written(transform: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = cpu_offload(copy.deepcopy(plain), "cpu")
+    for one in (plain, model):
+        with torch.no_grad():
+            one[0].weight.mul_(2)
+    for _ in range(2):
+        torch.testing.assert_close(transform(model)(SQUARE), transform(plain)(SQUARE))
+
+
 # Writing.
 
 

@@ -191,7 +191,8 @@ class Slot:
             options: Any = {"dtype": value.dtype, "fp16_statistics": scales, "clear_cache": False}
             set_module_tensor_to_device(self.owner, self.key, value.device, value=value, **options)
         self._filled = self.table[self.key]
-        self._filled_version = version_of(value)
+        # Not of the value: in a transform of torch.func this is a wrapper, which counts from 0.
+        self._filled_version = version_of(self._filled)
 
     def keep_changes(self, compare: bool) -> None:
         """Keep what was written into the values since they were put in.
