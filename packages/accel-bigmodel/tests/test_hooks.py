@@ -201,6 +201,18 @@ class Recurrent(nn.Module):
         return self.conv(hidden.transpose(1, 2))
 
 
+def test_modules_of_jit_stay_in_memory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(2, 3)
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3))
+    expected = model(x)
+    with pytest.raises(ConfigurationError, match=r'^1 is a module of torch.jit.* "1": "cpu"'):
+        cpu_offload(model, "cpu")
+    dispatch_model(model, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    torch.testing.assert_close(model(x), expected)
+    assert model[0].weight.is_meta and model[2].weight.is_meta
+
+
 def test_layers_with_weights_of_their_own_kind() -> None:
     model, x = Recurrent(), torch.randn(1, 3, 4)
     expected = model(x)

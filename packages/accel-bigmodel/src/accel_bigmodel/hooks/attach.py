@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_state.errors import ConfigurationError
+
 from .._torch_compat import parameters_of
 from ..offload.prefetch import Prefetcher
 from ..offload.store import PrefixedDataset
@@ -61,7 +63,12 @@ def attach_align_device_hook(
         offload_buffers: offload buffers too.
         module_name: full name of ``module``.
         preload_module_classes: classes whose modules get the weights of all their submodules at once.
+
+    Raises:
+        ConfigurationError: a module of ``torch.jit`` would be offloaded.
     """
+    if offload:
+        _refuse_scripted(module, module_name)
     pending = [(module_name, module)]
     while pending:
         path, current = pending.pop()
@@ -85,6 +92,16 @@ def attach_align_device_hook(
             add_hook_to_module(current, hook, append=True)
         if not as_whole:
             pending += reversed([(prefix + name, child) for name, child in current.named_children()])
+
+
+def _refuse_scripted(module: nn.Module, name: str) -> None:
+    """Refuse to offload weights that the interpreter of ``torch.jit`` holds, in which no other tensor can be put."""
+    for path, inner in module.named_modules(prefix=name):
+        if isinstance(inner, torch.jit.ScriptModule) and next(named_module_tensors(inner), None) is not None:
+            raise ConfigurationError(
+                f"{path or 'the model'} is a module of torch.jit, and only modules of Python can be offloaded. Keep it "
+                f'in memory, dispatch_model(model, {{..., "{path}": "cpu"}}), or offload the module it was made of.'
+            )
 
 
 def attach_align_device_hook_on_blocks(
