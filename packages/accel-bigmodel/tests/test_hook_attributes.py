@@ -116,6 +116,28 @@ def test_the_backward_reads_the_weights_of_its_forward() -> None:
     torch.testing.assert_close(x.grad, y.grad)
 
 
+@pytest.mark.parametrize("write", ["mul", "load_state_dict"])
+def test_a_backward_refuses_weights_that_were_written_after_its_forward(write: str) -> None:
+    plain = layers()
+    model = cpu_offload(copy.deepcopy(plain), "cpu")
+    for one in (plain, model):
+        x = X.clone().requires_grad_()
+        outputs = one(x).sum()
+        if write == "mul":
+            with torch.no_grad():
+                one[1].weight.mul_(2)
+        else:
+            one.load_state_dict({name: value * 2 for name, value in one.state_dict().items()})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            outputs.backward()
+    gradients = []
+    for one in (plain, model):
+        x = X.clone().requires_grad_()
+        one(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @offloads
 def test_offload_is_switched_off(offload: Callable[..., nn.Module], tmp_path: Path) -> None:
     plain = layers()

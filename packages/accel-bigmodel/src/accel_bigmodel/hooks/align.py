@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from accel_state.errors import ConfigurationError
 from accel_state.operations import find_device, send_to_device
 
-from .._torch_compat import in_transform, untraced
+from .._torch_compat import in_transform, untraced, version_of
 from ..offload.prefetch import Prefetcher, WeightGroup
 from ..offload.store import OffloadedWeightsLoader, PrefixedDataset, with_values
 from ..placeholder import has_values
@@ -43,10 +43,19 @@ class _WeightView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    version: int
 
 
-def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Any:
-    """Keep autograd from saving the weights, which would keep the whole model until the backward."""
+def without_weights(
+    values: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], version: Callable[[str], int]
+) -> Any:
+    """Keep autograd from saving the weights, which would keep the whole model until the backward.
+
+    Args:
+        values: the weights of a forward by name.
+        read: returns one of them for the backward.
+        version: returns how often it was written to until now.
+    """
     ranges = [(value.data_ptr(), value.data_ptr() + value.nbytes, name) for name, value in values.items()]
     dtypes = {name: value.dtype for name, value in values.items()}
 
@@ -55,11 +64,17 @@ def without_weights(values: Mapping[str, torch.Tensor], read: Callable[[str], to
         start, name = next(((start, name) for start, stop, name in ranges if start <= address < stop), (0, None))
         if name is None or tensor.dtype != dtypes[name]:
             return tensor
-        return _WeightView(name, tensor.size(), tensor.stride(), (address - start) // tensor.element_size())
+        offset = (address - start) // tensor.element_size()
+        return _WeightView(name, tensor.size(), tensor.stride(), offset, version(name))
 
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _WeightView):
             return packed
+        if version(packed.name) != packed.version:
+            raise RuntimeError(
+                f"{packed.name} is offloaded, and was modified by an inplace operation after the forward that this "
+                "backward belongs to, so gradients would be wrong. Call backward() before writing into the weight."
+            )
         value = read(packed.name)
         return value.as_strided(packed.size, packed.stride, value.storage_offset() + packed.offset)
 
@@ -310,7 +325,8 @@ class AlignDevicesHook(ModelHook):
             if torch.is_grad_enabled() and not in_transform():
                 # The backward reads the weights of this forward, whatever is assigned in between.
                 read = functools.partial(self.read, device=self.device, weights=self._stored)
-                frame.autograd_context = without_weights(values, read)
+                version = functools.partial(self._version, weights=self._stored)
+                frame.autograd_context = without_weights(values, read, version)
                 frame.autograd_context.__enter__()
         return self._moved(args, kwargs)
 
@@ -453,6 +469,16 @@ class AlignDevicesHook(ModelHook):
     def room(self) -> int | None:
         """Bytes for weights that are kept for later reads in a forward of the model. None: those of one weight."""
         return None if self.prefetcher is None else self.prefetcher.room
+
+    def _version(self, name: str, weights: Any) -> int:
+        """Return how often a parameter in host memory was written to; 0 for buffers, which forwards change."""
+        if any(slot.is_buffer for slot in self.slots if slot.name == name):
+            return 0
+        while isinstance(weights, PrefixedDataset):
+            name, weights = f"{weights.prefix}{name}", weights.dataset
+        held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
+        value = held.get(name) if isinstance(held, dict) else None
+        return 0 if value is None else version_of(value)
 
     def held(self, name: str) -> torch.Tensor | None:
         """Return a weight that is in host memory, where it can be written to; None if it is elsewhere."""
