@@ -430,7 +430,7 @@ class Checkpointer:
             for optimizer in prepared.optimizers[:1]:
                 optimizer.steps_taken = reader.manifest.counters.get("optimizer_steps", 0)
             for scheduler in prepared.schedulers:
-                scheduler.note_steps()
+                scheduler.noted_steps = sum(map(attrgetter("steps_taken"), scheduler.optimizers))
         elif number := NUMBERED.fullmatch(name):
             self.project.iteration = int(number[1]) + 1
         local, active = reader.own.get("local_sgd") if reader.has_same_ranks else None, prepared.local_sgd

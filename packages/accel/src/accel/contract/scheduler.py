@@ -46,7 +46,8 @@ class AcceleratedScheduler:
         self.gradient_state: GradientState = GradientState()
         self._counts_evaluations = _takes_metric(scheduler)
         advances_once = split_batches or not step_with_optimizer or self._counts_evaluations
-        self._steps_before = 0
+        self.noted_steps: int = 0
+        """Steps of the optimizers at the last look; those since then are new."""
         self._steps_per_call = 1 if advances_once else num_processes or PartialState().num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -79,8 +80,8 @@ class AcceleratedScheduler:
 
     def note_steps(self) -> int:
         """Note which steps the optimizers have taken, and return how many they took since the last note."""
-        before, self._steps_before = self._steps_before, sum(optimizer.steps_taken for optimizer in self.optimizers)
-        return self._steps_before - before
+        before, self.noted_steps = self.noted_steps, sum(optimizer.steps_taken for optimizer in self.optimizers)
+        return self.noted_steps - before
 
     def _warn_of_epochs(self) -> None:
         """Warn of a call after several steps and outside of a loader's loop: its schedule is one in epochs."""

@@ -134,7 +134,7 @@ class DeepSpeedEngineWrapper:
         if not self._has_gradients:
             if self._is_bypassed:
                 raise ConfigurationError(
-                    "the engine of DeepSpeed has not seen loss.backward(), so that this step would change nothing. Call "
+                    "DeepSpeed's engine has not seen loss.backward(), so that this step would change nothing. Call "
                     "accelerator.backward(loss) in place of it."
                 )
             return None
