@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
 TWO_RANKS: list[matrix.Case] = [
@@ -148,6 +149,8 @@ def train_with_the_loop_of_a_script() -> dict[str, Any]:
             loss = engine(**batch).loss
             losses.append(loss.item())
             accelerator.backward(loss)
+            with pytest.raises(ConfigurationError, match="Megatron-core keeps its gradients elsewhere"):
+                nn.utils.clip_grad_norm_(engine.parameters(), 0.5)
             if accelerator.sync_gradients:
                 own_norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), 0.5)))
             prepared.step()
