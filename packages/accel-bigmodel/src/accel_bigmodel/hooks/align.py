@@ -325,7 +325,7 @@ class AlignDevicesHook(ModelHook):
             if torch.is_grad_enabled() and not in_transform():
                 # The backward reads the weights of this forward, whatever is assigned in between.
                 read = functools.partial(self.read, device=self.device, weights=self._stored)
-                version = functools.partial(self._version, weights=self._stored)
+                version = functools.partial(self._count_writes, weights=self._stored)
                 frame.autograd_context = without_weights(values, read, version)
                 frame.autograd_context.__enter__()
         return self._moved(args, kwargs)
@@ -470,7 +470,7 @@ class AlignDevicesHook(ModelHook):
         """Bytes for weights that are kept for later reads in a forward of the model. None: those of one weight."""
         return None if self.prefetcher is None else self.prefetcher.room
 
-    def _version(self, name: str, weights: Any) -> int:
+    def _count_writes(self, name: str, weights: Any) -> int:
         """Return how often a parameter in host memory was written to; 0 for buffers, which forwards change."""
         if any(slot.is_buffer for slot in self.slots if slot.name == name):
             return 0
