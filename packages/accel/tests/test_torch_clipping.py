@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +104,16 @@ def test_gradients_that_are_multiplied_by_the_loss_scale_are_refused_until_they_
         accelerator.free_memory()
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert sum(norm**2 for norm in norms[0]) ** 0.5 == pytest.approx(MAX_NORM, rel=1e-3)
+
+
+def test_a_model_that_was_trained_in_fp16_is_freed() -> None:
+    accelerator, net = Accelerator(cpu=True, mixed_precision="fp16"), Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    kept = weakref.ref(net.head.weight)
+    accelerator.free_memory()
+    del accelerator, net, model, optimizer
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class AcceleratedOptimizer(Optimizer):
             scaler.expect(optimizer)
             if scaler.is_enabled():
                 parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                refuse_torchs_clipping_while(functools.partial(scaler.is_scaled, optimizer), parameters)
+                refuse_torchs_clipping_while(self._has_scaled_gradients, parameters)
 
     @property
     def accelerator_state(self) -> AcceleratorState:
@@ -97,6 +97,9 @@ class AcceleratedOptimizer(Optimizer):
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
+
+    def _has_scaled_gradients(self) -> bool:
+        return isinstance(self.scaler, SharedGradScaler) and not self.scaler.is_unscaled(self.optimizer)
 
     def wraps(self, optimizer: Any) -> bool:
         """Return True if this is the prepared form of an optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -31,9 +32,15 @@ def refuse_torchs_clipping(parameters: Iterable[torch.Tensor], reason: str) -> N
 
 
 def refuse_torchs_clipping_while(is_scaled: Callable[[], bool], parameters: Iterable[torch.Tensor]) -> None:
-    """Make it an error while a loss scale multiplies the gradients of these parameters."""
+    """Make it an error while a loss scale multiplies the gradients of these parameters.
+
+    Args:
+        is_scaled: a method; its object is not kept, since an optimizer would keep the parameters.
+        parameters: of an optimizer.
+    """
+    known = weakref.WeakMethod(is_scaled)
     for parameter in parameters:
-        _SCALED[parameter] = is_scaled
+        _SCALED[parameter] = known
     before_torch_clips(_check)
 
 
@@ -42,7 +49,8 @@ def _check(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
         return  # only the norm is asked for, as within an accumulation window
     for parameter in parameters:
         reason = _REASONS.get(parameter)
-        if reason is None and parameter in _SCALED and _SCALED[parameter]():
+        is_scaled = _SCALED[parameter]() if reason is None and parameter in _SCALED else None
+        if is_scaled is not None and is_scaled():
             reason = "its gradients are multiplied by the loss scale of fp16"
         if reason is not None:
             raise ConfigurationError(

@@ -73,10 +73,6 @@ class SharedGradScaler(torch.amp.GradScaler):
             value.copy_(any_rank)
         return overflows
 
-    def is_scaled(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer's gradients are multiplied by the scale now."""
-        return not self.is_unscaled(optimizer)
-
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer's gradients have been divided by the scale already."""
         return is_unscaled(self, optimizer)
