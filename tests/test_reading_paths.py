@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 # operation -> (files, functions, calls); the number of calls of a save and a load depends on its threads
 LIMITS = {
     "training step": (11, 25, 25),
-    "Accelerator()": (32, 74, 126),
-    "prepare": (34, 87, 130),
+    "Accelerator()": (21, 60, 105),
+    "prepare": (19, 60, 95),
     "save_state": (18, 69, 160),
     "load_state": (17, 77, None),
     "launch of 2 processes": (40, 170, 900),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_data.shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
+from accel_data.shard_math import ShardPlan, balanced_range, per_process_batch_size, wrapped_ranges
+from accel_state.arguments import check_rank
 from accel_state.errors import ConfigurationError
 
 lengths = st.integers(0, 120)

@@ -13,8 +13,9 @@ from torch import nn
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelPlugin
-from accel.setup import registry
-from accel.setup.registry import STRATEGIES, TABLE, choose
+from accel.setup import config_resolution
+from accel.setup.config_resolution import choose
+from accel.setup.registry import STRATEGIES, TABLE
 from accel_state import AcceleratorState, context
 from accel_state.errors import ConfigurationError
 from accel_state.options import ParadigmOptions, load_groups, resolve
@@ -121,7 +122,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (info / "entry_points.txt").write_text("[accel.strategies]\n" + ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
     built_in = {name: target for row in TABLE.values() for name, target in row.strategies.items()}
-    monkeypatch.setattr(registry, "STRATEGIES", Registry("strategy", built_in, "accel.strategies"))
+    monkeypatch.setattr(config_resolution, "STRATEGIES", Registry("strategy", built_in, "accel.strategies"))
     import weighed_losses
 
     return weighed_losses

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel.core.placing import move
+from accel.core.placing import move_in_place
 from accel_state.context import isolated
 from accel_state.errors import ConfigurationError
 
@@ -59,5 +59,5 @@ def test_parameters_that_cannot_be_exchanged_are_refused() -> None:
     model(torch.ones(1, 4)).sum().backward()
     loss = model(torch.ones(1, 4)).sum()  # the graph refers to the parameters
     with pytest.raises(ConfigurationError, match="Sequential"):
-        move(model, torch.device("meta"))
+        move_in_place(model, torch.device("meta"))
     del loss

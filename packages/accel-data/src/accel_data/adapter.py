@@ -88,20 +88,21 @@ def _new_stateful(cls: type[DataLoaderAdapter]) -> DataLoaderAdapter:
     return variant.__new__(variant)
 
 
-def loader_settings(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """Keyword arguments that rebuild the loader, except for its data set, batching and order."""
+def loader_settings(dataloader: DataLoader[Any], stateful: bool = True) -> dict[str, Any]:
+    """Keyword arguments that rebuild the loader, ``stateful`` or not, except for its data set, batching and order."""
     settings = {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
     if not settings.get("pin_memory_device"):
         settings.pop("pin_memory_device", None)
     if not settings["num_workers"]:
         settings.pop("multiprocessing_context", None)
+    if not stateful:
+        settings.pop("snapshot_every_n_steps", None)
     return settings
 
 
 def warn_about_custom_iter(dataloader: DataLoader[Any]) -> None:
-    """Warn if the loader's class overrides ``__iter__``, which a rebuilt loader does not call."""
-    overridden = type(dataloader).__iter__
-    if overridden is DataLoader.__iter__ or overridden.__module__.startswith("torchdata."):
+    """Warn that the loader's class overrides ``__iter__``, which a rebuilt loader does not call."""
+    if type(dataloader).__iter__.__module__.startswith("torchdata."):
         return
     warnings.warn(
         f"{type(dataloader).__name__} overrides __iter__, and a prepared loader does not call it: loaders are rebuilt "

@@ -12,14 +12,14 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from accel_state.arguments import check_flag
+from accel_state.arguments import check_flag, check_rank
 from accel_state.errors import ConfigurationError
 from accel_state.state import PartialState
 
 from .epoch_rng import SamplerRng
 from .rank_comparison import compare_first_indices
 from .samplers import SequentialSource, StreamSource, is_plain_batch_sampler, random_access_source
-from .shard_math import ShardPlan, balanced_range, check_rank, per_process_batch_size, wrapped_ranges
+from .shard_math import ShardPlan, balanced_range, per_process_batch_size, wrapped_ranges
 
 # A rank's batch in a step, and how many of its samples are not padding (None if it has no padding).
 _RankBatch = tuple[Any, "int | None"]

@@ -58,8 +58,11 @@ class SamplerRng:
         self.synchronize = synchronize
         self.communicates = True  # ranks copy some generator when an epoch begins, so they are in the same place
         self.owner: Any = _find_generator_owner(sampler)
-        self.is_deterministic: bool = _is_deterministic(sampler)
         inner = sampler.sampler if is_plain_batch_sampler(sampler) else sampler
+        # Whether the order depends only on the sampler's settings and its epoch.
+        self.is_deterministic: bool = type(inner) is SequentialSampler or isinstance(
+            inner, DistributedSampler | SeedableRandomSampler
+        )
         self._is_direct = self.owner is inner
 
     @property
@@ -137,10 +140,3 @@ def _find_generator_owner(sampler: Any) -> Any:
             return sampler
         sampler = inner_sampler(sampler)
     return None
-
-
-def _is_deterministic(sampler: Any) -> bool:
-    """Return True if the order depends only on the sampler's settings and its epoch."""
-    if is_plain_batch_sampler(sampler):
-        sampler = sampler.sampler
-    return type(sampler) is SequentialSampler or isinstance(sampler, DistributedSampler | SeedableRandomSampler)

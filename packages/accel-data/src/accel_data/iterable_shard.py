@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from accel_state.arguments import check_flag, check_number
+from accel_state.arguments import check_flag, check_number, check_rank
 from accel_state.errors import ConfigurationError
 
 from ._torch_compat import pin_memory
-from .shard_math import ShardPlan, check_rank, per_process_batch_size, wrapped_ranges
+from .shard_math import ShardPlan, per_process_batch_size, wrapped_ranges
 
 
 @dataclass(slots=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from accel_state import devices, get_logger
-from accel_state.arguments import check_flag
+from accel_state import get_logger
+from accel_state.arguments import check_flag, check_rank
+from accel_state.context import is_initialized
+from accel_state.devices.registry import of as device_of
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.state import PartialState
@@ -37,7 +38,7 @@ from .other_loaders import as_torch_loader, is_other_loader, node_sources
 from .rank_comparison import compare_between_ranks
 from .samplers import SeedableRandomSampler, get_sampler, innermost_sampler, is_plain_batch_sampler
 from .shard import DataLoaderShard
-from .shard_math import check_rank, per_process_batch_size
+from .shard_math import per_process_batch_size
 
 logger: Final = get_logger(__name__)
 
@@ -128,14 +129,18 @@ def prepare_data_loader(
     check_flag("dispatch_batches", dispatch_batches, or_none=True)
     if rng_types is not None and not isinstance(rng_types, (list, tuple)):
         raise ConfigurationError(f"rng_types={rng_types!r} must be a list, such as ['torch', 'generator'].")
-    num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
+    if torch_device_mesh is not None or num_processes is None or process_index is None:
+        num_processes, process_index = data_ranks(num_processes, process_index, torch_device_mesh)
+    elif not is_initialized():
+        PartialState()  # for loaders that log
     check_rank(num_processes, process_index)
     if not hasattr(dataloader, "dataset"):
         if not is_other_loader(dataloader):
             check_type(dataloader, DataLoader, "prepare_data_loader", "Pass a DataLoader of torch.")
         check_node_sources(node_sources(dataloader), num_processes, process_index, already_sharded)
         dataloader = as_torch_loader(dataloader)
-    warn_about_custom_iter(dataloader)
+    if type(dataloader).__iter__ is not DataLoader.__iter__:
+        warn_about_custom_iter(dataloader)
     if elastic and data_seed is None:
         data_seed = PartialState().collectives.broadcast_object(torch.initial_seed())
     if use_seedable_sampler or elastic:
@@ -162,6 +167,7 @@ def prepare_data_loader(
         return prepare_elastic(dataloader, plan, dispatch_batches, target, non_blocking, torch_device_mesh)
     if batches_per_step > 1:
         dataloader = _with_joined_batches(dataloader, batches_per_step, split_batches)
+    iterable = isinstance(dataloader.dataset, IterableDataset)
     builder = _LoaderBuilder(
         dataloader,
         device if put_on_device else None,
@@ -174,10 +180,14 @@ def prepare_data_loader(
         use_stateful_dataloader,
         torch_device_mesh,
         declared,
-        fixed_shapes=put_on_device and getattr(devices.of(device), "fixed_shapes", False),
+        iterable,
+        put_on_device and getattr(device_of(device), "fixed_shapes", False),
     )
     if dispatch_batches is None:
-        dispatch_batches = put_on_device and builder.needs_dispatch
+        is_read_by_all = not iterable or num_processes == 1 or declared
+        dispatch_batches = (
+            put_on_device and not is_read_by_all and not can_shard_at_source(dataloader.dataset, num_processes)
+        )
     elif dispatch_batches and declared:
         raise ConfigurationError(
             "dispatch_batches=True reads on rank 0 only, but the loader is declared to read a part of the data on each "
@@ -185,7 +195,9 @@ def prepare_data_loader(
         )
     if split_batches and dataloader.batch_size is not None:
         per_process_batch_size(dataloader.batch_size, num_processes)
-    return builder.dispatcher(slice_fn_for_dispatch) if dispatch_batches else builder.shard()
+    if dispatch_batches:
+        return builder.dispatcher(slice_fn_for_dispatch)
+    return builder.iterable_shard() if iterable else builder.map_style_shard()
 
 
 def _check_elastic(
@@ -278,34 +290,15 @@ class _LoaderBuilder:
     stateful: bool
     mesh: Any
     declared_sharded: bool
-    fixed_shapes: bool = False
-
-    @cached_property
-    def iterable(self) -> bool:
-        return isinstance(self.dataloader.dataset, IterableDataset)
+    iterable: bool
+    fixed_shapes: bool
 
     @property
     def batching(self) -> dict[str, Any]:
         return {"batch_size": self.dataloader.batch_size, "drop_last": self.dataloader.drop_last}
 
-    @property
-    def needs_dispatch(self) -> bool:
-        """True if the data is iterable and cannot be sharded at the source."""
-        if not self.iterable or self.num_processes == 1 or self.declared_sharded:
-            return False
-        return not can_shard_at_source(self.dataloader.dataset, self.num_processes)
-
-    def _settings(self) -> dict[str, Any]:
-        settings = loader_settings(self.dataloader)
-        if not self.stateful:
-            settings.pop("snapshot_every_n_steps", None)
-        return settings
-
-    def shard(self) -> DataLoaderShard:
-        """Return a loader in which each rank reads its own shard."""
-        return self._iterable_shard() if self.iterable else self._map_style_shard()
-
-    def _map_style_shard(self) -> DataLoaderShard:
+    def map_style_shard(self) -> DataLoaderShard:
+        """Return a loader in which each rank reads its own samples."""
         dataloader, size, rank = self.dataloader, self.num_processes, self.process_index
         sampler = innermost_sampler(dataloader.batch_sampler or dataloader.sampler)
         if isinstance(sampler, DistributedSampler):
@@ -320,7 +313,8 @@ class _LoaderBuilder:
             return self._build_shard(self.dataloader.dataset, LoaderLayout(size, rank), **arguments)
         return self._build_shard(self.dataloader.dataset, layout, **sampler_arguments(dataloader))
 
-    def _iterable_shard(self) -> DataLoaderShard:
+    def iterable_shard(self) -> DataLoaderShard:
+        """Return a loader in which each rank reads its own part of a stream."""
         dataset = self.dataloader.dataset
         if self.num_processes == 1 and not self._completes_stream:
             return self._build_shard(dataset, LoaderLayout(), **self.batching)
@@ -403,7 +397,7 @@ class _LoaderBuilder:
             _drop_last=self.dataloader.drop_last,
             _non_blocking=self.non_blocking,
             torch_device_mesh=self.mesh,
-            **{**self._settings(), **kwargs},
+            **{**loader_settings(self.dataloader, self.stateful), **kwargs},
         )
         loader.layout = layout
         return loader
@@ -426,7 +420,7 @@ class _LoaderBuilder:
             slice_fn=slice_fn,
             torch_device_mesh=self.mesh,
             **(self.batching if self.iterable else sampler_arguments(self.dataloader)),
-            **self._settings(),
+            **loader_settings(self.dataloader, self.stateful),
         )
         loader.device = self.device
         loader.set_even_batches(self.even_batches)

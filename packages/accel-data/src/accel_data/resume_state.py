@@ -181,18 +181,18 @@ class Iteration:
         self.tracker = self.workers = None
 
 
+@dataclass(eq=False)
 class EpochClock:
     """The epochs of a loader, shared with loaders made from it by :func:`accel_data.skip_first_batches`.
 
     Each iteration is an epoch, even if it is abandoned, so that all ranks agree on the number.
     """
 
-    def __init__(self, upcoming: int = 0) -> None:
-        self.upcoming: int = upcoming  # epoch of the next iteration
-        self.current: Iteration | None = None  # the latest iteration
-        self.pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
-        self.keeps_finished: bool = True  # whether a loaded epoch without remaining batches is iterated too
-        self.from_start: bool = False  # whether a loaded epoch begins with its first batch
+    upcoming: int = 0  # epoch of the next iteration
+    current: Iteration | None = None  # the latest iteration
+    pending: ResumePoint | None = None  # where the next iteration begins, if a state was loaded
+    keeps_finished: bool = True  # whether a loaded epoch without remaining batches is iterated too
+    from_start: bool = False  # whether a loaded epoch begins with its first batch
 
     @property
     def must_finish(self) -> bool:

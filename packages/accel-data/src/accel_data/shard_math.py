@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError
 from accel_state.splitting import share_bounds
 
@@ -124,14 +123,3 @@ def per_process_batch_size(batch_size: int, num_processes: int) -> int:
         f"divided among {num_processes} processes. Use a batch size of {nearest}, or split_batches=False with the "
         "batch size of one process."
     )
-
-
-def check_rank(num_processes: int, process_index: int) -> None:
-    """Raise ConfigurationError unless ``process_index`` is a rank in a world of ``num_processes``."""
-    check_number("num_processes", num_processes, at_least=1, whole=True)
-    check_number("process_index", process_index, whole=True)
-    if not 0 <= process_index < num_processes:
-        raise ConfigurationError(
-            f"process_index={process_index} is not a rank of {num_processes} processes; it must be in "
-            f"[0, {num_processes - 1}]"
-        )

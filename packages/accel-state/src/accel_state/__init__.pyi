@@ -1,6 +1,5 @@
 """What accel_state exports; the runtime reads this list too."""
 
-from .accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from .containers import merge_dicts as merge_dicts
 from .containers import recursive_getattr as recursive_getattr
 from .device_checks import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
@@ -115,3 +114,4 @@ from .state import AcceleratorState as AcceleratorState
 from .state import GradientState as GradientState
 from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
+from .state.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin

@@ -51,6 +51,17 @@ def check_number(
     return int(value) if whole else number  # type: ignore[call-overload]
 
 
+def check_rank(num_processes: int, process_index: int) -> None:
+    """Raise ConfigurationError unless ``process_index`` is a rank in a world of ``num_processes``."""
+    check_number("num_processes", num_processes, at_least=1, whole=True)
+    check_number("process_index", process_index, whole=True)
+    if not 0 <= process_index < num_processes:
+        raise ConfigurationError(
+            f"process_index={process_index} is not a rank of {num_processes} processes; it must be in "
+            f"[0, {num_processes - 1}]"
+        )
+
+
 def check_flag(name: str, value: Any, or_none: bool = False) -> None:
     """Raise ArgumentTypeError for an argument that is neither True nor False (nor 1, 0, or if allowed None).
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class ThreadLocalSharedDict:
@@ -57,3 +57,68 @@ def isolated() -> Iterator[Context]:
         yield _current
     finally:
         _current = outer
+
+
+def is_initialized() -> bool:
+    """Return True if a PartialState or an Accelerator has been created in this process; imports neither."""
+    return bool(_current.process)
+
+
+class _SharedStateType(type):
+    """Adds `_shared_state` to each class, which libraries read to see whether a state exists without creating one."""
+
+    @property
+    def _shared_state(cls) -> dict[str, Any]:
+        shared: dict[str, Any] = getattr(_current, cls._slot)  # type: ignore[attr-defined]
+        return shared
+
+    @_shared_state.setter
+    def _shared_state(cls, attributes: dict[str, Any]) -> None:
+        # Scripts set it to {} to start over; instances that exist keep what they have.
+        setattr(_current, cls._slot, attributes)  # type: ignore[attr-defined]
+
+
+class SharedState(metaclass=_SharedStateType):
+    """Attributes are stored in the current :class:`Context`, not in the instance."""
+
+    _slot: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.__dict__ = getattr(_current, self._slot)
+
+    if not TYPE_CHECKING:  # so that type checkers find names that do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            if self.__dict__ or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}: it was reset (_reset_state) and not initialized "
+                f"again. Create a new Accelerator or {type(self).__name__}."
+            )
+
+    @property
+    def initialized(self) -> bool:
+        """True if the shared attributes have been set."""
+        return bool(self.__dict__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        attributes = self._picklable()
+        return (_join, (type(self), attributes)) if attributes else (type(self), ())
+
+    def _picklable(self) -> dict[str, Any]:
+        """Attributes to restore where a pickle is loaded, in a process that has none of its own."""
+        return {}
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Clear the attributes; the next instance initializes them again."""
+        getattr(_current, cls._slot).clear()
+
+
+def _join(cls: type[SharedState], attributes: dict[str, Any]) -> SharedState:
+    """Load a pickled state: rank, device and gradient state are those of the process that loads it."""
+    exists = bool(cls._shared_state)
+    state = cls()
+    if not exists:
+        state.__dict__.update(attributes)
+    return state

@@ -73,7 +73,7 @@ class TrackerRun:
         if logging_dir is not None:
             as_path("logging_dir", logging_dir)
         self.logging_dir = logging_dir  # as it was given: trackers may expect text
-        self.log_with: list[Any] = filter_trackers(log_with, logging_dir)
+        self.log_with: list[Any] = [] if log_with is None else filter_trackers(log_with, logging_dir)
         self.owner_pid: int = os.getpid()
         self._delivery = delivery or _DELIVERY
         if strict:

@@ -50,8 +50,9 @@ from .contract.optimizer import AcceleratedOptimizer
 from .contract.scheduler import AcceleratedScheduler
 from .contract.strategy import Plugin, Strategy
 from .core import quantized_layers, weights_io
-from .core.compile import TorchDynamoPlugin
-from .core.project import ProjectConfiguration
+from .core.compile import TorchDynamoPlugin, dynamo_settings
+from .core.project import ProjectConfiguration, project_settings
+from .kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
 from .kwargs.fp8 import AORecipeKwargs, FP8Kwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -68,11 +69,11 @@ from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .setup import config_resolution
 from .setup.prepare import Preparation
 from .setup.registry import StrategyName
-from .setup.unprepared import StartupChecks, check_arguments
+from .setup.unprepared import StartupChecks
 from .training import lomo, monitoring
 from .training import moving_average as averages
 from .training.gather_for_metrics import gather_for_metrics
-from .training.gradient_accumulation import Accumulation, ItemReduction
+from .training.gradient_accumulation import Accumulation, ItemReduction, accumulation_settings
 from .training.muon import refuse_alone
 from .training.uneven_inputs import join_uneven_inputs
 
@@ -197,21 +198,21 @@ class Accelerator:
         check_flag("cpu", cpu, or_none=True)
         check_flag("deterministic_reduction", deterministic_reduction)
         check_flag("monitor", monitor, or_none=True)
-        project = config_resolution.project_settings(project_dir, project_config)
+        project = project_settings(project_dir, project_config)
         loaders = config_resolution.loader_settings(dataloader_config, split_batches)
         self.dataloader_config: DataLoaderConfiguration = loaders
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types: list[RNGType | str] = config_resolution.rng_settings(rng_types)
+        self.rng_types: list[str] = config_resolution.rng_settings(rng_types)
         self.handlers: Handlers = Handlers(kwargs_handlers)
         tracking = self.handlers.all(TrackingKwargs)
         delivery = tracking[0].to_delivery() if tracking else None
         self._tracking = TrackerRun(log_with, project.logging_dir, delivery=delivery, owner=self)
         launched = CoreOptions.from_environment()
-        accumulation = config_resolution.accumulation_settings(
+        accumulation = accumulation_settings(
             gradient_accumulation_steps, gradient_accumulation_plugin, launched.gradient_accumulation_steps
         )
-        dynamo = config_resolution.dynamo_settings(dynamo_backend, dynamo_plugin)
+        dynamo = dynamo_settings(dynamo_backend, dynamo_plugin)
         self.state: AcceleratorState
         self.strategy: Strategy
         self.precision: Precision
@@ -238,8 +239,8 @@ class Accelerator:
         self.prepared: Preparation = Preparation(
             self.strategy,
             self.precision,
-            self.handlers,
-            dynamo,
+            next(iter(self.handlers.all(ActivationCheckpointingKwargs)), None),
+            dynamo if dynamo.compiles else None,
             accumulation,
             loaders,
             device_placement,
@@ -254,9 +255,10 @@ class Accelerator:
             self.prepared.models,
             self.prepared.optimizers,
         )
-        self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
-        self.prepared.elastic_steps = self._accumulation.elastic
         replicas = self.strategy.replicas
+        if loaders.elastic or deterministic_reduction or replicas is not None:
+            self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
+            self.prepared.elastic_steps = self._accumulation.elastic
         if replicas is not None:
             self._tracking = replicas.share_tracking(self._tracking)
         self._checkpointer = Checkpointer(self.prepared, self._accumulation, self._tracking, project)
@@ -270,7 +272,9 @@ class Accelerator:
         """Look for mistakes of training loops in the first backward passes; set it to None to run without them."""
         if replicas is not None:
             replicas.follow(self)
-        self._monitor = monitoring.start(monitor, launched, self)
+        by_launcher = launched.monitor or launched.monitor_port is not None
+        measured = by_launcher if monitor is None else monitor
+        self._monitor = monitoring.start(self, monitor, by_launcher) if measured else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Signal handlers and measurements belong to this process; a monitor replaces some methods.
@@ -317,7 +321,6 @@ class Accelerator:
             raise ConfigurationError(
                 f"device_placement has {len(placements)} values for {len(args)} objects. Give one for each."
             )
-        check_arguments(args)
         result = self.prepared.prepare(args, placements, self)
         if self._monitor is not None:
             self._monitor.prepared()

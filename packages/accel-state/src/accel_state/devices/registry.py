@@ -101,4 +101,6 @@ def detect(cpu: bool = False) -> Device:
 def of(device: torch.device | str | None) -> Device | None:
     """Return the device of a torch device; None for None, for the meta device, and for those that are not known."""
     kind = "meta" if device is None else torch.device(device).type
+    if kind in _BUILT_IN:
+        return get(kind)
     return _load(kind) if kind != "meta" and kind in DEVICES else None

@@ -34,6 +34,9 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 
 
+_SINGLE = SingleEnvironment()
+
+
 def detect(environ: Mapping[str, str] | None = None, among: Iterable[str] = tuple(VARIABLES)) -> Environment:
     """Return the environment of this process; a :class:`SingleEnvironment` if none of the launchers started it.
 
@@ -50,4 +53,4 @@ def detect(environ: Mapping[str, str] | None = None, among: Iterable[str] = tupl
             environment = ENVIRONMENTS.load(name).read(Variables(environ))
             if environment is not None:
                 return environment
-    return SingleEnvironment()
+    return _SINGLE

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 
 from ..collectives.single import Collectives
+from ..context import SharedState
 from ..devices.base import Device
 from ..enums import DistributedType, PrecisionType
 from ..errors import ConfigurationError
 from ..options.core import CoreOptions
 from .partial import PartialState
 from .process_control import ProcessControl
-from .shared import SharedState
 
 
 def _from_partial(name: str, description: str) -> Any:
@@ -96,7 +96,7 @@ class AcceleratorState(ProcessControl, SharedState):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if self.initialized:
+        if self.__dict__:
             self._check_same(mixed_precision, cpu)
             return
         chosen = mixed_precision if mixed_precision is not None else CoreOptions.read("mixed_precision") or "no"
@@ -104,14 +104,16 @@ class AcceleratorState(ProcessControl, SharedState):
         PartialState(cpu, **kwargs)
         self._mixed_precision = precision
         self.dynamo_plugin = dynamo_plugin
-        plugins = {
-            "deepspeed": deepspeed_plugin,
-            "fsdp": fsdp_plugin,
-            "torch_tp": torch_tp_plugin,
-            "megatron": megatron_lm_plugin,
-            "mesh": parallelism_config,
-        }
-        self.plugins = {name: plugin for name, plugin in plugins.items() if plugin is not None}
+        self.plugins = {}
+        for name, plugin in (
+            ("deepspeed", deepspeed_plugin),
+            ("fsdp", fsdp_plugin),
+            ("torch_tp", torch_tp_plugin),
+            ("megatron", megatron_lm_plugin),
+            ("mesh", parallelism_config),
+        ):
+            if plugin is not None:
+                self.plugins[name] = plugin
         self._distributed_type = None
 
     def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:

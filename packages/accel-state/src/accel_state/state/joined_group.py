@@ -52,11 +52,6 @@ class _Place:
     """The local rank that variables give it."""
 
 
-def is_joined() -> bool:
-    """Return True if a process group exists in this process."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def environment_of_group() -> Environment:
     """Return where the processes of the default group are. Every rank must call it.
 

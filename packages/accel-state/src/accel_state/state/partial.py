@@ -20,6 +20,7 @@ from ..collectives.header import known_groups
 from ..collectives.refused import RefusedCollectives
 from ..collectives.registry import COLLECTIVES
 from ..collectives.single import Collectives
+from ..context import SharedState, is_initialized
 from ..devices.base import Device
 from ..devices.registry import detect as detect_device
 from ..enums import DistributedType
@@ -31,13 +32,17 @@ from ..options.core import CoreOptions
 from ..options.launch import HardwareOptions
 from ..ports import is_loopback
 from ..tcp_store import serve_store
-from .joined_group import environment_of_group, is_joined, local_rank_is_known
+from .joined_group import environment_of_group, local_rank_is_known
 from .process_control import ProcessControl
 from .rank_owner import own_rank, owner_of_rank, release_rank
-from .shared import SharedState, is_initialized
 
 # How long a call into the store of a process group may take: torch's own value.
 _STORE_TIMEOUT = timedelta(minutes=30)
+
+
+def is_joined() -> bool:
+    """Return True if a process group exists in this process."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def current_rank() -> tuple[int, int]:
@@ -111,13 +116,14 @@ class PartialState(ProcessControl, SharedState):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()
-        if self.initialized:
+        if self.__dict__:
             if cpu and self.device.type != "cpu":
                 raise ConfigurationError(
                     f"cpu=True, but this process already uses {self.device}. Pass it to the first PartialState or "
                     "Accelerator, or set ACCELERATE_USE_CPU=true (accel launch --cpu)."
                 )
-            self._refuse_a_later_group()
+            if type(self.collectives) is Collectives and is_joined():
+                _refuse_a_later_group()
             return
         try:
             self._start(cpu, kwargs)
@@ -136,7 +142,7 @@ class PartialState(ProcessControl, SharedState):
         self.fork_launched = env.parse_flag_from_env("FORK_LAUNCHED")
         self.local_process_index = environment.local_rank
         self.device = _device(backend, environment.local_rank)
-        self.set_device()
+        backend.set_current(self.device)
         if HardwareOptions.from_environment(only=("enable_cpu_affinity",)).enable_cpu_affinity:
             from ..numa import set_numa_affinity
 
@@ -160,17 +166,6 @@ class PartialState(ProcessControl, SharedState):
                 return environment
             _init_process_group(environment, kwargs, backend, device=None)
         return environment_of_group()
-
-    def _refuse_a_later_group(self) -> None:
-        if type(self.collectives) is not Collectives or not is_joined() or dist.get_world_size() == 1:
-            return
-        if dist.get_backend() == "fake":
-            return
-        raise ConfigurationError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that was created "
-            "after its PartialState, which is that of a single process. Create the group first (with Lightning: use "
-            "PartialState after fabric.launch(), or in the hooks of a module)."
-        )
 
     def _connect(self, environment: Environment, kwargs: dict[str, Any]) -> None:
         name = self.device_backend.collectives
@@ -284,6 +279,17 @@ class PartialState(ProcessControl, SharedState):
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+
+def _refuse_a_later_group() -> None:
+    """Refuse a process group of several ranks that was created after the state of a single process."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    raise ConfigurationError(
+        f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that was created "
+        "after its PartialState, which is that of a single process. Create the group first (with Lightning: use "
+        "PartialState after fabric.launch(), or in the hooks of a module)."
+    )
 
 
 def _device(backend: Device, local_rank: int) -> torch.device:

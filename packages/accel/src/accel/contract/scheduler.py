@@ -44,7 +44,11 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state: GradientState = GradientState()
-        self._counts_evaluations = _takes_metric(scheduler)
+        # The first argument of `step` is a metric if it is required, or named so.
+        first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+        self._counts_evaluations = first is not None and (
+            first.name == "metrics" or (first.default is first.empty and first.kind is not first.VAR_POSITIONAL)
+        )
         advances_once = split_batches or not step_with_optimizer or self._counts_evaluations
         self.noted_steps: int = 0
         """Steps of the optimizers at the last look; those since then are new."""
@@ -128,14 +132,3 @@ class AcceleratedScheduler:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
-
-
-def _takes_metric(scheduler: Any) -> bool:
-    """Return True if the first argument of ``step`` is a metric: it is required, or named ``metrics``."""
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    if not parameters:
-        return False
-    first = parameters[0]
-    return first.name == "metrics" or (
-        first.default is inspect.Parameter.empty and first.kind is not inspect.Parameter.VAR_POSITIONAL
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -15,7 +17,7 @@ from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 
 from .._torch_compat import foreach_mul_
-from ..core.placing import move
+from ..core.placing import makes_parameters, move_in_place
 from ..core.types import Gathered, Layout
 from ..core.unwrap import (
     clean_name,
@@ -61,6 +63,8 @@ class Strategy:
         trains_nf4: whether models with weights in torchao's NF4 have been compared with it.
         checkpoints_blocks: whether ``ActivationCheckpointingKwargs`` has been compared with it.
         averages_weights: whether moving averages of weights have been compared with one process.
+        batches_per_process: how many batches of a loader this process computes at once, one for each part of its
+            devices.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
@@ -80,6 +84,7 @@ class Strategy:
     uses_engine: ClassVar[bool] = False
     supports_compilation: ClassVar[bool] = True
     averages_weights: bool = False
+    batches_per_process: int = 1
     data_mesh: Any = None
     gradients: AccumulatedGradients = AccumulatedGradients()
     replicas: Replicas | None = None
@@ -137,11 +142,6 @@ class Strategy:
     def data_collectives(self) -> Collectives:
         """Collectives over the ranks that get different samples."""
         return self.state.collectives
-
-    @property
-    def batches_per_process(self) -> int:
-        """How many batches of a loader this process computes at once, one for each part of its devices."""
-        return 1
 
     @property
     def averaging_collectives(self) -> Collectives:
@@ -211,9 +211,14 @@ class Strategy:
         return objects
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to this process's device."""
+        """Move a model to this process's device, in place also where torch would make new parameters."""
+        device = self.state.device
+        elsewhere = set(map(attrgetter("device"), chain(model.parameters(), model.buffers()))) - {device}
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        if (elsewhere or overwrites) and makes_parameters(device):
+            return move_in_place(model, device)
         try:
-            return move(model, self.state.device)
+            return model.to(device)
         except NotImplementedError as error:
             empty = next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None)
             if empty is None:

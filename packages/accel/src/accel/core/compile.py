@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from accel_state.enums import REMOVED_DYNAMO_BACKENDS, DynamoBackend
-from accel_state.errors import ConfigurationError
+from accel_state.errors import ConfigurationError, check_type
 from accel_state.options import DynamoOptions
 
 from ..kwargs.base import KwargsHandler
@@ -81,6 +81,17 @@ class TorchDynamoPlugin(KwargsHandler):
         values = self.to_dict()
         del values["use_regional_compilation"]
         return {key: value for key, value in values.items() if value is not None and value != defaults.get(key)}
+
+
+def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """Return the settings of compilation."""
+    if plugin is not None and backend is not None:
+        raise ConfigurationError(
+            "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
+        )
+    if plugin is not None:
+        check_type(plugin, TorchDynamoPlugin, "dynamo_plugin", f"Pass TorchDynamoPlugin(backend={plugin!r}).")
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -11,19 +10,7 @@ from torch import nn
 from accel_state.errors import ConfigurationError
 
 
-def move(model: nn.Module, device: torch.device) -> nn.Module:
-    """``model.to(device)``, in place also where torch would make new parameters.
-
-    Raises:
-        ConfigurationError: torch would make new parameters, and other objects refer to the old ones.
-    """
-    tensors = chain(model.parameters(), model.buffers())
-    elsewhere = set(map(attrgetter("device"), tensors)) - {device}
-    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-    return move_in_place(model, device) if (elsewhere or overwrites) and _makes_parameters(device) else model.to(device)
-
-
-def _makes_parameters(device: torch.device) -> bool:
+def makes_parameters(device: torch.device) -> bool:
     """Return True if ``to`` gives modules new parameters, which an optimizer does not know.
 
     That is so with ``torch.__future__.set_overwrite_module_params_on_conversion``, and on devices whose tensors cannot

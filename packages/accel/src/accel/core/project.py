@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 from accel_state.arguments import check_flags
 from accel_state.errors import ConfigurationError
@@ -100,3 +101,20 @@ class ProjectConfiguration:
                 "upload_to copies what one process sees, and with save_on_each_node=True every node has other files. "
                 "Set project_dir to the URL instead."
             )
+
+
+def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Directories of the project."""
+    if config is not None and not isinstance(config, ProjectConfiguration):
+        raise ConfigurationError(
+            f"project_config={config!r} must be a ProjectConfiguration. For a directory, pass project_dir={config!r}."
+        )
+    settings = config or ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and settings.project_dir is None:
+        settings.set_directories(project_dir)
+    if project_dir is not None and str(settings.project_dir) != str(project_dir):
+        raise ConfigurationError(
+            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass "
+            "one of them."
+        )
+    return settings

@@ -403,7 +403,7 @@ class EngineBuilder:
         if stage == 3:
             self.plugin.set_moe_leaf_modules(group.model)
         dynamo = self.preparation.dynamo
-        if dynamo.compiles:
+        if dynamo is not None:
             compile_function = compile_regions if dynamo.use_regional_compilation else compile_model
             compile_function(group.model, **dynamo.to_kwargs())
         arguments = self._arguments(group, config, stage)

@@ -53,11 +53,8 @@ class ActivationCheckpointingKwargs(KwargsHandler):
     names_setting: ClassVar[str] = "block_names of ActivationCheckpointingKwargs (--activation_checkpointing_blocks)"
 
     @classmethod
-    def launched(cls) -> ActivationCheckpointingKwargs | None:
-        """Return the settings that ``accel launch`` has passed, if it turned activation checkpointing on."""
-        options = CheckpointingOptions.from_environment()
-        if not options.activation_checkpointing:
-            return None
+    def launched(cls, options: CheckpointingOptions) -> ActivationCheckpointingKwargs:
+        """Return the settings that ``accel launch --activation_checkpointing`` has passed."""
         names = [name.strip() for name in (options.activation_checkpointing_blocks or "").split(",")]
         return cls(
             block_names=[name for name in names if name] or None,

@@ -16,6 +16,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.operations import convert_to_fp32
 
+from ..core.unwrap import extract_model_from_parallel
 from ..kwargs.base import Handlers
 from ..kwargs.handlers import AutocastKwargs, GradScalerKwargs
 from .full import Precision
@@ -67,11 +68,11 @@ class HalfPrecision(Precision):
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         return torch.autocast(self.state.device.type, dtype=self.dtype, **(settings or self.settings).to_autocast())
 
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
+    def wrap_forward(self, model: nn.Module) -> None:
+        model = extract_model_from_parallel(model)
         if "_original_forward" not in model.__dict__:
             model._original_forward = model.forward  # type: ignore[assignment]
             model.forward = AutocastForward(model.forward, self.state.device.type, self.dtype, self.settings)
-        return model
 
 
 class BFloat16(HalfPrecision):

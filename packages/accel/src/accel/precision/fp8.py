@@ -16,7 +16,7 @@ from accel_state.humanize import counted
 from accel_state.logging import get_logger
 from accel_state.registry import Registry
 
-from ..core.unwrap import is_prepared
+from ..core.unwrap import extract_model_from_parallel, is_prepared
 from ..kwargs.base import Handlers
 from ..kwargs.fp8 import FP8Kwargs
 from ..kwargs.handlers import AutocastKwargs
@@ -73,9 +73,10 @@ class FP8(Precision):
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         return torch.autocast(self.state.device.type, dtype=torch.bfloat16, **(settings or self.settings).to_autocast())
 
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
+    def wrap_forward(self, model: nn.Module) -> None:
+        model = extract_model_from_parallel(model)
         if "_original_forward" in model.__dict__:
-            return model
+            return
         if self.backend == "ao" and AcceleratorState().is_fsdp2 and self.engine.recipe.enable_fsdp_float8_all_gather:
             # Gathering in 8 bits replaces every parameter, but the script's optimizer holds the old ones.
             logger.info(
@@ -87,7 +88,6 @@ class FP8(Precision):
         self._models.append(weakref.ref(model))
         model._original_forward = model.forward  # type: ignore[assignment]
         model.forward = FP8Forward(model, self.state.device.type, self.settings, self.engine)
-        return model
 
     def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
         if not self.engine.takes_optimizer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..kwargs.base import Handlers
 from ..kwargs.handlers import AutocastKwargs
 
 
+@dataclass(eq=False)
 class Precision:
     """Models compute in the precision of their own weights.
 
@@ -24,13 +27,16 @@ class Precision:
 
     Attributes:
         scaler: the loss scaler, or None.
-        settings: how autocast runs.
     """
 
-    def __init__(self, state: PartialState, handlers: Handlers) -> None:
-        self.state = state
-        self.settings: AutocastKwargs = handlers.get(AutocastKwargs)
-        self.scaler: torch.amp.GradScaler | None = None
+    state: PartialState
+    handlers: Handlers
+    scaler: torch.amp.GradScaler | None = field(default=None, init=False)
+
+    @cached_property
+    def settings(self) -> AutocastKwargs:
+        """How autocast runs."""
+        return self.handlers.get(AutocastKwargs)
 
     @property
     def is_native(self) -> bool:
@@ -45,9 +51,8 @@ class Precision:
         """
         return nullcontext()
 
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Make a model's forward compute in this precision."""
-        return model
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Make the forward of a model, wrapped or not, compute in this precision."""
 
     def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
         """Prepare a model together with its optimizer, like the strategy's method of this name, before it."""

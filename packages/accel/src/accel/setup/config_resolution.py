@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import gc
 import inspect
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -14,15 +15,13 @@ from accel_data import DataLoaderConfiguration
 from accel_state import (
     AcceleratorState,
     ConfigurationError,
-    GradientAccumulationPlugin,
     PartialState,
     RNGType,
     get_logger,
 )
-from accel_state.accumulation import check_steps
 from accel_state.arguments import check_flag
-from accel_state.errors import ArgumentTypeError, check_type
-from accel_state.options import CoreOptions
+from accel_state.errors import ArgumentTypeError
+from accel_state.options import CheckpointingOptions, CoreOptions, ParadigmOptions
 from accel_state.random import rng_kind
 
 from ..contract.strategy import Strategy
@@ -35,7 +34,7 @@ from ..kwargs.handlers import InitProcessGroupKwargs
 from ..precision.full import Precision
 from ..precision.registry import PRECISIONS
 from ..precision.scaler import SharedGradScaler
-from .registry import choose, make_strategy
+from .registry import PLUGINS, STRATEGIES, TABLE, Row
 
 logger: Final = get_logger(__name__)
 
@@ -74,10 +73,10 @@ def build(
     if recipes:
         _check_recipes(recipes, used)
     process = PartialState()
-    strategy = make_strategy(strategy, chosen, process, handlers)
-    checkpointing = ActivationCheckpointingKwargs.launched()
-    if checkpointing is not None:
-        handlers.add(checkpointing)
+    strategy = _make_strategy(strategy, chosen, process, handlers)
+    options = CheckpointingOptions.from_environment()
+    if options.activation_checkpointing:
+        handlers.add(ActivationCheckpointingKwargs.launched(options))
     checkpointed = handlers.all(ActivationCheckpointingKwargs)
     if checkpointed:
         _check_checkpointing(checkpointed[0], strategy, dynamo)
@@ -146,6 +145,191 @@ def _check_recipes(recipes: list[FP8Kwargs], mixed_precision: str) -> None:
         raise ConfigurationError(f"kwargs_handlers holds {' and '.join(names)}. Pass one recipe for 8 bits.")
 
 
+def choose(strategy: Any, plugins: Mapping[str, Any]) -> tuple[Strategy | str | None, dict[str, Any]]:
+    """Return the strategy that is given as such, or else the settings that name one.
+
+    Args:
+        strategy: a strategy, the name of one, or its plugin; None if the script gives none.
+        plugins: the plugins passed to the Accelerator, by row of the table; None where there are none.
+
+    Returns:
+        A strategy or its name, or None; and the settings (a plugin, or several by name) by row of the table, or by
+        the name of a strategy that has no row. The first ones lead. Without either, another Accelerator of this
+        process decides, and then the device and the number of processes.
+
+    Raises:
+        ConfigurationError: script and launcher contradict each other, or settings cannot be combined.
+    """
+    given = {name: settings for name, settings in plugins.items() if settings is not None}
+    if strategy is not None:
+        if given:
+            raise ConfigurationError(
+                f"strategy={strategy!r} contradicts the settings given for {', '.join(given)}. Pass the strategy or "
+                "the plugin; a strategy object takes its settings in its constructor."
+            )
+        if isinstance(strategy, str):
+            STRATEGIES.target(strategy)
+        if isinstance(strategy, (str, Strategy)):
+            return strategy, {}
+        given = {_row_of(strategy): strategy}
+    launched = ParadigmOptions.from_environment()
+    in_use = AcceleratorState._shared_state.get("plugins")
+    switched_on = _launched_rows(launched)
+    asked = _agreed(list(given), switched_on) if given and switched_on else [*given, *switched_on]
+    names = asked or [*(in_use or ())]
+    ordered = sorted(names, key=[*TABLE, *names].index)
+    if in_use and not asked:  # of another Accelerator, which may have added the form that its strategy takes
+        ordered = [name for name in ordered if _conflict([ordered[0], name]) is None]
+    if not ordered:
+        return launched.strategy, {}
+    conflict = _conflict(ordered)
+    if conflict:
+        raise ConfigurationError(
+            f"settings were given for {', '.join(ordered)}, but {' and '.join(conflict)} do not combine: one strategy "
+            "trains a model. Pass the settings of one of them."
+        )
+    return None, {name: _settings_of(name, given.get(name), in_use or {}) for name in ordered}
+
+
+def _row_of(plugin: Any) -> str:
+    """Return the row of a plugin that is given as ``strategy``, or the name of its strategy if that has no row."""
+    for row in PLUGINS:
+        if isinstance(plugin, PLUGINS.load(row)):
+            return row
+    name = getattr(plugin, "strategy", None)
+    built_in = any(name in row.strategies for row in TABLE.values())
+    if isinstance(plugin, type) or built_in or not isinstance(name, str) or name not in STRATEGIES:
+        raise ConfigurationError(
+            f"strategy={plugin!r} must be an accel.contract.strategy.Strategy object or one of "
+            f"{', '.join(STRATEGIES.names())}, or the plugin of one."
+        )
+    return name
+
+
+def _launched_rows(launched: ParadigmOptions) -> list[str]:
+    """Return the rows of the table that the launcher's switches ask for in this process's environment."""
+    names = []
+    for name, row in TABLE.items():
+        if not row.switch or not getattr(launched, row.switch):
+            continue
+        names.append(name)
+        option = ParadigmOptions.declaration(row.switch)
+        if not row.strategies and name not in STRATEGIES:
+            raise ConfigurationError(
+                f"environment variable {option.env}=true requests the strategy {name}, which is not installed. "
+                f"Installed: {', '.join(STRATEGIES)}. Launch without {option.flags[0]} (or distributed_type in the "
+                f"configuration file), or install it: pip install 'accel[{name}]'."
+            )
+        if launched.strategy is not None:
+            raise ConfigurationError(
+                f"environment variable {option.env}=true contradicts ACCELERATE_STRATEGY={launched.strategy}. Launch "
+                f"with {option.flags[0]} or with --strategy {launched.strategy}, not with both."
+            )
+    return names
+
+
+def _agreed(given: list[str], launched: list[str]) -> list[str]:
+    """Return what the script passes, with what the launcher adds to it, such as the sizes of a mesh or replicas."""
+    both = list(dict.fromkeys([*given, *launched]))
+    if not _conflict(both):
+        return both
+    if not set(given) & set(launched):
+        raise ConfigurationError(
+            f"the script passes settings for {', '.join(given)}, but was launched for {', '.join(launched)} "
+            "(environment variables ACCELERATE_USE_...). Remove the settings, or launch it for the same strategy."
+        )
+    return given
+
+
+def _conflict(names: list[str]) -> tuple[str, str] | None:
+    """Return two rows whose settings cannot be given together."""
+    for first, second in itertools.combinations(dict.fromkeys(names), 2):
+        if second not in TABLE.get(first, Row()).compatible_with:
+            return first, second
+    return None
+
+
+def _settings_of(name: str, settings: Any, in_use: Mapping[str, Any]) -> Any:
+    """Return the settings of a row: those given, those in use, or by default the launcher's."""
+    if settings is None:
+        if name in in_use or name not in PLUGINS:
+            return in_use.get(name)
+        return PLUGINS.load(name)()
+    if name not in PLUGINS:
+        if getattr(settings, "strategy", None) == name:
+            return settings
+        argument = TABLE[name].argument
+        raise ArgumentTypeError(f"{argument}={settings!r} must be the plugin of the strategy {name!r}. Pass one.")
+    kind = PLUGINS.load(name)
+    several = list(settings.values()) if isinstance(settings, dict) and name == "deepspeed" else [settings]
+    if not several or not all(isinstance(plugin, kind) for plugin in several):
+        argument = TABLE[name].argument
+        raise ArgumentTypeError(f"{argument}={settings!r} must be a {kind.__name__}. Pass one, or leave it out.")
+    return settings
+
+
+def _make_strategy(
+    strategy: Strategy | str | None, chosen: Mapping[str, Any], process: PartialState, handlers: Handlers
+) -> Strategy:
+    """Return the strategy for what :func:`choose` returned, on this process's device."""
+    settings: Any = None
+    combined: dict[str, Any] = {}
+    if strategy is None and not chosen:
+        strategy = process.device_backend.strategy or ("ddp" if process.num_processes > 1 else "single")
+        return STRATEGIES.load(strategy)(process, handlers)
+    if strategy is None:
+        strategy, settings, combined = _configured(dict(chosen), process)
+    kind = STRATEGIES.load(strategy) if isinstance(strategy, str) else type(strategy)
+    launched = ParadigmOptions.read("strategy")
+    if launched is not None and STRATEGIES.load(launched) is not kind:
+        raise ConfigurationError(
+            f"the script chooses {kind.__name__}, but was launched for the strategy {launched} "
+            "(ACCELERATE_STRATEGY). Leave one of them out, or choose the same."
+        )
+    if process.num_processes > 1 and not kind.supports_several_processes:
+        raise ConfigurationError(
+            f"{kind.__name__} trains in one process and does not average gradients, and there are "
+            f"{process.num_processes} processes. Choose another strategy, such as 'ddp', or start one process."
+        )
+    if process.num_processes == 1 and not kind.supports_single_process:
+        name = strategy if isinstance(strategy, str) else kind.__name__
+        logger.warning(
+            "%s trains a model over several processes, and there is only one: the model is trained without it. Start "
+            "several: `accel launch --num_processes N`.",
+            next(iter(chosen), name),
+        )
+        return STRATEGIES.load("single")(process, handlers)
+    if isinstance(strategy, Strategy):
+        strategy.attach(process, handlers)
+        return strategy
+    return kind(process, handlers, settings, **combined)
+
+
+def _configured(chosen: dict[str, Any], process: PartialState) -> tuple[str, Any, dict[str, Any]]:
+    """Return the name of the strategy for the settings that lead, these settings, and those of others that it gets."""
+    device, name = process.device_backend, next(iter(chosen))
+    settings, row = chosen.pop(name), TABLE.get(name, Row())
+    if row.replaceable and device.sharded_strategy is not None:
+        return device.sharded_strategy, settings, chosen
+    if device.strategy is not None and name in TABLE:
+        available = sorted(other for other, entry in TABLE.items() if entry.replaceable)
+        raise ConfigurationError(
+            f"{name} does not train on {device.name} devices. Leave it out; {', '.join(available)} are available, and "
+            "shard a model over the devices of one process."
+        )
+    if hasattr(settings, "for_world"):
+        settings = settings.for_world(process.num_processes)
+    strategy = getattr(next(iter(settings.values())) if isinstance(settings, dict) else settings, "strategy", name)
+    if "ft" in chosen:
+        if strategy != "fsdp2":
+            raise ConfigurationError(
+                f"replicas that may be killed are sharded by FSDP version 2, and the settings are those of {strategy}. "
+                "Set fsdp_version=2, or launch without --ft."
+            )
+        return "ft_fsdp2", settings, {}
+    return strategy, settings, chosen
+
+
 def _drop_stale_state(shared: dict[str, Any], differs: bool) -> None:
     """Reset the shared state if none of its Accelerators exists any more.
 
@@ -194,23 +378,6 @@ def release_state(owner: object) -> None:
     owners[:] = [other for other in owners if owners[0]() is not owner and other() is not owner]
 
 
-def accumulation_settings(
-    steps: int, plugin: GradientAccumulationPlugin | None, launched: int | None
-) -> GradientAccumulationPlugin:
-    """Return the settings of gradient accumulation; the launcher's number of steps overrides the script's."""
-    check_steps("gradient_accumulation_steps", steps)
-    if plugin is None:
-        return GradientAccumulationPlugin(num_steps=launched or steps)
-    hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
-    check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
-    if steps != 1:
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
-            f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
-        )
-    return replace(plugin, num_steps=launched or plugin.num_steps or 1)
-
-
 def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
     """Return the settings of the loaders, with the Accelerator's older argument merged in."""
     if config is not None and not isinstance(config, DataLoaderConfiguration):
@@ -225,17 +392,6 @@ def loader_settings(config: DataLoaderConfiguration | None, split_batches: Any) 
             "it in DataLoaderConfiguration only."
         )
     return replace(config or DataLoaderConfiguration(), split_batches=bool(split_batches))
-
-
-def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return the settings of compilation."""
-    if plugin is not None and backend is not None:
-        raise ConfigurationError(
-            "dynamo_backend and dynamo_plugin were both given. Put the back end into TorchDynamoPlugin(backend=...)."
-        )
-    if plugin is not None:
-        check_type(plugin, TorchDynamoPlugin, "dynamo_plugin", f"Pass TorchDynamoPlugin(backend={plugin!r}).")
-    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def refuse_unknown(arguments: Iterable[str], accelerator: type) -> None:
@@ -261,27 +417,10 @@ def refuse_unknown(arguments: Iterable[str], accelerator: type) -> None:
     raise ArgumentTypeError(f"Accelerator() has no argument {name}.{hint}")
 
 
-def project_settings(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    """Directories of the project."""
-    if config is not None and not isinstance(config, ProjectConfiguration):
-        raise ConfigurationError(
-            f"project_config={config!r} must be a ProjectConfiguration. For a directory, pass project_dir={config!r}."
-        )
-    settings = config or ProjectConfiguration(project_dir=project_dir)
-    if project_dir is not None and settings.project_dir is None:
-        settings.set_directories(project_dir)
-    if project_dir is not None and str(settings.project_dir) != str(project_dir):
-        raise ConfigurationError(
-            f"project_dir={str(project_dir)!r} contradicts project_config.project_dir={settings.project_dir!r}. Pass "
-            "one of them."
-        )
-    return settings
-
-
-def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[RNGType | str]:
+def rng_settings(rng_types: Iterable[str | RNGType] | None) -> list[str]:
     """Return the generators that loaders synchronise at each epoch; by default the sampler's own."""
     if isinstance(rng_types, str):
         raise ConfigurationError(f"rng_types={str(rng_types)!r} must be a list: rng_types=[{str(rng_types)!r}].")
     if rng_types is not None and not isinstance(rng_types, (list, tuple, set, frozenset)):
         raise ConfigurationError(f"rng_types={rng_types!r} must be a list, such as ['torch', 'generator'].")
-    return [rng_kind(kind) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR]
+    return [str(rng_kind(kind)) for kind in rng_types] if rng_types is not None else [RNGType.GENERATOR.value]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from accel_data import DataLoaderConfiguration, ElasticLoader, SeedableRandomSampler, get_sampler, prepare_data_loader
 from accel_data.other_loaders import is_known_loader
-from accel_state import AcceleratorState, GradientAccumulationPlugin, RNGType
-from accel_state.errors import ConfigurationError, check_type
+from accel_state import AcceleratorState, GradientAccumulationPlugin
+from accel_state.errors import ArgumentTypeError, ConfigurationError, check_type
+from accel_state.logging import warn_once
 
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
@@ -22,17 +25,18 @@ from ..contract.strategy import Strategy
 from ..core.compile import TorchDynamoPlugin, compile_model, compile_regions
 from ..core.nf4_weights import check_nf4, store_as_bytes
 from ..core.quantized_layers import keep_packing, load_scales, quantized_layers
-from ..core.unwrap import PREPARED, extract_model_from_parallel, is_prepared
+from ..core.unwrap import PREPARED, is_prepared
 from ..fsdp.activation_checkpointing import checkpoint_units
 from ..fsdp.wrap_policy import find_units, transformer_policy
 from ..kwargs.activation_checkpointing import ActivationCheckpointingKwargs
-from ..kwargs.base import Handlers
 from ..precision.full import Precision
 from ..reduction.elastic_steps import ElasticSteps
 from ..training.moving_average import MovingAverage, Swap
 from ..training.muon import check_hidden, is_muon, spread
 
 T = TypeVar("T")
+
+_PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
 
 
 @dataclass(eq=False, repr=False)
@@ -41,13 +45,13 @@ class Preparation:
 
     strategy: Strategy
     precision: Precision
-    handlers: Handlers
-    dynamo: TorchDynamoPlugin
+    checkpointing: ActivationCheckpointingKwargs | None
+    dynamo: TorchDynamoPlugin | None  # None: models are not compiled
     accumulation_plugin: GradientAccumulationPlugin
     loader_settings: DataLoaderConfiguration
     device_placement: bool
     step_scheduler_with_optimizer: bool
-    rng_types: list[RNGType | str]
+    rng_types: list[str]
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
@@ -73,6 +77,7 @@ class Preparation:
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
+        _check_arguments(objects)
         for obj in objects:
             if is_muon(obj) and not is_prepared(obj):
                 _ = self.strategy.matrix_collectives  # raises where Muon is refused
@@ -87,10 +92,10 @@ class Preparation:
                 prepared[index] = accelerator.prepare_model(obj, device_placement=device_placement)
             elif isinstance(obj, torch.optim.Optimizer):
                 prepared[index] = accelerator.prepare_optimizer(obj, device_placement=device_placement)
+            elif not isinstance(obj, DataLoader) and is_scheduler(obj):
+                schedulers.append(index)
             elif isinstance(obj, DataLoader) or is_known_loader(obj):
                 prepared[index] = accelerator.prepare_data_loader(obj, device_placement=device_placement)
-            elif is_scheduler(obj):
-                schedulers.append(index)
         # Schedulers come last: they belong to prepared optimizers.
         for index in schedulers:
             prepared[index] = accelerator.prepare_scheduler(prepared[index])
@@ -106,7 +111,7 @@ class Preparation:
         if strategy.uses_engine:
             prepared: nn.Module = strategy.prepare_together([model], self)[0]
             return _mark(prepared)
-        if dynamo.compiles:
+        if dynamo is not None:
             self._check_compilation(model)
         strategy.check_model(model)
         if not evaluation_mode and "torchao" in sys.modules:  # else there is no weight of its classes
@@ -121,21 +126,21 @@ class Preparation:
                 f"of the {process.num_processes} processes would train a copy of it. Start one process, or load the "
                 "model without a device map; for inference prepare it with evaluation_mode=True."
             )
-        self.precision.wrap_forward(extract_model_from_parallel(model))
+        self.precision.wrap_forward(model)
         if (self.device_placement if device_placement is None else device_placement) and not dispatched:
             model = strategy.place(model)
         if not evaluation_mode:
-            if quantized_layers(model):
+            if "bitsandbytes" in sys.modules and quantized_layers(model):
                 keep_packing(model, process.device)
                 load_scales(model)
-            for settings in self.handlers.all(ActivationCheckpointingKwargs):
+            if (settings := self.checkpointing) is not None:
                 blocks = transformer_policy(model, settings.block_names, settings.names_setting)
                 checkpoint_units(model, find_units(model, blocks), settings)
             model = strategy.wrap(model)
             for optimizer in self.optimizers:
                 self._remap(optimizer.optimizer)
             check_hidden(self.optimizers, [model])
-        if dynamo.compiles:
+        if dynamo is not None:
             model = (compile_regions if dynamo.use_regional_compilation else compile_model)(model, **dynamo.to_kwargs())
         return _add(self.models, model)
 
@@ -229,7 +234,7 @@ class Preparation:
             process_index=process.process_index,
             torch_device_mesh=self.strategy.data_mesh,
             put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=list(self.rng_types),
+            rng_types=self.rng_types,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             batches_per_step=self.strategy.batches_per_process,
             **asdict(self.loader_settings),
@@ -249,6 +254,35 @@ class Preparation:
             prepared.clear()
         self.seeded_samplers.clear()
         self.local_sgd = None
+
+
+def _check_arguments(objects: Iterable[Any]) -> None:
+    """Refuse numbers and texts as arguments of ``prepare``, and warn about objects that hold what it prepares.
+
+    Raises:
+        ArgumentTypeError: an object is a number or a text.
+    """
+    for index, obj in enumerate(objects):
+        if isinstance(obj, (int, float, complex, str, bytes)):
+            raise ArgumentTypeError(
+                f"prepare() got {obj!r}, a {type(obj).__name__}, as object {index + 1}. Pass models, optimizers, "
+                "schedulers and loaders."
+            )
+        items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+        held = next(filter(lambda item: isinstance(item, _PREPARABLE), items), None)
+        hint = None
+        if held is not None:
+            hint = (
+                f"a {type(obj).__name__} with a {type(held).__name__}. Pass the objects themselves: prepare(*objects)"
+            )
+        elif isinstance(obj, type) and issubclass(obj, _PREPARABLE):
+            hint = f"the class {obj.__name__}. Pass an object of it"
+        elif isinstance(obj, types.GeneratorType):
+            hint = "a generator, such as model.parameters(). Pass the model"
+        elif isinstance(obj, Dataset) and not is_known_loader(obj):
+            hint = f"the data set {type(obj).__name__}. Pass a DataLoader of it"
+        if hint is not None:
+            warn_once(__name__, f"prepare() got {hint}; it was returned unprepared.")
 
 
 def _mark(obj: T) -> T:

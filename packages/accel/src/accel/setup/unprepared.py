@@ -1,68 +1,33 @@
-"""Checks of the arguments of ``prepare``, and warnings about objects that were not prepared, where training goes wrong.
+"""Warnings about objects that were not prepared, where training goes wrong.
 
 They are looked for when objects are prepared and in the first steps, so later steps cost nothing.
 """
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
-from accel_data.other_loaders import is_known_loader
 from accel_state import GradientState
-from accel_state.errors import ArgumentTypeError
 from accel_state.logging import warn_once
 
 from ..core.unwrap import extract_model_from_parallel
 from ..training.gradient_accumulation import Accumulation
 from .prepare import Preparation
 
-_PREPARABLE = (nn.Module, nn.Parameter, Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler)
 
-
-def check_arguments(objects: Iterable[Any]) -> None:
-    """Refuse numbers and texts as arguments of ``prepare``, and warn about objects that hold what it prepares.
-
-    Raises:
-        ArgumentTypeError: an object is a number or a text.
-    """
-    for index, obj in enumerate(objects):
-        if isinstance(obj, (int, float, complex, str, bytes)):
-            raise ArgumentTypeError(
-                f"prepare() got {obj!r}, a {type(obj).__name__}, as object {index + 1}. Pass models, optimizers, "
-                "schedulers and loaders."
-            )
-        items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
-        held = next(filter(lambda item: isinstance(item, _PREPARABLE), items), None)
-        hint = None
-        if held is not None:
-            hint = (
-                f"a {type(obj).__name__} with a {type(held).__name__}. Pass the objects themselves: prepare(*objects)"
-            )
-        elif isinstance(obj, type) and issubclass(obj, _PREPARABLE):
-            hint = f"the class {obj.__name__}. Pass an object of it"
-        elif isinstance(obj, types.GeneratorType):
-            hint = "a generator, such as model.parameters(). Pass the model"
-        elif isinstance(obj, Dataset) and not is_known_loader(obj):
-            hint = f"the data set {type(obj).__name__}. Pass a DataLoader of it"
-        if hint is not None:
-            warn_once(__name__, f"prepare() got {hint}; it was returned unprepared.")
-
-
+@dataclass(eq=False)
 class StartupChecks:
     """What the first backward passes show about the prepared objects."""
 
-    def __init__(self, prepared: Preparation) -> None:
-        self.prepared = prepared
-        self._hook: RemovableHandle | None = None
+    prepared: Preparation
+    _hook: RemovableHandle | None = None
 
     def next(self, loss: Any, accumulation: Accumulation) -> bool:
         """Check before a backward pass; False when there is nothing left to do."""

@@ -80,6 +80,7 @@ class XlaSpmdStrategy(XlaStrategy):
         count = self._device.device_count()
         self.parallelism: ParallelismConfig = self._sizes(count)
         self._check(count)
+        self.batches_per_process = math.prod(self.parallelism.size(axis) for axis in _DATA)
         return int(self._device.combine())
 
     def _sizes(self, count: int) -> ParallelismConfig:
@@ -125,10 +126,6 @@ class XlaSpmdStrategy(XlaStrategy):
     @property
     def active_plugins(self) -> Mapping[str, Any]:
         return {"mesh": self.parallelism, **({} if self.fsdp is None else {"fsdp": self.fsdp})}
-
-    @property
-    def batches_per_process(self) -> int:
-        return math.prod(self.parallelism.size(axis) for axis in _DATA)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if model in self._averaged:

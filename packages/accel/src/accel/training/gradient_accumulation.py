@@ -23,7 +23,7 @@ from accel_state import GradientAccumulationPlugin, GradientState, PartialState
 from accel_state.arguments import check_number
 from accel_state.errors import ConfigurationError, check_type
 from accel_state.logging import warn_once
-from accel_state.state.gradient import MicroBatch
+from accel_state.state.gradient import MicroBatch, check_steps
 
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.strategy import Strategy
@@ -82,6 +82,23 @@ class Window:
         return (parameter for model in self.models for parameter in model.parameters())
 
 
+def accumulation_settings(
+    steps: int, plugin: GradientAccumulationPlugin | None, launched: int | None
+) -> GradientAccumulationPlugin:
+    """Return the settings of gradient accumulation; the launcher's number of steps overrides the script's."""
+    check_steps("gradient_accumulation_steps", steps)
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=launched or steps)
+    hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
+    check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
+    if steps != 1:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
+            f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
+        )
+    return replace(plugin, num_steps=launched or plugin.num_steps or 1)
+
+
 class Accumulation:
     """Keeps the windows of an Accelerator."""
 
@@ -126,7 +143,7 @@ class Accumulation:
         self._forget_latest()
 
     def follow_elastic_loaders(self, loaders: DataLoaderConfiguration, deterministic: bool) -> None:
-        """Make steps of the micro batches of elastic loaders, or those of replicas, if there are any.
+        """Make steps of the micro batches of elastic loaders, or those of replicas.
 
         Raises:
             ConfigurationError: the settings contradict each other, or the strategy has steps of its own.
@@ -142,8 +159,6 @@ class Accumulation:
                 f"DataLoaderConfiguration(elastic=True) makes one step of several micro batches, and "
                 f"{type(strategy).__name__} has steps of its own. Use one process, DDP, FSDP 1 or FSDP 2."
             )
-        if not (loaders.elastic or strategy.replicas):
-            return
         reduction = strategy.reduce_in_order() if deterministic or strategy.replicas else None
         self.elastic = ElasticSteps(strategy, self.gradient_state, self._prepared_models, self, reduction)
         self.elastic.in_one_thread = deterministic and self.process.device.type == "cpu"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_state.errors import MissingDependencyError
-from accel_state.options import CoreOptions
 from accel_state.registry import Registry
 
 MONITORS: Registry[Callable[[Any, bool], Any]] = Registry("monitor", {}, "accel.monitors")
@@ -15,21 +14,18 @@ belongs to "saving", "loading" or "evaluation"), ``loaded()`` and ``finish()``. 
 methods that it replaces by attributes of the object."""
 
 
-def start(monitor: bool | None, core: CoreOptions, accelerator: Any) -> Any:
-    """Return the monitor of an Accelerator; None if it is not measured.
+def start(accelerator: Any, monitor: bool | None, launched: bool) -> Any:
+    """Return the monitor of an Accelerator.
 
     Args:
-        monitor: whether it is measured; None leaves it to the launcher (``accel launch --monitor``).
-        core: the launcher's options.
         accelerator: the Accelerator.
+        monitor: whether the script asks for it.
+        launched: whether the launcher does (``accel launch --monitor``).
 
     Raises:
         MissingDependencyError: no monitor is installed.
         ConfigurationError: what the Accelerator does cannot be measured.
     """
-    launched = core.monitor or core.monitor_port is not None
-    if not (launched if monitor is None else monitor):
-        return None
     if "default" not in MONITORS:
         raise MissingDependencyError(
             f"{'monitor=True' if monitor else '--monitor'} needs the distribution accel-monitor. Install it with: "
