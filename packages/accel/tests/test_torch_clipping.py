@@ -97,6 +97,8 @@ def test_gradients_that_are_multiplied_by_the_loss_scale_are_refused_until_they_
         accelerator.backward(model(torch.ones(2, 6)).square().mean())
         with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
+            nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, torch.ones(()))
         getattr(accelerator, name)(*((model.parameters(), MAX_NORM) if name == "clip_grad_norm_" else ()))
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         norms.append([parameter.grad.norm().item() for parameter in net.parameters()])
@@ -104,6 +106,16 @@ def test_gradients_that_are_multiplied_by_the_loss_scale_are_refused_until_they_
         accelerator.free_memory()
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert sum(norm**2 for norm in norms[0]) ** 0.5 == pytest.approx(MAX_NORM, rel=1e-3)
+
+
+def test_gradients_of_parameters_that_were_added_later_are_refused_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64)])
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.head.parameters(), lr=0.5))
+    optimizer.add_param_group({"params": list(net.blocks.parameters())})
+    accelerator.backward(model(torch.ones(2, 6)).square().mean())
+    with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
+        nn.utils.clip_grad_norm_(net.blocks.parameters(), MAX_NORM)
 
 
 def test_a_model_that_was_trained_in_fp16_is_freed() -> None:

@@ -62,9 +62,7 @@ class AcceleratedOptimizer(Optimizer):
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
         if isinstance(scaler, SharedGradScaler):
             scaler.expect(optimizer)
-            if scaler.is_enabled():
-                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                refuse_torchs_clipping_while(self._has_scaled_gradients, parameters)
+            self._refuse_clipping_of_scaled_gradients(scaler)
 
     @property
     def accelerator_state(self) -> AcceleratorState:
@@ -98,6 +96,11 @@ class AcceleratedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
+    def _refuse_clipping_of_scaled_gradients(self, scaler: SharedGradScaler) -> None:
+        if scaler.is_enabled():
+            parameters = (parameter for group in self.param_groups for parameter in group["params"])
+            refuse_torchs_clipping_while(self._has_scaled_gradients, parameters)
+
     def _has_scaled_gradients(self) -> bool:
         return isinstance(self.scaler, SharedGradScaler) and not self.scaler.is_unscaled(self.optimizer)
 
@@ -127,6 +130,8 @@ class AcceleratedOptimizer(Optimizer):
         treat = None if self._treat is None else self._treat()
         if treat is not None and len(self.optimizer.param_groups) != self._treated_groups:
             treat(self.optimizer)
+            if isinstance(self.scaler, SharedGradScaler):
+                self._refuse_clipping_of_scaled_gradients(self.scaler)
             self._treated_groups = len(self.optimizer.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
