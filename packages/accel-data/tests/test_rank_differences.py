@@ -155,11 +155,12 @@ def loaders_that_differ(rank: int) -> dict[str, Any]:
         "10 samples on rank 1 and 12 on rank 0": DataLoader(Part(12 - 2 * rank)),
         "11 samples on rank 1 and 12 on rank 0": DataLoader(Part(12 - rank), sampler=seeded(rank)),
         "the seed 1 on rank 1 and 0 on rank 0": DataLoader(range(22), sampler=seeded(rank)),
-        # Only lengths and seeds are compared.
+        "has indices with the checksum": DataLoader(Subset(Subset(range(44), range(rank, 44, 2)), range(11))),
+        # Nothing else is compared.
         "": (
             DataLoader(range(22), sampler=seeded(5)),
             DataLoader(Part(11, rank)),
-            DataLoader(Subset(range(22), range(rank, 22, 2))),
+            DataLoader(Subset(range(22), torch.arange(0, 22, 2))),
             DataLoader(TensorDataset(torch.arange(22)[rank::2])),
             DataLoader(Unsized(12 - rank), sampler=range(11)),
             DataLoader(RankStream()),

@@ -99,6 +99,8 @@ def test_gradients_that_are_multiplied_by_the_loss_scale_are_refused_until_they_
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
             nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, torch.ones(()))
+        with pytest.raises(ConfigurationError, match="accelerator.clip_grad_value_"):
+            nn.utils.clip_grad_value_(model.parameters(), MAX_NORM)
         getattr(accelerator, name)(*((model.parameters(), MAX_NORM) if name == "clip_grad_norm_" else ()))
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         norms.append([parameter.grad.norm().item() for parameter in net.parameters()])
@@ -116,6 +118,58 @@ def test_gradients_of_parameters_that_were_added_later_are_refused_too() -> None
     accelerator.backward(model(torch.ones(2, 6)).square().mean())
     with pytest.raises(ConfigurationError, match="multiplied by the loss scale"):
         nn.utils.clip_grad_norm_(net.blocks.parameters(), MAX_NORM)
+
+
+def scaled_by_hand(steps: int, fused: bool, prepared: bool) -> list[torch.Tensor]:
+    """The weights of a loop with torch's own loss scaler, which steps when a window ends."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer: Any = torch.optim.Adam(net.parameters(), lr=0.01, eps=0.01, fused=fused)
+    loader: Any = DataLoader(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    if prepared:
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for number, batch in enumerate(loader, 1):
+        loss = scaler.scale(net(batch).square().mean())
+        if prepared:
+            with accelerator.accumulate(net):
+                accelerator.backward(loss)
+                ends = accelerator.sync_gradients
+        else:
+            (loss / steps).backward()
+            ends = number % steps == 0
+        if ends:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loss_scaler_of_the_script_steps_as_in_plain_torch(steps: int, fused: bool) -> None:
+    pairs = zip(scaled_by_hand(steps, fused, True), scaled_by_hand(steps, fused, False), strict=True)
+    for ours, plain in pairs:
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
+
+
+def test_a_loss_scaler_of_the_script_that_would_divide_gradients_twice_is_refused() -> None:
+    for settings, message in (
+        ({"gradient_accumulation_steps": 2}, "sync_gradients"),
+        ({"mixed_precision": "fp16"}, "Remove"),
+    ):
+        accelerator = Accelerator(cpu=True, **settings)  # type: ignore[arg-type]
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        scaler = torch.amp.GradScaler("cpu")
+        with accelerator.accumulate(model):
+            accelerator.backward(scaler.scale(model(torch.ones(2, 6)).square().mean()))
+            with pytest.raises(ConfigurationError, match=message):
+                scaler.step(optimizer)
+        accelerator.end_training()
+        del accelerator, model, optimizer
 
 
 def test_a_model_that_was_trained_in_fp16_is_freed() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from itertools import islice
 from typing import Any, Final
+from zlib import crc32
 
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from accel_state import get_logger
 from accel_state.state import PartialState
@@ -16,7 +18,11 @@ from .samplers import SeedableRandomSampler
 
 logger: Final = get_logger(__name__)
 
-_ADVICE = (
+# What is compared, and how many indices of a subset.
+_WHAT: Final = ("{} samples", "an order of the seed {}", "indices with the checksum {}")
+_INDICES: Final = 10_000
+
+_ADVICE: Final = (
     "If each rank reads a part of its own, as after split_dataset_by_node, set already_sharded=True (an attribute of "
     "the data set or the loader, or in DataLoaderConfiguration). Otherwise give every rank all samples, in the same "
     "order."
@@ -24,7 +30,7 @@ _ADVICE = (
 
 
 def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> None:
-    """Warn if the length of a map-style data set or the seed of its order differs between the first and the last rank.
+    """Warn if length, seed of the order or indices of a subset differ between the first and the last rank.
 
     Nothing else of a data set is compared, and nothing of an iterable one.
 
@@ -36,14 +42,14 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
     if isinstance(dataset, IterableDataset) or not _is_one_of_pair(num_processes):
         return
     name = type(dataset).__name__
-    own: list[str] = [_length(dataset, name)]
+    own = [_length(dataset, name), "", _digest_of_subset(dataset)]
     if isinstance(sampler, SeedableRandomSampler):
-        own.append(str(sampler.initial_seed))
+        own[1] = str(sampler.initial_seed)
     found = _exchange_between_first_and_last(f"data/{type(dataset).__module__}.{name}", "\n".join(own))
     if found is None:
         return
     rank, other_rank = _pair()
-    for what, mine, other in zip(("{} samples", "an order of the seed {}"), own, found.split("\n"), strict=False):
+    for what, mine, other in zip(_WHAT, own, found.split("\n"), strict=False):
         if mine and other and mine != other:
             logger.warning_once(
                 "The data set %s has %s on rank %d and %s on rank %d, and its loader divides the samples among the "
@@ -52,6 +58,16 @@ def compare_between_ranks(dataset: Any, sampler: Any, num_processes: int) -> Non
                 main_process_only=False,
             )
             return
+
+
+def _digest_of_subset(dataset: Any) -> str:
+    """Return a checksum of the first indices of a ``torch.utils.data.Subset``, as ``random_split`` makes them."""
+    digest = 0
+    inner = dataset
+    while isinstance(inner, Subset):
+        digest = crc32(repr(list(islice(inner.indices, _INDICES))).encode(), digest)
+        inner = inner.dataset
+    return "" if inner is dataset else str(digest)
 
 
 def _length(dataset: Any, name: str) -> str:

@@ -105,7 +105,7 @@ class MegatronStrategy(Strategy):
         if models:
             optimizer = optimizers[0] if optimizers else None
             engine = self._engine(models[0], optimizer)
-            refuse_torchs_clipping(engine.parameters(), "Megatron-core keeps its gradients elsewhere")
+            refuse_torchs_clipping(engine.parameters(), "Megatron-core keeps its gradients elsewhere", elsewhere=True)
             self._engines.append(engine)
             preparation.models.append(engine)
             replaced[id(models[0])] = engine

@@ -58,6 +58,22 @@ def before_torch_clips(check: Callable[[list[torch.Tensor], float], None]) -> No
     torch.nn.utils.clip_grads_with_norm_ = checked
 
 
+def before_torch_clips_values(check: Callable[[list[torch.Tensor]], None]) -> None:
+    """Do the same for ``clip_grad_value_``, except where a script has imported the function before."""
+    clip = _CLIPPING.clip_grad_value_
+    if getattr(clip, "checks", None) is check:
+        return
+
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(chosen)
+        clip(chosen, *args, **kwargs)
+
+    checked.checks = check  # type: ignore[attr-defined]
+    _CLIPPING.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = checked
+
+
 # Tensors without values, which models are traced with; the public name is of a mode only.
 FakeTensor = torch._subclasses.FakeTensor
 

@@ -285,6 +285,26 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: a ``torch.amp.GradScaler`` of the script, which asks before it steps, divides the gradients itself.
+
+        Raises:
+            ConfigurationError: the gradients would be divided twice.
+        """
+        if self.scaler is not None:
+            raise ConfigurationError(
+                "mixed_precision='fp16' scales the loss and divides the gradients itself. Remove torch.amp.GradScaler: "
+                "call accelerator.backward(loss) and optimizer.step()."
+            )
+        if not self.gradient_state.sync_gradients:
+            raise ConfigurationError(
+                "torch.amp.GradScaler.step divides the gradients of a micro batch that does not end its accumulation "
+                "window, and would divide them again with those of the next one. Call its unscale_, step and update "
+                "only if accelerator.sync_gradients, or remove it and set mixed_precision='fp16'."
+            )
+        return False
+
+    @property
     def step_was_skipped(self) -> bool:
         """True if the last step was skipped: gradients had overflowed, or a replica had failed."""
         return self._is_overflow

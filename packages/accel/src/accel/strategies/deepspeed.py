@@ -128,7 +128,9 @@ class DeepSpeedStrategy(Strategy):
             self._registry.add(engine)
             self._explain_uses_of(engine)
             if not master_weights.updates_parameters(engine):
-                refuse_torchs_clipping(engine.module.parameters(), "DeepSpeed keeps its gradients elsewhere")
+                refuse_torchs_clipping(
+                    engine.module.parameters(), "DeepSpeed keeps its gradients elsewhere", elsewhere=True
+                )
         return prepared
 
     def _explain_uses_of(self, engine: Any) -> None:
