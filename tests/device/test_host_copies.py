@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from accel_bigmodel.hooks.base import add_hook_to_module
 from accel_bigmodel.hooks.state_dicts import get_state_dict_offloaded_model
 from accel_bigmodel.offload.store import offload_weight
 from accel_bigmodel.tensors import set_module_tensor_to_device
-from accel_checkpoint.validation import _host_copy
+from accel_checkpoint.validation import remember
 from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 from accel_quant.quantizers.bnb_8bit import Bnb8Bit
 from accel_state.collectives.single import Collectives
@@ -98,7 +99,9 @@ def _safetensors(_: Path) -> torch.Tensor:
 
 
 def _state_before_a_load(_: Path) -> torch.Tensor:
-    return _host_copy({"x": [_values()]})["x"][0]
+    loaded: dict[str, Any] = {}
+    remember(SimpleNamespace(state_dict=lambda: {"x": [_values()]}, load_state_dict=loaded.update))()
+    return loaded["x"][0]
 
 
 def _file_of_a_gathered_tensor(_: Path) -> torch.Tensor:

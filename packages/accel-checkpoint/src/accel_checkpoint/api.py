@@ -34,7 +34,7 @@ from .parts import Part, WeightsPart, copied_parts
 from .remote.reading import copied
 from .safe_load import read, read_safetensors
 from .shared_memory import SharedMemory
-from .validation import Change, apply_changes, loading, loading_optimizer, loading_weights
+from .validation import Change, apply_changes, check_optimizer, loading, loading_weights
 from .writer import BackgroundSave, StateWriter
 
 
@@ -362,9 +362,9 @@ class _Loading(CheckpointReader):
             return
         if isinstance(target, nn.Module):
             self.calls.append(loading_weights(target, content, path, self.strict))
-        elif isinstance(target, Optimizer):
-            self.changes.append(loading_optimizer(target, content, path))
         elif hasattr(target, "load_state_dict"):
+            if isinstance(target, Optimizer):
+                check_optimizer(target, content, path)
             self.changes.append(loading(target, content, path))
         else:
             raise ConfigurationError(

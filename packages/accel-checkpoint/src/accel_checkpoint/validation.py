@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -66,25 +66,6 @@ class Change:
     apply: Callable[[], Any]
     remember: Callable[[], Callable[[], Any]]
 
-    def make(self, undo: ExitStack) -> None:
-        """Apply it, after the function that undoes it was added to a stack."""
-        undo.callback(self._restore, self.remember())
-        try:
-            self.apply()
-        except AccelError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{self.path} does not fit its object ({type(error).__name__}: {error}). Nothing "
-                "was loaded. Prepare and register the same objects, in the same order, as when it was saved."
-            ) from error
-
-    def _restore(self, restore: Callable[[], Any]) -> None:
-        try:
-            restore()
-        except Exception as error:
-            logger.error("the object of %s could not be restored: %s: %s", self.path, type(error).__name__, error)
-
 
 def apply_changes(
     reversible: list[Change],
@@ -101,31 +82,36 @@ def apply_changes(
         on_all_ranks: makes a block that fails on every rank if it fails on one.
     """
     with ExitStack() as undo:
-        with on_all_ranks():
-            for change in reversible:
-                change.make(undo)
-        if collective:
-            # Those that communicate come after all that may fail on one rank alone.
+        # Those that communicate come after all that may fail on one rank alone.
+        for changes in (reversible, collective) if collective else (reversible,):
             with on_all_ranks():
-                for change in collective:
-                    change.make(undo)
+                for change in changes:
+                    undo.callback(_restore, change.path, change.remember())
+                    try:
+                        change.apply()
+                    except AccelError:
+                        raise
+                    except Exception as error:
+                        raise CheckpointError(
+                            f"{change.path} does not fit its object ({type(error).__name__}: {error}). Nothing was "
+                            "loaded. Prepare and register the same objects, in the same order, as when it was saved."
+                        ) from error
         with on_all_ranks():
             for call in others:
                 call()
         undo.pop_all()
 
 
+def _restore(path: Path, restore: Callable[[], Any]) -> None:
+    try:
+        restore()
+    except Exception as error:
+        logger.error("the object of %s could not be restored: %s: %s", path, type(error).__name__, error)
+
+
 def loading(obj: Any, state: Any, path: Path) -> Change:
-    """Return the load of an object with ``state_dict`` and ``load_state_dict``."""
-    return Change(path, partial(obj.load_state_dict, state), partial(_remember_state, obj))
-
-
-def loading_optimizer(optimizer: Any, state: Any, path: Path) -> Change:
-    """Return the load of an optimizer; torch replaces its state instead of changing it, so no tensor is copied."""
-    check_optimizer(optimizer, state, path)
-    if isinstance(optimizer, Optimizer):
-        return Change(path, partial(optimizer.load_state_dict, state), partial(remember_optimizer, optimizer))
-    return loading(optimizer, state, path)
+    """Return the load of an object with ``state_dict`` and ``load_state_dict``, such as an optimizer."""
+    return Change(path, partial(obj.load_state_dict, state), partial(remember, obj))
 
 
 def loading_attributes(obj: Any, values: Mapping[str, Any], path: Path) -> Change:
@@ -138,36 +124,37 @@ def loading_attributes(obj: Any, values: Mapping[str, Any], path: Path) -> Chang
     return Change(path, partial(assign, values), lambda: partial(assign, {name: getattr(obj, name) for name in values}))
 
 
-def _remember_state(obj: Any) -> Callable[[], Any]:
+def remember(obj: Any) -> Callable[[], Any]:
+    """Return a function that restores an object with ``state_dict`` and ``load_state_dict`` as it is now."""
+    if isinstance(obj, Optimizer):
+        # torch replaces its state, so no tensor is copied, and may fill that of an optimizer that has none before it
+        # loads another one.
+        state, groups = copy.copy(obj.state), list(map(dict, obj.param_groups))
+
+        def restore() -> None:
+            obj.state, obj.param_groups = state, groups
+
+        return restore
     try:
-        state = _host_copy(obj.state_dict())
+        current = obj.state_dict()
+        # Copies of tensors are in host memory, which is larger than a device's.
+        copies: dict[int, Any] = {}
+        seen, pending = set(), [current]
+        while pending:
+            value = pending.pop()
+            if type(value) in (torch.Tensor, nn.Parameter):
+                copies[id(value)] = value.detach().to("cpu", copy=True)
+            elif type(value) in (dict, list, tuple) and id(value) not in seen:
+                seen.add(id(value))
+                if type(value) is dict:
+                    copies.update(zip(map(id, value), value, strict=True))  # keys stay the same objects
+                pending += value.values() if type(value) is dict else value
+        current = copy.deepcopy(current, copies)
     except Exception as error:
         # It may have no state before one is loaded, or a state that only its own code can copy.
         logger.debug("a failed load could not restore %s: %s: %s", type(obj).__name__, type(error).__name__, error)
         return lambda: None
-    return partial(obj.load_state_dict, state)
-
-
-def remember_optimizer(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a function that restores an optimizer as it is now; torch replaces its state, so no tensor is copied."""
-    # torch may fill the state of an optimizer that has none before it loads another one.
-    state, groups = copy.copy(optimizer.state), list(map(dict, optimizer.param_groups))
-
-    def restore() -> None:
-        optimizer.state, optimizer.param_groups = state, groups
-
-    return restore
-
-
-def _host_copy(value: Any) -> Any:
-    """Return a copy whose tensors are in host memory, which is larger than a device's."""
-    if type(value) in (torch.Tensor, nn.Parameter):
-        return value.detach().to("cpu", copy=True)
-    if type(value) is dict:
-        return dict(zip(value, map(_host_copy, value.values()), strict=True))
-    if type(value) in (list, tuple):
-        return type(value)(map(_host_copy, value))
-    return copy.deepcopy(value)
+    return partial(obj.load_state_dict, current)
 
 
 def loading_weights(
@@ -193,27 +180,20 @@ def loading_weights(
     """
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
-    renamed, absent, given = {}, {}, set()
-    unknown = set(weights)
+    renamed, absent, unknown = {}, [], set(weights)
     state = module.state_dict()
-    for name, value in state.items():
+    for name in state:
         cleaned = clean(name)
-        identity: Any = name
-        if isinstance(value, torch.Tensor):
-            local = value.to_local() if hasattr(value, "to_local") else value
-            layout = local.storage_offset(), value.shape, local.stride(), local.numel() or id(value)
-            identity = (*id_tensor_storage(local), *layout)
         if cleaned in weights:
             renamed[name] = weights[cleaned]
             unknown.discard(cleaned)
-            given.add(identity)
         else:
-            absent[name] = identity
+            absent.append(name)
     missing = []
-    for name, identity in absent.items():
+    if absent:
         # Files have one name for each tensor: a tied weight is loaded by its other name.
-        if identity not in given:
-            missing.append(name)
+        given = {_identity(name, state[name]) for name in renamed}
+        missing = [name for name in absent if _identity(name, state[name]) not in given]
     if strict and (missing or unknown):
         raise CheckpointError(
             f"{path} does not fit {type(module).__name__}: it lacks {_some(missing)} and has {_some(unknown)} that "
@@ -221,6 +201,15 @@ def loading_weights(
         )
     check_weights(module, state, renamed, path)
     return partial(module.load_state_dict, renamed, strict=False, **kwargs)
+
+
+def _identity(name: str, value: Any) -> Any:
+    """Return what is equal for the names of one tensor."""
+    if not isinstance(value, torch.Tensor):
+        return name
+    local = value.to_local() if hasattr(value, "to_local") else value
+    layout = local.storage_offset(), value.shape, local.stride(), local.numel() or id(value)
+    return *id_tensor_storage(local), *layout
 
 
 def _some(unsorted: Iterable[str]) -> str:
@@ -262,15 +251,17 @@ def check_weights(module: nn.Module, state: Mapping[str, Any], renamed: Mapping[
 def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
     """Raise CheckpointError if the state of an optimizer does not fit its parameters."""
     groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        _require(isinstance(state, dict), path, "is not a dictionary")
+    if not isinstance(state, dict):
+        raise _misfit(path, "is not a dictionary")
+    if not isinstance(groups, list):
         return
     saved: Any = state.get("param_groups")
-    _require(isinstance(saved, list) and isinstance(state.get("state"), dict), path, "lacks state or param_groups")
+    if not isinstance(saved, list) or not isinstance(state.get("state"), dict):
+        raise _misfit(path, "lacks state or param_groups")
     sizes = []
     for group in saved:
-        known = isinstance(group, dict) and isinstance(group.get("params"), list)
-        _require(known, path, "has parameter groups without parameters")
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise _misfit(path, "has parameter groups without parameters")
         sizes.append(len(group["params"]))
     present = list(map(len, map(itemgetter("params"), groups)))
     if sizes != present:
@@ -280,17 +271,15 @@ def check_optimizer(optimizer: Any, state: Any, path: Path) -> None:
         )
     parameters: dict[Any, Any] = {}
     for group, own in zip(saved, groups, strict=True):
-        if "lr" in own:
-            _require(is_number(group.get("lr")), path, f"has the learning rate {group.get('lr')!r}")
+        if "lr" in own and not is_number(group.get("lr")):
+            raise _misfit(path, f"has the learning rate {group.get('lr')!r}")
         parameters.update(zip(group["params"], own["params"], strict=True))
     if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
         return  # what other optimizers keep for a parameter may have any shape
-    for key, entries in state["state"].items():
-        _require(key in parameters, path, f"has state of parameter {key!r}, which none of its groups has")
-        _require(isinstance(entries, dict), path, f"has state of parameter {key!r} that is not a dictionary")
-        _check_moments(key, entries, (parameters[key].shape,), path)
-    for group in saved:
-        _check_group(optimizer, group, state["state"], path)
+    shapes: dict[Any, tuple[torch.Size, ...]] = {}
+    for key, parameter in parameters.items():
+        shapes[key] = (parameter.shape,) if key in state["state"] else ()
+    _check_known(optimizer, saved, state["state"], shapes, path)
 
 
 def check_named_optimizer(
@@ -305,53 +294,85 @@ def check_named_optimizer(
         path: the file or directory, for messages.
     """
     check_named_structure(state, path)
+    shapes: dict[Any, tuple[torch.Size, ...]] = {}
     for group in state["param_groups"]:
-        if "lr" in group and any("lr" in own for own in optimizer.param_groups):
-            _require(is_number(group["lr"]), path, f"has the learning rate {group['lr']!r}")
+        if "lr" in group and any("lr" in own for own in optimizer.param_groups) and not is_number(group["lr"]):
+            raise _misfit(path, f"has the learning rate {group['lr']!r}")
+        shapes.update(zip(group["params"], map(shapes_of, group["params"]), strict=True))
     if not type(optimizer).__module__.startswith(_KNOWN_OPTIMIZERS):
-        return  # what other optimizers keep for a parameter may have any shape
-    for group in state["param_groups"]:
-        _check_group(optimizer, group, state["state"], path)
-    known = {name for group in state["param_groups"] for name in group["params"]}
-    for name, entries in state["state"].items():
-        _require(name in known, path, f"has state of parameter {name!r}, which none of its groups has")
-        shapes = shapes_of(name)
-        if shapes:
-            _check_moments(name, entries, shapes, path)
+        return
+    _check_known(optimizer, state["param_groups"], state["state"], shapes, path)
 
 
 def check_named_structure(state: Any, path: Path) -> None:
     """Raise CheckpointError if something is not the state of an optimizer: groups, and a dictionary a parameter."""
-    _require(isinstance(state, dict), path, "is not a dictionary")
+    if not isinstance(state, dict):
+        raise _misfit(path, "is not a dictionary")
     groups, entries = state.get("param_groups"), state.get("state")
-    _require(isinstance(groups, list) and isinstance(entries, dict), path, "lacks state or param_groups")
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        raise _misfit(path, "lacks state or param_groups")
     for group in groups:
-        known = isinstance(group, dict) and isinstance(group.get("params"), list)
-        _require(known, path, "has parameter groups without parameters")
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise _misfit(path, "has parameter groups without parameters")
         names = group["params"]
-        _require(all(isinstance(name, (str, int)) for name in names), path, f"has parameters named {names[:3]!r}")
+        if not all(isinstance(name, (str, int)) for name in names):
+            raise _misfit(path, f"has parameters named {names[:3]!r}")
     for key, values in entries.items():
-        _require(isinstance(values, dict), path, f"has state of parameter {key!r} that is not a dictionary")
+        if not isinstance(values, dict):
+            raise _misfit(path, f"has state of parameter {key!r} that is not a dictionary")
 
 
-def _check_group(optimizer: Any, group: Mapping[str, Any], states: Mapping[Any, Any], path: Path) -> None:
-    """Raise CheckpointError if something that a step reads of a group or of its parameters is missing or no number."""
-    for name, default in optimizer.defaults.items():
-        if isinstance(default, bool) or name in ("foreach", "fused"):
-            _require(isinstance(group.get(name, default), (bool, NoneType)), path, f"has {name}={group.get(name)!r}")
-        wanted = default if isinstance(default, (tuple, list)) else (default,)
-        if name == "lr" or not wanted or not all(map(is_number, wanted)):
-            continue
-        value = group.get(name)
-        given = value if isinstance(value, (tuple, list)) else (value,)
-        fits = len(given) == len(wanted) and all(map(is_number, given))
-        _require(fits, path, f"has a parameter group with {name}={value!r}")
-    kind, before = type(optimizer).__name__, None
-    for entries in filter(None, map(states.get, group["params"])):
-        alike = kind == "Adafactor" or before in (None, set(entries))  # which keeps other parts of matrices
-        complete = alike and _READ_BY_STEPS.get(kind, frozenset()) <= set(entries)
-        _require(complete, path, "lacks a part of a parameter's state")
-        before = set(entries)
+def _check_known(
+    optimizer: Any,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Any],
+    shapes: Mapping[Any, tuple[torch.Size, ...]],
+    path: Path,
+) -> None:
+    """Raise CheckpointError if something that a step reads is missing, no number, or has another shape.
+
+    Args:
+        optimizer: the optimizer, of a known kind.
+        groups: the saved groups.
+        states: what was saved for each parameter.
+        shapes: the shapes that each parameter of the groups, and its state, may have; empty if unknown.
+        path: the file or directory, for messages.
+    """
+    for key, entries in states.items():
+        if key not in shapes:
+            raise _misfit(path, f"has state of parameter {key!r}, which none of its groups has")
+        if not isinstance(entries, dict):
+            raise _misfit(path, f"has state of parameter {key!r} that is not a dictionary")
+        for name, value in entries.items() if shapes[key] else ():
+            if name == "step":
+                step = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+                if not isinstance(step, (int, float)) or not 0 <= step <= 2**63:
+                    raise _misfit(path, f"has {step!r} steps of parameter {key!r}")
+            if name not in _MOMENTS or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape not in shapes[key]:
+                found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise _misfit(path, f"has {name} of {found} for parameter {key!r} of shape {tuple(shapes[key][0])}")
+    kind = type(optimizer).__name__
+    for group in groups:
+        for name, default in optimizer.defaults.items():
+            value = group.get(name)
+            if isinstance(default, bool) or name in ("foreach", "fused"):
+                if not isinstance(group.get(name, default), (bool, NoneType)):
+                    raise _misfit(path, f"has {name}={value!r}")
+                continue
+            numbers = default if isinstance(default, (tuple, list)) else (default,)
+            if name == "lr" or not numbers or not all(map(is_number, numbers)):
+                continue
+            given = value if isinstance(value, (tuple, list)) else (value,)
+            if len(given) != len(numbers) or not all(map(is_number, given)):
+                raise _misfit(path, f"has a parameter group with {name}={value!r}")
+        before = None
+        for entries in filter(None, map(states.get, group["params"])):
+            alike = kind == "Adafactor" or before in (None, set(entries))  # which keeps other parts of matrices
+            if not alike or not _READ_BY_STEPS.get(kind, frozenset()) <= set(entries):
+                raise _misfit(path, "lacks a part of a parameter's state")
+            before = set(entries)
 
 
 def is_number(value: Any) -> bool:
@@ -360,42 +381,34 @@ def is_number(value: Any) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
-def _check_moments(key: Any, entries: Mapping[str, Any], shapes: tuple[torch.Size, ...], path: Path) -> None:
-    for name, value in entries.items():
-        if name == "step":
-            step = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            known = isinstance(step, (int, float)) and 0 <= step <= 2**63
-            _require(known, path, f"has {step!r} steps of parameter {key!r}")
-        elif name in _MOMENTS and value is not None:
-            fits = isinstance(value, torch.Tensor) and value.shape in shapes
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            _require(fits, path, f"has {name} of {found} for parameter {key!r} of shape {tuple(shapes[0])}")
-
-
 def check_scheduler(scheduler: Any, state: Any, path: Path) -> None:
     """Raise CheckpointError if the state of one of torch's schedulers, which accept anything, is not one."""
     if not isinstance(scheduler, LRScheduler):
         return
-    _require(isinstance(state, dict), path, "is not a dictionary")
+    if not isinstance(state, dict):
+        raise _misfit(path, "is not a dictionary")
     groups = len(scheduler.optimizer.param_groups)
-    _require("last_epoch" in state or "last_epoch" not in scheduler.__dict__, path, "has no last_epoch")
+    if "last_epoch" in scheduler.__dict__ and "last_epoch" not in state:
+        raise _misfit(path, "has no last_epoch")
     for name in ("last_epoch", "_step_count"):
         if name in state:
             require_number(state[name], f"{path}: {name}", minimum=-1)
     for name in ("base_lrs", "_last_lr"):
         if name in scheduler.__dict__ and name in state:
             rates = state[name]
-            _require(isinstance(rates, list) and len(rates) == groups, path, f"has {name}={rates!r}")
+            if not isinstance(rates, list) or len(rates) != groups:
+                raise _misfit(path, f"has {name}={rates!r}")
             for rate in rates:
-                _require(is_number(rate), path, f"has the learning rate {rate!r}")
+                if not is_number(rate):
+                    raise _misfit(path, f"has the learning rate {rate!r}")
 
 
 def check_sampler(state: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError if a seed or an epoch cannot be one."""
     seed = state["initial_seed"]
     # Seeds of torch have 64 bits, with or without a sign.
-    known = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**64
-    _require(known, path, f"has the seed {seed!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise _misfit(path, f"has the seed {seed!r}")
     require_number(state["epoch"], f"{path}: epoch")
 
 
@@ -403,17 +416,18 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, path: Path) -> None:
     """Raise CheckpointError if the state of a loss scaler is not one."""
     if not scaler.is_enabled():
         return
-    _require(isinstance(state, dict), path, "is not a dictionary")
+    if not isinstance(state, dict):
+        raise _misfit(path, "is not a dictionary")
     missing = set(scaler.state_dict()) - set(state)
-    _require(not missing, path, f"lacks {', '.join(sorted(missing))}: it was saved without a loss scaler")
+    if missing:
+        raise _misfit(path, f"lacks {', '.join(sorted(missing))}: it was saved without a loss scaler")
     for name in ("scale", "growth_factor", "backoff_factor"):
         value = state[name]
-        known = is_number(value) and value > 0
-        _require(known, path, f"has {name}={value!r}, which must be positive and finite")
+        if not is_number(value) or value <= 0:
+            raise _misfit(path, f"has {name}={value!r}, which must be positive and finite")
     require_number(state["growth_interval"], f"{path}: growth_interval", minimum=1)
     require_number(state["_growth_tracker"], f"{path}: _growth_tracker")
 
 
-def _require(holds: bool, path: Path, problem: str) -> None:
-    if not holds:
-        raise CheckpointError(f"{path} {problem}. It does not match this object; choose another checkpoint.")
+def _misfit(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} {problem}. It does not match this object; choose another checkpoint.")

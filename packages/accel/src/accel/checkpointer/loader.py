@@ -39,12 +39,12 @@ from accel_checkpoint.remote.reading import RemoteCheckpoint
 from accel_checkpoint.safe_load import MANIFEST_MARK, read, read_safetensors
 from accel_checkpoint.validation import (
     Change,
+    check_optimizer,
     check_sampler,
     check_scaler,
     check_scheduler,
     loading,
     loading_attributes,
-    loading_optimizer,
     loading_weights,
 )
 from accel_data import PreparedLoader, SeedableRandomSampler
@@ -134,7 +134,8 @@ class StateReader(CheckpointReader):
         else:
             self._read_models(models, options)
             for optimizer, state, path in self._read_objects(OPTIMIZER_NAME, objects.optimizers):
-                self.reversible.append(loading_optimizer(optimizer, state, path))
+                check_optimizer(optimizer, state, path)
+                self.reversible.append(loading(optimizer, state, path))
         if strategy is not None and (objects.averages or self.own.get("averages")):
             self._read_averages(objects.averages, strategy, layouts)
         for scheduler, state, path in self._read_objects(SCHEDULER_NAME, objects.schedulers):

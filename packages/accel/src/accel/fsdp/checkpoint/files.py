@@ -36,7 +36,7 @@ from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
 from accel_checkpoint.parts import Part
 from accel_checkpoint.sharded.whole_tensors import whole_state
 from accel_checkpoint.sharded.writer import shard_state
-from accel_checkpoint.validation import Change, check_named_structure, loading_optimizer
+from accel_checkpoint.validation import Change, check_named_structure, check_optimizer, loading
 from accel_state.collectives.single import Collectives
 
 from ...core.local_part import local
@@ -269,4 +269,6 @@ def plan_optimizer(
     state = reader.optimizer(index, layout, names)
     if layout.elsewhere or any(isinstance(tensor, DTensor) for tensor in layout.tensors.values()):
         return state_dicts.plan_optimizer(layout, optimizer, state, reader.directory)
-    return loading_optimizer(optimizer, state_dicts.numbered(state, names, reader.directory), reader.directory)
+    by_number = state_dicts.numbered(state, names, reader.directory)
+    check_optimizer(optimizer, by_number, reader.directory)
+    return loading(optimizer, by_number, reader.directory)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from accel_checkpoint.names import CheckpointError
 from accel_checkpoint.sharded.reader import Source, read_shards
-from accel_checkpoint.validation import Change, check_named_optimizer, check_named_structure, remember_optimizer
+from accel_checkpoint.validation import Change, check_named_optimizer, check_named_structure, remember
 from accel_state.errors import ConfigurationError
 
 from ..._torch_compat import shard_replicated
@@ -244,7 +244,7 @@ def plan_optimizer(layout: Layout, optimizer: Optimizer, state: State, path: Pat
     load = partial(_load_optimizer, layout.model, optimizer, state)
     if layout.elsewhere:
         load = partial(keep_empty_groups, optimizer, load)
-    return Change(path, load, partial(remember_optimizer, optimizer))
+    return Change(path, load, partial(remember, optimizer))
 
 
 def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
