@@ -395,7 +395,7 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
                 f"the state of a loader is {state_dict!r}, a {type(state_dict).__name__}. Load what state_dict() of a "
                 "prepared loader has returned."
             )
-        steps = steps_of_torchdata(state_dict)
+        steps = None if "format" in state_dict else steps_of_torchdata(state_dict)
         point = ResumePoint.from_state(state_dict) if steps is None else self._point_after(steps, state_dict)
         if point.unit != self._unit:
             raise ConfigurationError(

@@ -20,8 +20,6 @@ STATE_FORMAT = 1
 
 def steps_of_torchdata(state: dict[str, Any]) -> int | None:
     """Batches handed out in the current epoch of a torchdata StatefulDataLoader state; None for any other state."""
-    if "format" in state:
-        return None
     if "_num_yielded" in state:
         steps = int(state["_num_yielded"])
     elif "_snapshot" in state and "_steps_since_snapshot" in state:
@@ -90,7 +88,11 @@ class ResumePoint:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ResumePoint:
-        """Return the inverse of :meth:`to_state`."""
+        """Return the inverse of :meth:`to_state`.
+
+        Raises:
+            ConfigurationError: a value is missing, has another type, or is out of bounds.
+        """
         names = set(cls.__dataclass_fields__) - {"source"}
         remaining = {"finished": False, **state}  # which states of earlier versions lack
         if remaining.pop("format", None) != STATE_FORMAT or not names <= set(remaining):
@@ -99,27 +101,20 @@ class ResumePoint:
                 f"format={state.get('format')!r} and the keys {sorted(state)}. Expected the keys format, "
                 f"{', '.join(sorted(names))}, as returned by state_dict() of a prepared loader."
             )
-        own = {name: remaining.pop(name) for name in names}
+        own = dict(zip(names, map(remaining.pop, names), strict=True))
         # Earlier versions saved the state of a StatefulDataLoader under a key of its own.
-        point = cls(**own, source=remaining.pop("source", None) or remaining)
-        point._check_values()
-        return point
-
-    def _check_values(self) -> None:
-        """Raise ConfigurationError if a value has another type, or is out of bounds."""
+        own["source"] = remaining.pop("source", None) or remaining
         for name, least in (("epoch", 0), ("position", 0), ("num_processes", 1), ("num_workers", 0)):
-            value = getattr(self, name)
+            value = own[name]
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
                 raise ConfigurationError(
                     f"the state of the loader has {name}={value!r}, not a whole number from {least} to 2**63 - 1."
                 )
         for name in ("order", "begin", "read_ahead", "workers", "source"):
-            if not isinstance(getattr(self, name), dict):
-                raise ConfigurationError(
-                    f"the state of the loader has {name}={getattr(self, name)!r}, not a dictionary."
-                )
+            if not isinstance(own[name], dict):
+                raise ConfigurationError(f"the state of the loader has {name}={own[name]!r}, not a dictionary.")
         for name in ("order", "begin"):
-            generator = getattr(self, name).get("generator")
+            generator = own[name].get("generator")
             try:
                 if generator is not None:
                     torch.Generator().set_state(generator)
@@ -127,6 +122,7 @@ class ResumePoint:
                 raise ConfigurationError(
                     f"the state of the loader has a damaged random number generator in {name}: {error}"
                 ) from error
+        return cls(**own)
 
 
 @dataclass
