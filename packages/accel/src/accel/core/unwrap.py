@@ -19,7 +19,7 @@ PREPARED = "_is_accelerate_prepared"
 """The mark of prepared objects, which other libraries read and set."""
 
 # Wrapper classes by module. They are not imported, which is slow: where the module of a class was never imported, there
-# is no object of the class.
+# is no object of the class. The same holds for OPTIMIZED_MODULE.
 _WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
     ("deepspeed.runtime.engine", "DeepSpeedEngine"),
@@ -35,23 +35,14 @@ def is_prepared(obj: Any) -> bool:
     return original is not None and is_prepared(original)
 
 
-def _is_instance(module: nn.Module, *classes: tuple[str, str]) -> bool:
-    """Return True if a module is an instance of one of the classes, given as (module, name)."""
-    for module_name, class_name in classes:
-        loaded = sys.modules.get(module_name)
-        if loaded is not None and isinstance(module, getattr(loaded, class_name)):
-            return True
-    return False
-
-
 def is_compiled_module(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to the module as a whole."""
-    return getattr(module, COMPILED_CALL) is not None or _is_instance(module, OPTIMIZED_MODULE)
+    return getattr(module, COMPILED_CALL) is not None or is_compiled_wrapper(module)
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return True if a module is the wrapper that ``torch.compile(module)`` returns."""
-    return _is_instance(module, OPTIMIZED_MODULE)
+    return isinstance(module, getattr(sys.modules.get(OPTIMIZED_MODULE[0]), OPTIMIZED_MODULE[1], ()))
 
 
 @overload
@@ -98,14 +89,19 @@ def innermost_model(model: nn.Module) -> nn.Module:
 
 def _peel(model: nn.Module) -> tuple[nn.Module, Any]:
     """Return the user's model, and the innermost compiled wrapper around it, or None."""
+    optimized = getattr(sys.modules.get(OPTIMIZED_MODULE[0]), OPTIMIZED_MODULE[1], ())
+    wrappers: list[Any] = [DistributedDataParallel, DataParallel]
+    for module_name, class_name in _WRAPPERS:
+        if module_name in sys.modules:
+            wrappers.append(getattr(sys.modules[module_name], class_name))
     compiled: nn.Module | None = None
     while True:
-        is_wrapper = _is_instance(model, OPTIMIZED_MODULE)
+        is_wrapper = isinstance(model, optimized)
         if is_wrapper or getattr(model, COMPILED_CALL) is not None:
             compiled = model
         if is_wrapper:
             model = getattr(model, ORIGINAL_MODULE)
-        elif isinstance(model, (DistributedDataParallel, DataParallel)) or _is_instance(model, *_WRAPPERS):
+        elif isinstance(model, tuple(wrappers)):
             model = model.module  # type: ignore[assignment]
         else:
             return model, compiled
