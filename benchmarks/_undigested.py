@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from accel_checkpoint import manifest, writer
+from accel_checkpoint import checkpoint_reader, writer
 
 
 class NoDigest:
@@ -26,6 +26,10 @@ class NoDigest:
 
 def _nothing(*_: Any) -> None:
     """Instead of a mock, whose calls would cost more than what they replace."""
+
+
+def _no_blocks(*_: Any) -> dict[Any, str]:
+    return {}
 
 
 @contextmanager
@@ -47,5 +51,5 @@ def saving() -> Iterator[None]:
 @contextmanager
 def loading() -> Iterator[None]:
     """The same loading without comparing digests."""
-    with _replaced((manifest.Verification, "_compare", _nothing)):
+    with _replaced((checkpoint_reader, "expected_digests", _no_blocks)):
         yield

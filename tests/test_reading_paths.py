@@ -14,7 +14,7 @@ LIMITS = {
     "Accelerator()": (21, 60, 105),
     "prepare": (19, 60, 95),
     "save_state": (18, 69, 160),
-    "load_state": (17, 77, None),
+    "load_state": (16, 56, 140),
     "launch of 2 processes": (40, 170, 900),
 }
 

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from accel_checkpoint.checkpoint_reader import CheckpointReader
 from accel_checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_NAME,
     FileRecord,
     Manifest,
-    Verification,
     damaged_files,
+    expected_digests,
     record_file,
     worker_threads,
 )
 from accel_checkpoint.names import CheckpointError
+from accel_state import PartialState
 
 EMPTY = "99aa06d3014798d86001c324468d497f"
 
@@ -90,38 +92,38 @@ def _of_two_blocks(directory: Path) -> tuple[Path, Manifest]:
 def test_the_damaged_block_of_a_large_file_is_named(tmp_path: Path) -> None:
     path, manifest = _of_two_blocks(tmp_path)
 
-    def verify(*share: tuple[int, int]) -> None:
-        with worker_threads(1) as submit:
-            verification = Verification(manifest, tmp_path, submit, *share)
-        verification.conclude()
+    (tmp_path / MANIFEST_NAME).write_text(manifest.text())
 
-    verify()
+    def check(share: tuple[int, int] = (0, 1)) -> None:
+        with CheckpointReader(tmp_path, PartialState(), share=share).verifying():
+            pass
+
+    check()
     with open(path, "r+b") as file:
         file.seek(BLOCK_BYTES + 3)
         file.write(b"X")
     with pytest.raises(CheckpointError, match=rf"large is damaged: .*after byte {BLOCK_BYTES}\. Choose"):
-        verify()
+        check()
     # Of two ranks, each looks at every other block.
-    verify((0, 2))
+    check((0, 2))
     with pytest.raises(CheckpointError, match=f"after byte {BLOCK_BYTES}"):
-        verify((1, 2))
+        check((1, 2))
     with open(path, "r+b") as file:
         file.write(b"X")
     with pytest.raises(CheckpointError, match=r"differ from what was written\. Choose"):
-        verify()
+        check()
     assert damaged_files(manifest, tmp_path) == {"large": "contents differ from what was written"}
     record = manifest.files["large"]
     for wrong in (FileRecord(record.size + 1, record.digests), FileRecord(record.size, record.digests[:1])):
-        with pytest.raises(CheckpointError, match=f"it has {record.size} bytes"), worker_threads(0) as submit:
-            Verification(Manifest(1, 1, {}, {}, "now", {"large": wrong}), tmp_path, submit)
+        with pytest.raises(CheckpointError, match=f"it has {record.size} bytes"):
+            expected_digests(Manifest(1, 1, {}, {}, "now", {"large": wrong}), tmp_path)
 
 
 def test_files_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert record_file(tmp_path / "empty") == FileRecord(0, (EMPTY,))
-    with worker_threads(1) as submit:
-        empty = Verification(Manifest(1, 1, {}, {}, "now", {"empty": FileRecord(0, (EMPTY,))}), tmp_path, submit)
-    empty.conclude()
+    empty = Manifest(1, 1, {}, {}, "now", {"empty": FileRecord(0, (EMPTY,))})
+    assert expected_digests(empty, tmp_path) == {(tmp_path / "empty", 0): EMPTY}
     manifest = Manifest(1, 1, {"iteration": 0}, {}, "now", dict.fromkeys(("empty", "gone"), FileRecord(0, (EMPTY,))))
     assert manifest.differing_sizes(tmp_path) == ["gone"]
     assert damaged_files(manifest, tmp_path) == {"gone": "missing"}

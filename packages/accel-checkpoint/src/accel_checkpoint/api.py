@@ -325,7 +325,8 @@ class _Loading(CheckpointReader):
             for name, file in files.items():
                 self._read(name, self.folder / file)
             if self.rng and self.own_file in self.rank_names:
-                self.calls.append(self.restoring_rng(self.read(self.own_file)))
+                own, path = self.read(self.own_file), self.folder / self.own_file
+                self.calls.append(rng_state.restoring_rng(own, self.process.device_backend, path, self.new_rank))
 
     def _files_by_name(self, manifest: Manifest) -> dict[str, str]:
         files = {}
@@ -338,7 +339,7 @@ class _Loading(CheckpointReader):
                 files[stem] = file
             elif int(number) == self.rank:
                 files[name] = file
-            elif self.is_new_rank and name in self.objects:
+            elif self.new_rank is not None and name in self.objects:
                 raise CheckpointError(
                     f"{self.folder} holds {name} of {manifest.world_size} ranks, and this is rank {self.rank}. Load it "
                     f"on {manifest.world_size} ranks, or leave {name} out."

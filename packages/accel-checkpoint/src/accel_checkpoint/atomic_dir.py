@@ -213,9 +213,9 @@ def recover(target: Path) -> None:
     """
     target = target.resolve()
     replaced = aside(target, REPLACED)
-    refuse_link(replaced)
-    if not replaced.exists():
+    if not os.path.lexists(replaced):
         return
+    refuse_link(replaced)
     partial = aside(target, PARTIAL)
     refuse_link(partial)
     if partial.exists():

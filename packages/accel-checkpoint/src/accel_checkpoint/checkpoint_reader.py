@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,9 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.storage.url import Location, RemotePath
 
-from . import rng_state
 from .catalog import why_no_checkpoint
 from .consensus import Report
-from .manifest import Manifest, Verification, worker_threads
+from .manifest import Manifest, digest_block, expected_digests, worker_threads
 from .names import (
     LOADER_NAME,
     MANIFEST_NAME,
@@ -77,6 +76,7 @@ class CheckpointReader:
         manifest: None for a checkpoint of another library.
         names: the files.
         own_file: the file of this rank, or of the rank that a new one starts from.
+        new_rank: the rank, if it did not exist when the state was saved.
         read_names: those that were read.
         has_same_ranks: whether as many ranks saved the state, so that each may have what it kept for itself.
         map_location: where tensors are read to.
@@ -116,11 +116,11 @@ class CheckpointReader:
         self._share = share
         saved = 0 if self.manifest is None else self.manifest.world_size
         self.has_same_ranks: bool = saved == process.num_processes
-        self.is_new_rank: bool = 0 < saved <= self.rank
+        self.new_rank: int | None = self.rank if 0 < saved <= self.rank else None
         self._pack = RankPack(folder) if RNG_PACK in self.names else None
         self.rank_names: list[str] = self.names if self._pack is None else self._pack.names
         self.own_file = rng_file(self.rank)
-        if self.is_new_rank:
+        if self.new_rank is not None:
             # A rank that did not exist when the state was saved reads the file of the lowest one that was saved.
             files = [name for name in self.rank_names if name.startswith(f"{RNG_STATE_NAME}_")]
             self.own_file = min(files, key=number_of, default=rng_file(0))
@@ -132,34 +132,36 @@ class CheckpointReader:
         Raises:
             CheckpointError: at the end of the block, if a file is damaged.
         """
-        verification = None
+        own: dict[tuple[Path, int], str] = {}
+        digests: dict[tuple[Path, int], str] = {}
         with worker_threads() as submit:
             if self.manifest is not None:
                 manifest = self.manifest if self.remote is None else self.remote.copied_files
-                verification = Verification(manifest, self.folder, submit, self._share)
+                first, ranks = self._share
+                own = dict(list(expected_digests(manifest, self.folder).items())[first::ranks])
+                for path, start in own:
+                    submit(partial(digest_block, path, start, digests))
             else:
                 for name in sorted(filter(is_checkpoint_file, self.names)):
                     submit(partial(check_sums, self.folder / name))
             yield
-        if verification is not None:
-            verification.conclude()
+        for (path, start), digest in own.items():
+            if digests[path, start] != digest:
+                where = f" after byte {start}" if start else ""
+                raise CheckpointError(
+                    f"{path} is damaged: its contents differ from what was written{where}. Choose another checkpoint."
+                )
 
     def read(self, name: str, mapped: bool = False) -> Any:
         """Return the contents of a file in torch's format; see :func:`.safe_load.read`."""
         self.read_names.update((name, RNG_PACK))
         if self._pack is not None and name in self._pack.names:
             return self._pack.read(name, self.load_kwargs)
-        require_files(self.folder, [name], self.names)
+        if name not in self.names:
+            require_files(self.folder, [name], self.names)
         # The states of generators can only be set from host memory.
         location = "cpu" if name.startswith((RNG_STATE_NAME, LOADER_NAME)) else self.map_location
         return read(self.folder / name, location, self.load_kwargs, mapped)
-
-    def restoring_rng(self, own: Any) -> Callable[[], None]:
-        """Return the call that restores this rank's generators to what is in its file; a new rank has its own seed."""
-        path, device = self.folder / self.own_file, self.process.device_backend
-        if self.is_new_rank:
-            return rng_state.seeding_new_rank(own, self.rank, device, path)
-        return rng_state.restoring_rng(own, device, path)
 
 
 def number_of(name: str) -> int:

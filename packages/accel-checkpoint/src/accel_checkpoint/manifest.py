@@ -136,8 +136,8 @@ class Manifest:
         ]
 
 
-def digest_block(path: str | os.PathLike[str], start: int) -> str:
-    """Return the digest of the block of a file that begins at ``start``."""
+def digest_block(path: Path, start: int, digests: dict[tuple[Path, int], str]) -> None:
+    """Note the digest of the block of a file that begins at ``start``."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -145,13 +145,16 @@ def digest_block(path: str | os.PathLike[str], start: int) -> str:
         while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
             digest.update(buffer[:count])
             left -= count
-    return str(digest.hexdigest())
+    digests[path, start] = digest.hexdigest()
 
 
 def record_file(path: Path) -> FileRecord:
     """Return the record of a file as it is on the disk."""
     size = path.stat().st_size
-    return FileRecord(size, tuple(digest_block(path, start) for start in range(0, max(size, 1), BLOCK_BYTES)))
+    digests: dict[tuple[Path, int], str] = {}
+    for start in range(0, max(size, 1), BLOCK_BYTES):
+        digest_block(path, start, digests)
+    return FileRecord(size, tuple(digests.values()))
 
 
 Submit = Callable[[Callable[[], object]], None]
@@ -204,39 +207,24 @@ def worker_threads(count: int | None = None) -> Iterator[Submit]:
         raise errors[0]
 
 
-class Verification:
-    """Compares files with their records, in worker threads."""
+def expected_digests(manifest: Manifest, directory: Path) -> dict[tuple[Path, int], str]:
+    """Return the digest that each block of the files should have, by path and the block's first byte.
 
-    def __init__(self, manifest: Manifest, directory: Path, submit: Submit, share: tuple[int, int] = (0, 1)) -> None:
-        require_files(directory, manifest.files)
-        self._directory = directory
-        self._damaged: list[tuple[str, int]] = []
-        blocks = []
-        for name, record in manifest.files.items():
-            size = (directory / name).stat().st_size
-            if size != record.size or len(record.digests) != len(range(0, max(size, 1), BLOCK_BYTES)):
-                raise CheckpointError(
-                    f"{directory / name} is damaged: it has {size} bytes instead of {record.size}. Choose another "
-                    "checkpoint."
-                )
-            for index, digest in enumerate(record.digests):
-                blocks.append((name, index * BLOCK_BYTES, digest))
-        for name, start, digest in blocks[share[0] :: share[1]]:
-            submit(partial(self._compare, name, start, digest))
-
-    def _compare(self, name: str, start: int, digest: str) -> None:
-        if digest_block(self._directory / name, start) != digest:
-            self._damaged.append((name, start))
-
-    def conclude(self) -> None:
-        """Raise CheckpointError, which names it, if a file is not as it was written."""
-        if self._damaged:
-            name, start = min(self._damaged)
-            where = f" after byte {start}" if start else ""
+    Raises:
+        CheckpointError: files are missing, or have other sizes.
+    """
+    require_files(directory, manifest.files)
+    expected = {}
+    for name, record in manifest.files.items():
+        path = directory / name
+        size = path.stat().st_size
+        if size != record.size or len(record.digests) != len(range(0, max(size, 1), BLOCK_BYTES)):
             raise CheckpointError(
-                f"{self._directory / name} is damaged: its contents differ from what was written{where}. Choose "
-                "another checkpoint."
+                f"{path} is damaged: it has {size} bytes instead of {record.size}. Choose another checkpoint."
             )
+        for index, digest in enumerate(record.digests):
+            expected[path, index * BLOCK_BYTES] = digest
+    return expected
 
 
 def damaged_files(manifest: Manifest, directory: Path) -> dict[str, str]:

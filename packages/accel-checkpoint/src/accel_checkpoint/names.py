@@ -37,7 +37,8 @@ NUMBERED = re.compile(r"checkpoint_([0-9]+)")
 CUSTOM_FILE = re.compile(rf"{CUSTOM_NAME}_[0-9]+\.pkl")
 GRADIENTS_FILE = re.compile(rf"{GRADIENTS_NAME}_[0-9]+\.bin")
 
-_SHARD_FILE = re.compile(rf"^{FSDP_MODEL_NAME}|({re.escape(SHARD_TABLE_NAME)}|{re.escape(SHARD_SUFFIX)})$")
+# A file of a strategy that shards models.
+SHARD_FILE = re.compile(rf"^{FSDP_MODEL_NAME}|({re.escape(SHARD_TABLE_NAME)}|{re.escape(SHARD_SUFFIX)})$")
 _ENGINE_FILE = re.compile(rf"({MODEL_FOLDER}(?:_[1-9]\d*)?)/[^/]+\.pt")
 _CHECKPOINT_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{AVERAGE_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_FOLDER}(_[1-9]\d*)?")
 _CHECKPOINT_FILE = re.compile(
@@ -107,11 +108,6 @@ def files_without_manifest(directory: Path) -> list[str]:
         elif path.is_file():
             names.append(name)
     return names
-
-
-def holds_shards(names: Iterable[str]) -> bool:
-    """Return True if a checkpoint was saved by a strategy that shards models."""
-    return any(map(_SHARD_FILE.search, names))
 
 
 def engine_folders(names: Iterable[str]) -> list[str]:

@@ -35,12 +35,20 @@ def capture_rng(device: Device) -> dict[str, Any]:
     return state
 
 
-def restoring_rng(state: Any, device: Device, path: Path) -> Callable[[], None]:
+def restoring_rng(state: Any, device: Device, path: Path, new_rank: int | None = None) -> Callable[[], None]:
     """Return the call that restores the generators to a state of :func:`capture_rng`, which has been checked.
+
+    Args:
+        state: the state.
+        device: of this process.
+        path: its file, for messages.
+        new_rank: the number of a rank that did not exist when the state was saved: it gets a seed of its own.
 
     Raises:
         CheckpointError: generators cannot be restored to this state.
     """
+    if new_rank is not None:
+        return _seeding_new_rank(state, new_rank, device, path)
     missing = set(_HOST_KEYS).difference(state if isinstance(state, dict) else ())
     if missing:
         names = ", ".join(key for key in _HOST_KEYS if key in missing)
@@ -91,12 +99,7 @@ def _restore_device_rng(state: dict[str, Any], device: Device, path: Path) -> No
         raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
 
 
-def seeding_new_rank(base: Any, rank: int, device: Device, path: Path) -> Callable[[], None]:
-    """Return the call that seeds the generators of a rank that did not exist when the state was saved.
-
-    Raises:
-        CheckpointError: there is no state to make the seed of.
-    """
+def _seeding_new_rank(base: Any, rank: int, device: Device, path: Path) -> Callable[[], None]:
     state = base.get("torch_manual_seed") if isinstance(base, dict) else None
     if not isinstance(state, torch.Tensor):
         raise CheckpointError(f"{path} does not hold the state of random number generators: torch_manual_seed missing.")

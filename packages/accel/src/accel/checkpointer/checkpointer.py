@@ -6,7 +6,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_checkpoint import save_process
 from accel_checkpoint.atomic_dir import recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
-from accel_checkpoint.checkpoint_reader import Identity, identity_of, share_of
+from accel_checkpoint.checkpoint_reader import identity_of, share_of
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
 from accel_checkpoint.names import NUMBERED, gradients_file
 from accel_checkpoint.parts import Part, TextPart, copied_parts
@@ -356,62 +356,61 @@ class Checkpointer:
         load_kwargs: dict[str, Any] | None,
         load_model_kwargs: dict[str, Any],
     ) -> None:
-        process, strategy = self._process, self._strategy
+        process, prepared, strategy = self._process, self._prepared, self._strategy
         if self._background is not None:
             self.wait_for_save()
+        automatic, alone = self.project.automatic_checkpoint_naming, process.num_processes == 1
         with on_all_ranks(process.collectives, "looking for a state to load") as outcome:
-            outcome.value = self._find(input_dir)
+            if input_dir is None and not automatic:
+                raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
+            given = found = as_location("input_dir", LATEST if input_dir is None else input_dir)
+            seen = None
+            if not isinstance(given, RemotePath):
+                if input_dir is None or (str(given) == LATEST and (automatic or not given.is_dir())):
+                    # The newest one must be the same for all ranks, so one process looks for it.
+                    seen = Path(self.project.project_dir or "")
+                    found = self._newest() if process.process_index == 0 else given
+                elif self._is_writer:
+                    recover(given)
+            outcome.value = found, None if alone else identity_of(given, seen)
         found, _ = outcome.reports[0].value
-        share = (0, 1) if process.num_processes == 1 else share_of(process.process_index, outcome.reports)
+        share = (0, 1) if alone else share_of(process.process_index, outcome.reports)
         self._replaces = self.project.upload_to is not None and isinstance(found, RemotePath)
-        if not isinstance(found, RemotePath):
-            self._load(found, None, share, load_kwargs, load_model_kwargs)
-            if self.project.upload_to is not None and found == self._newest_found:
-                self._complete_upload(found)
-            return
-        with copied(found, process, all_files=strategy.uses_engine) as (folder, remote):
-            self._load(folder, remote, share, load_kwargs, load_model_kwargs)
-
-    def _complete_upload(self, loaded: Path) -> None:
-        """Upload the newest checkpoint, if the process that saved it was killed before it had done so."""
-        place = self._copy_of(loaded.resolve())
-        if self._is_writer and place is not None:
-            self._upload().upload(loaded, place)
-
-    def _load(
-        self,
-        directory: Path,
-        remote: RemoteCheckpoint | None,
-        share: tuple[int, int],
-        load_kwargs: dict[str, Any] | None,
-        load_model_kwargs: dict[str, Any],
-    ) -> None:
-        place: Location = directory if remote is None else remote.place
-        process, prepared, strategy = self._process, self._prepared, self._strategy
-        loading = partial(on_all_ranks, process.collectives, f"loading {place}")
-        # Ranks may have to communicate to find out how models are sharded.
-        layouts = None
-        if strategy.shards_parameters and not strategy.uses_engine:
-            layouts = {id(model): strategy.layout(model) for model in prepared.models}
-        with loading():
-            options = dict(load_model_kwargs)
-            location = options.pop("map_location", None)
-            reader = StateReader(directory, process, location, load_kwargs, remote=remote, share=share)
-            reader.loaders_from_start = self.loaders_from_start
-            objects, models = self._objects(), list(prepared.models)
-            # Files are read while they are verified; nothing read is used before both are done.
-            with reader.verifying():
-                if not self.load_hooks:
+        source: AbstractContextManager[tuple[Path, RemoteCheckpoint | None]]
+        if isinstance(found, RemotePath):
+            source = copied(found, process, all_files=strategy.uses_engine)
+        else:
+            source = nullcontext((found, None))
+        loading = partial(on_all_ranks, process.collectives, f"loading {found}")
+        with source as (folder, remote):
+            # Ranks may have to communicate to find out how models are sharded.
+            layouts = None
+            if strategy.shards_parameters and not strategy.uses_engine:
+                layouts = {id(model): strategy.layout(model) for model in prepared.models}
+            with loading():
+                options = dict(load_model_kwargs)
+                location = options.pop("map_location", None)
+                reader = StateReader(folder, process, location, load_kwargs, remote=remote, share=share)
+                reader.loaders_from_start = self.loaders_from_start
+                objects, models = self._objects(), list(prepared.models)
+                # Files are read while they are verified; nothing read is used before both are done.
+                with reader.verifying():
+                    if not self.load_hooks:
+                        reader.read_state(objects, models, options, strategy, layouts)
+                if self.load_hooks:
+                    for hook in list(self.load_hooks.values()):
+                        hook(models, str(folder))
                     reader.read_state(objects, models, options, strategy, layouts)
-            if self.load_hooks:
-                for hook in list(self.load_hooks.values()):
-                    hook(models, str(directory))
-                reader.read_state(objects, models, options, strategy, layouts)
-            runs = reader.read_trackers(self._runs_file)
-        reader.changes.append(partial(self._conclude_load, reader, runs, place.name))
-        apply_changes(reader.reversible, reader.collective, reader.changes, loading)
-        if process.num_processes > 1:
-            strategy.share_generators()
+                runs = reader.read_trackers(self._runs_file) if self._runs_file in reader.names else None
+            reader.changes.append(partial(self._conclude_load, reader, runs, found.name))
+            apply_changes(reader.reversible, reader.collective, reader.changes, loading)
+            if process.num_processes > 1:
+                strategy.share_generators()
+        if isinstance(found, Path) and self.project.upload_to is not None and found == self._newest_found:
+            # The process that saved the newest checkpoint was killed before it had uploaded it.
+            place = self._copy_of(found.resolve())
+            if self._is_writer and place is not None:
+                self._upload().upload(found, place)
 
     def _conclude_load(self, reader: StateReader, runs: dict[str, Any] | None, name: str) -> None:
         """Load what does not belong to an object."""
@@ -442,25 +441,6 @@ class Checkpointer:
             average.count_from_here()
         # Last, because everything before may have drawn random numbers.
         reader.restore_rng()
-
-    def _find(self, input_dir: str | os.PathLike[str] | None) -> tuple[Location, Identity]:
-        """Return the path of the checkpoint to load, and what this rank sees there.
-
-        Only the main process looks for the newest one.
-        """
-        automatic = self.project.automatic_checkpoint_naming
-        if input_dir is None and not automatic:
-            raise ConfigurationError("load_state needs input_dir, because automatic_checkpoint_naming is off.")
-        path = as_location("input_dir", LATEST if input_dir is None else input_dir)
-        if isinstance(path, RemotePath):
-            return path, identity_of(path)
-        if input_dir is None or (str(path) == LATEST and (automatic or not path.is_dir())):
-            # The newest one must be the same for all ranks, so one process looks for it.
-            found = self._newest() if self._process.process_index == 0 else path
-            return found, identity_of(path, Path(self.project.project_dir or ""))
-        if self._is_writer:
-            recover(path)
-        return path, identity_of(path)
 
     def _newest(self) -> Location:
         if self.project.upload_to is not None and self.project.project_dir is not None:

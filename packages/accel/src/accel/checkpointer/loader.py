@@ -22,13 +22,13 @@ from accel_checkpoint.names import (
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
+    SHARD_FILE,
     SHARD_SUFFIX,
     SHARD_TABLE_NAME,
     CheckpointError,
     custom_file,
     engine_folders,
     gradients_file,
-    holds_shards,
     is_checkpoint_file,
     numbered,
     numbered_files,
@@ -36,6 +36,7 @@ from accel_checkpoint.names import (
     require_number,
 )
 from accel_checkpoint.remote.reading import RemoteCheckpoint
+from accel_checkpoint.rng_state import restoring_rng
 from accel_checkpoint.safe_load import MANIFEST_MARK, read, read_safetensors
 from accel_checkpoint.validation import (
     Change,
@@ -118,7 +119,9 @@ class StateReader(CheckpointReader):
     ) -> None:
         """Read everything, and note in :attr:`changes` what loads it."""
         self.strict = options.get("strict") is True
-        saved_optimizers = {match[1] or "0" for match in map(_OPTIMIZER_FILE.fullmatch, self.names) if match}
+        saved_optimizers = set()
+        for match in filter(None, map(_OPTIMIZER_FILE.fullmatch, self.names)):
+            saved_optimizers.add(match[1] or "0")
         trains_less = not self.strict and len(objects.optimizers) < len(saved_optimizers)
         own = self.read(self.own_file)
         self.own = own if isinstance(own, dict) else {}
@@ -129,7 +132,7 @@ class StateReader(CheckpointReader):
         engine_changes = None if strategy is None else strategy.plan_state(self, models, options)
         if engine_changes is not None:
             self.changes += engine_changes
-        elif strategy is not None and (layouts is not None or holds_shards(self.names)):
+        elif strategy is not None and (layouts is not None or any(map(SHARD_FILE.search, self.names))):
             self._read_sharded(models, objects.optimizers, options, strategy, layouts)
         else:
             self._read_models(models, options)
@@ -162,8 +165,9 @@ class StateReader(CheckpointReader):
                 self.read_names.update(windows)
             elif windows and self.manifest is not None:
                 self._read_windows(windows, objects.dataloaders, objects.models, strategy)
-        self.restore_rng = self.restoring_rng(self.own)
-        require_number(self.own.get("step", 0), f"{self.folder / self.own_file}: step")
+        path = self.folder / self.own_file
+        self.restore_rng = restoring_rng(self.own, self.process.device_backend, path, self.new_rank)
+        require_number(self.own.get("step", 0), f"{path}: step")
         hooks = self.own.get("comm_hooks", {}) if self.has_same_ranks else {}
         for index, model in enumerate(models):
             if hasattr(model, "load_comm_hook"):
@@ -194,10 +198,8 @@ class StateReader(CheckpointReader):
         if present < saved:
             self._left[kind] = f"{saved - present} of {counted(saved, kind)}"
 
-    def read_trackers(self, name: str) -> dict[str, Any] | None:
-        """Return the runs of trackers, from a file of the checkpoint; None without it."""
-        if name not in self.names:
-            return None
+    def read_trackers(self, name: str) -> dict[str, Any]:
+        """Return the runs of trackers, from a file of the checkpoint."""
         try:
             runs = json.loads((self.folder / name).read_text(encoding="utf-8"))
             for run in runs["trackers"].values():
