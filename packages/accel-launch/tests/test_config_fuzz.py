@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from accel_launch.cli import main
 from accel_launch.config.read import load_settings, read_config
 from accel_launch.config.update import update_file
-from accel_launch.config.write import declared
 from accel_state.errors import ConfigurationError
+from accel_state.options.registry import all_options
 
-OPTIONS = declared()
+OPTIONS = all_options()
 KEYS = sorted({key for opt in OPTIONS.values() for key in opt.keys})
 FLAGS = sorted({flag for opt in OPTIONS.values() for flag in (*opt.flags, *opt.undo_flags)})
 # Text with which the launcher would start another program, or connect to another machine.

@@ -15,17 +15,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_launch.config.write import declared, nest, to_text
+from accel_launch.config.write import nest, to_text
 from accel_launch.questionnaire import flow
 from accel_launch.questionnaire.flow import TextPrompts, ask_all, complete, label, propose, questions
 from accel_state.enums import REMOVED_DYNAMO_BACKENDS
 from accel_state.errors import ConfigurationError
 from accel_state.options import Option, check, load_groups, resolve
 from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, NO_RANGE
+from accel_state.options.registry import all_options
 
 pexpect = pytest.importorskip("pexpect", reason="a terminal to answer in needs pexpect")
 
-OPTIONS = declared()
+OPTIONS = all_options()
 DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 
 

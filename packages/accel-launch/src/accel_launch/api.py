@@ -12,7 +12,8 @@ from typing import Any
 
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
-from accel_state.options import load_groups, resolve
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.resolution import resolve
 
 from .errors import USAGE_ERROR, ScriptFailedError
 from .launch_plan import plan_from_args
@@ -42,10 +43,9 @@ def launch(
     Raises:
         ConfigurationError: an option does not exist, or its value is not allowed.
     """
-    groups = load_groups()
     given = {name: value for name, value in options.items() if value is not None}
-    settings = resolve(groups, given, environ={})
-    declared = {opt.name: opt for group in groups for opt in group.options()}
+    settings = resolve(load_groups(), given, environ={})
+    declared = all_options()
     # Command lines are visible to every user of the machine, so secrets go through the environment.
     secrets = {str(declared[name].env): str(settings[name]) for name in given if declared[name].secret}
     public = [declared[name] for name in given if not declared[name].secret]
@@ -82,7 +82,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
             command_line = parse(sys.argv[1:] if args is None else list(args))
         except ConfigurationError as error:
             parser.exit(USAGE_ERROR, f"{parser.prog}: error: {error}\n")  # a parser ends the program
-        values = {**dict.fromkeys(_option_names()), **command_line.options, "func": launch_command}
+        values = {**dict.fromkeys(all_options()), **command_line.options, "func": launch_command}
         namespace = namespace or argparse.Namespace()
         vars(namespace).update(values)
         namespace.training_script, namespace.training_script_args = command_line.script, command_line.script_args
@@ -103,11 +103,7 @@ def launch_command(args: argparse.Namespace) -> None:
         ScriptFailedError: the script failed.
     """
     plan_from_args(args)  # the launcher runs in another process: what it would refuse is raised here
-    given = {name: value for name, value in vars(args).items() if name in _option_names() and value is not None}
+    given = {name: value for name, value in vars(args).items() if name in all_options() and value is not None}
     code = launch(args.training_script, args.training_script_args, **given)
     if code:
         raise ScriptFailedError(code, args.training_script)
-
-
-def _option_names() -> list[str]:
-    return [opt.name for group in load_groups() for opt in group.options()]

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from accel_state.options import load_groups
+from accel_state.options.registry import all_options
 from accel_state.secrets import HIDDEN, hide, hide_arguments, hide_in_text, hide_values
 
 from .launchers.base import MachineCommand
@@ -42,5 +42,5 @@ def _lines(command: MachineCommand) -> Iterator[str]:
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    secret = {opt.env for group in load_groups() for opt in group.options() if opt.secret}
+    secret = {opt.env for opt in all_options().values() if opt.secret}
     return {name: HIDDEN if name in secret else hide(name, value) for name, value in environment.items()}

@@ -16,8 +16,8 @@ from accel_state.options import (
     ScriptOptions,
     Setting,
     Source,
-    load_groups,
 )
+from accel_state.options.registry import all_options
 from accel_state.options.resources import MachineRange
 from accel_state.ports import loopback_variables
 
@@ -161,8 +161,7 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     given = {name: value for name, value in vars(args).items() if value is not None}
     if not given.get("training_script"):
         raise ConfigurationError("args has no training_script. Set it to the path of the script.")
-    declared = {opt.name for group in load_groups() for opt in group.options()}
-    settings = load_settings({name: value for name, value in given.items() if name in declared})
+    settings = load_settings({name: value for name, value in given.items() if name in all_options()})
     return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 

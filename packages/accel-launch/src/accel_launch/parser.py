@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Option, load_groups
-from accel_state.options.declaration import add_argument
+from accel_state.options.declaration import Option, add_argument
+from accel_state.options.registry import all_options, load_groups
 
 from .errors import suggest
 
@@ -112,9 +112,8 @@ def unwrap_lists(given: Mapping[str, Any]) -> dict[str, Any]:
 def _options_by_flag() -> dict[str, Option]:
     """Return every option of a launch, by each of its flags."""
     options: dict[str, Option] = {}
-    for group in load_groups():
-        for opt in group.options():
-            options |= dict.fromkeys((*opt.flags, *opt.undo_flags), opt)
+    for opt in all_options().values():
+        options |= dict.fromkeys((*opt.flags, *opt.undo_flags), opt)
     return options
 
 

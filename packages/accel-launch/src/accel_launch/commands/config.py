@@ -11,13 +11,15 @@ from typing import Any
 
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution, ScriptOptions, default_path, find_default, load_groups, resolve
-from accel_state.options.config_file import expand
+from accel_state.options.config_file import default_path, expand, find_default
+from accel_state.options.launch import ScriptOptions
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.resolution import Resolution, resolve
 from accel_state.secrets import HIDDEN, hide, hide_in_text
 
 from ..config.read import load_settings, read_config
 from ..config.update import update_file
-from ..config.write import basic_values, check_file_name, declared, nest, write_file
+from ..config.write import basic_values, check_file_name, nest, write_file
 from ..errors import suggest
 from ..parser import ConfigParser, parse_options
 
@@ -54,7 +56,7 @@ def build_parser(action: str = "") -> ConfigParser:
             "default: write a file without questions. update: bring a file up to date. show: print every setting."
         )
     elif action == "default":
-        choices = declared()["mixed_precision"].choices or ()
+        choices = all_options()["mixed_precision"].choices or ()
         parser.add_argument(
             "--mixed_precision",
             "--mixed-precision",

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution, check, load_groups, resolve
+from accel_state.options.conflicts import check
 from accel_state.options.fsdp_versions import RESHARD_OF_STRATEGY, UNSUPPORTED, WITHOUT_EFFECT
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.resolution import Resolution, resolve
 
 from .read import read_config
-from .write import declared, keep_comments, to_text, write_text
+from .write import keep_comments, to_text, write_text
 
 _SECTION = "fsdp_config"
 _MESH = "parallelism_config"
@@ -66,7 +68,10 @@ def convert_file(source: Path, target: Path) -> list[str]:
 def _convert(source: Path, settings: Resolution, section: Mapping[str, Any]) -> _Conversion:
     prefix = f"{_SECTION}."
     names = {
-        key.removeprefix(prefix): opt.name for opt in declared().values() for key in opt.keys if key.startswith(prefix)
+        key.removeprefix(prefix): opt.name
+        for opt in all_options().values()
+        for key in opt.keys
+        if key.startswith(prefix)
     }
     conversion = _Conversion(dict(section), names)
     _convert_strategy(source, settings, conversion)

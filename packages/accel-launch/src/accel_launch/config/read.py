@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import (
-    ConfigFile,
-    Entry,
-    Option,
-    Resolution,
-    ScriptOptions,
-    check,
-    find_default,
-    load_groups,
-    migrate,
-    resolve,
-)
+from accel_state.options.config_file import ConfigFile, Entry, find_default, migrate
+from accel_state.options.conflicts import check
+from accel_state.options.declaration import Option
+from accel_state.options.launch import ScriptOptions
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.resolution import Resolution, resolve
 from accel_state.secrets import hide
 
 from ..errors import suggest
@@ -53,7 +47,7 @@ def read_config(
 def check_keys(config: ConfigFile, keep_unknown: bool = False) -> list[str]:
     """Refuse values that are not allowed, and unknown keys; return notes on the latter instead if they are kept."""
     unknown = []
-    known = {key: opt for group in load_groups() for opt in group.options() for key in opt.keys}
+    known = {key: opt for opt in all_options().values() for key in opt.keys}
     sections = {key.split(".")[0] for key in known if "." in key}
     for entry in config.entries.values():
         top = entry.key.split(".")[0]

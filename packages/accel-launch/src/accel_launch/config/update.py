@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import ConfigFile, default_path, load_groups, resolve
+from accel_state.options.config_file import ConfigFile, default_path
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.resolution import resolve
 
 from .read import check_keys, read_config
-from .write import BASE, declared, keep_comments, nest, to_text, write_text
+from .write import BASE, keep_comments, nest, to_text, write_text
 
 # Where a file does not set these, the machine or the script decides; writing a default would change the meaning.
 _LEFT_OUT = frozenset({"mixed_precision", "num_processes", "distributed_type", "cpu"})
@@ -33,14 +35,16 @@ def update_file(source: Path, target: Path) -> tuple[str, ...]:
 
 def _retired_notes(config: ConfigFile) -> list[str]:
     """Return notes on the keys that no longer have an effect."""
-    retired = [(config.entry(key), key, opt.retired) for opt in declared().values() if opt.retired for key in opt.keys]
+    retired = [
+        (config.entry(key), key, opt.retired) for opt in all_options().values() if opt.retired for key in opt.keys
+    ]
     return [f"{entry.location}: {key} is left out: {reason}" for entry, key, reason in retired if entry is not None]
 
 
 def updated(config: ConfigFile) -> dict[str, Any]:
     """Return the content of the file as this version writes it."""
     settings = resolve(load_groups(), {}, environ={}, config=config)
-    options = declared()
+    options = all_options()
     present = [name for name, opt in options.items() if any(_is_set(config, key) for key in opt.keys)]
     values = {name: settings[name] for name in present if options[name].retired is None}
     if settings["compute_environment"] == "LOCAL_MACHINE":

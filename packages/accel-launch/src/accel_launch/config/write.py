@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -15,8 +14,8 @@ from typing import Any, Literal
 
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
-from accel_state.options import Option, default_path, load_groups
-from accel_state.options.config_file import expand
+from accel_state.options.config_file import default_path, expand
+from accel_state.options.registry import all_options
 from accel_state.options.resources import MachineRange
 
 from ..accelerators.registry import find_visible
@@ -28,12 +27,6 @@ BASE = (
     *("main_training_function", "mixed_precision", "num_machines", "num_processes", "rdzv_backend", "same_network"),
     *("downcast_bf16", "tpu_cluster", "tpu_use_sudo", "cpu"),
 )
-
-
-@functools.cache
-def declared() -> Mapping[str, Option]:
-    """Return every option by its name."""
-    return {opt.name: opt for group in load_groups() for opt in group.options()}
 
 
 def write_basic_config(
@@ -65,7 +58,7 @@ def write_basic_config(
 
 def basic_values(mixed_precision: str) -> dict[str, Any]:
     """Values for this machine, by option."""
-    options = declared()
+    options = all_options()
     count = find_visible(all_variables()).count
     chosen = {
         "mixed_precision": options["mixed_precision"].parse(mixed_precision, "mixed_precision"),
@@ -78,7 +71,7 @@ def basic_values(mixed_precision: str) -> dict[str, Any]:
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a file from values by option; None is left out."""
-    options, content = declared(), dict[str, Any]()
+    options, content = all_options(), dict[str, Any]()
     for name, value in values.items():
         key = options[name].key
         if name == "gradient_accumulation_steps" and values.get("distributed_type") == "DEEPSPEED":

@@ -12,15 +12,22 @@ from typing import Any, TextIO
 from accel_state.enums import REMOVED_DYNAMO_BACKENDS
 from accel_state.env import all_variables, read_str
 from accel_state.errors import ConfigurationError
-from accel_state.options import OptionGroup, Resolution, load_groups, resolve
+from accel_state.options.cloud import SageMakerOptions, TpuOptions
 from accel_state.options.conflicts import ENGINES, check
-from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, NO_RANGE, Option
-from accel_state.options.launch import CLOUD_TYPES, LOCAL_TYPES
-from accel_state.options.registry import OPTION_GROUPS
+from accel_state.options.core import CheckpointingOptions, DynamoOptions
+from accel_state.options.declaration import GIVEN, MORE_THAN_ONE, NO_RANGE, Option, OptionGroup
+from accel_state.options.deepspeed import DeepSpeedOptions
+from accel_state.options.fp8 import FP8Options
+from accel_state.options.fsdp import FsdpOptions
+from accel_state.options.launch import CLOUD_TYPES, LOCAL_TYPES, ParadigmOptions
+from accel_state.options.parallelism import MegatronOptions, ParallelismOptions
+from accel_state.options.registry import all_options, load_groups
+from accel_state.options.rendezvous import MpiOptions
+from accel_state.options.resolution import Resolution, resolve
 from accel_state.options.resources import MachineRange
 
 from ..accelerators.registry import find_visible
-from ..config.write import BASE, declared
+from ..config.write import BASE
 from ..cpus import default_cpu_processes
 
 # How choices are shown, if not by their value in the file.
@@ -153,15 +160,18 @@ def _validate(opt: Option, text: str) -> bool | str:
 
 
 # Options and groups, in the order of the questions.
-LOCAL_ORDER = (
+Order = tuple[str | type[OptionGroup], ...]
+LOCAL_ORDER: Order = (
     *("distributed_type", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("same_network", "rdzv_backend", "machine_timeout", "debug", "cpu"),
-    *("group:mpi", "group:dynamo", "group:paradigm", "group:deepspeed", "group:fsdp"),
-    *("group:parallelism", "group:megatron", "group:checkpointing", "tpu_cluster"),
+    *(MpiOptions, DynamoOptions, ParadigmOptions, DeepSpeedOptions, FsdpOptions),
+    *(ParallelismOptions, MegatronOptions, CheckpointingOptions, "tpu_cluster"),
     *("num_processes", "gpu_ids", "enable_cpu_affinity", "mixed_precision"),
-    *("group:fp8", "gradient_accumulation_steps", "group:tpu"),
+    *(FP8Options, "gradient_accumulation_steps", TpuOptions),
 )
-CLOUD_ORDER = ("group:sagemaker", "distributed_type", "group:dynamo", "num_machines", "mixed_precision", "group:fp8")
+CLOUD_ORDER: Order = (
+    *(SageMakerOptions, "distributed_type", DynamoOptions, "num_machines", "mixed_precision", FP8Options),
+)
 
 Ask = Callable[[Option, Any, tuple[str, ...] | None], Any]
 """Asks for an option, given the option, the proposed value, and its choices if restricted; returns a value or None."""
@@ -179,7 +189,7 @@ def ask_all(ask: Ask, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
     """Yield the options to ask for; each depends on ``answers``, which the caller fills in between."""
-    options = declared()
+    options = all_options()
     yield options["compute_environment"]
     cloud = answers.get("compute_environment") == "AMAZON_SAGEMAKER"
     for opt, group in _ordered(CLOUD_ORDER if cloud else LOCAL_ORDER):
@@ -187,15 +197,13 @@ def questions(answers: Mapping[str, Any]) -> Iterator[Option]:
             yield opt
 
 
-def _ordered(order: tuple[str, ...]) -> Iterator[tuple[Option, type[OptionGroup]]]:
+def _ordered(order: Order) -> Iterator[tuple[Option, type[OptionGroup]]]:
     owners = {opt.name: (opt, group) for group in load_groups() for opt in group.options()}
-    for name in order:
-        group_name = name.partition(":")[2]
-        if not group_name:
-            yield owners[name]
-        elif group_name in OPTION_GROUPS:
-            group = OPTION_GROUPS.load(group_name)
-            yield from ((opt, group) for opt in group.options())
+    for entry in order:
+        if isinstance(entry, str):
+            yield owners[entry]
+        else:
+            yield from ((opt, entry) for opt in entry.options())
 
 
 def _is_asked(opt: Option, group: type[OptionGroup], answers: Mapping[str, Any]) -> bool:
@@ -217,7 +225,7 @@ def _value(name: str, answers: Mapping[str, Any]) -> Any:
     """Return the answer, the value implied by the distributed type, or the default."""
     if name == "cpu" and answers.get("distributed_type") == "MULTI_CPU":
         return True
-    return answers.get(name, declared()[name].default)
+    return answers.get(name, all_options()[name].default)
 
 
 def _choices(opt: Option, answers: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -266,7 +274,7 @@ def known_values(settings: Resolution) -> dict[str, Any]:
 
 def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a complete file: the answers, the keys of every file, and values of the old file not asked for."""
-    groups, asked = load_groups(), {name for name, opt in declared().items() if opt.question is not None}
+    groups, asked = load_groups(), {name for name, opt in all_options().items() if opt.question is not None}
     values = {name: value for name, value in answers.items() if value is not None and value != ()}
     if values.get("distributed_type") == "MULTI_CPU":
         values["cpu"] = True
@@ -276,7 +284,7 @@ def complete(answers: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
     kept = {name: value for name, value in known.items() if name not in asked and _is_kept(name, settings)}
     base = {name: settings[name] for name in BASE if values["compute_environment"] == "LOCAL_MACHINE"}
     # No question asks for replicas, and they would contradict the answers about engines and processes.
-    switches = {name for name in ENGINES if name in declared()} | {"use_parallelism_config", "ft"}
+    switches = {*ENGINES, "use_parallelism_config", "ft"}
     complete_values = {**base, **kept, **values, "distributed_type": settings["distributed_type"]}
     return {name: value for name, value in complete_values.items() if name not in switches}
 

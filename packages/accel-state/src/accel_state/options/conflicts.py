@@ -205,7 +205,7 @@ def _check_checkpointing(settings: Resolution) -> None:
         "use_megatron_lm": "Give --megatron_lm_recompute_activations true instead",
     }
     for name in (*ENGINES, "ft"):
-        if name in settings.settings and settings[name]:
+        if settings[name]:
             raise ConfigurationError(
                 f"{where} is for one process and for DDP, and cannot be combined with {settings.where(name)}. "
                 f"{instead.get(name, 'Leave one of them out')}."
@@ -298,7 +298,7 @@ def _check_machines(settings: Resolution) -> None:
             "number of machines."
         )
     for name in ("use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu", "mpirun_hostfile"):
-        if name in settings.settings and settings[name]:
+        if settings[name]:
             raise ConfigurationError(
                 f"{where} and {settings.where(name)} cannot be combined: it needs a fixed number of processes. Give "
                 "the number of machines."

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
-from ..registry import Registry
-from .declaration import OptionGroup
+from .cloud import SageMakerOptions, TpuOptions
+from .core import CheckpointingOptions, CoreOptions, DynamoOptions
+from .declaration import Option, OptionGroup
+from .deepspeed import DeepSpeedOptions
+from .fault_tolerance import FaultToleranceOptions
+from .fp8 import FP8Options
+from .fsdp import FsdpOptions
+from .launch import HardwareOptions, ParadigmOptions, RunOptions, ScriptOptions
+from .parallelism import MegatronOptions, ParallelismOptions
+from .rendezvous import MpiOptions, RendezvousOptions
+from .resources import ResourceOptions
+from .torchrun import TorchrunOptions
 
-_CLASSES = {
-    "script": "launch:ScriptOptions",
-    "kind_of_run": "launch:RunOptions",
-    "hardware": "launch:HardwareOptions",
-    "resources": "resources:ResourceOptions",
-    "core": "core:CoreOptions",
-    "dynamo": "core:DynamoOptions",
-    "paradigm": "launch:ParadigmOptions",
-    "rendezvous": "rendezvous:RendezvousOptions",
-    "torchrun": "torchrun:TorchrunOptions",
-    "fault_tolerance": "fault_tolerance:FaultToleranceOptions",
-    "mpi": "rendezvous:MpiOptions",
-    "deepspeed": "deepspeed:DeepSpeedOptions",
-    "checkpointing": "core:CheckpointingOptions",
-    "fsdp": "fsdp:FsdpOptions",
-    "parallelism": "parallelism:ParallelismOptions",
-    "megatron": "parallelism:MegatronOptions",
-    "fp8": "fp8:FP8Options",
-    "tpu": "cloud:TpuOptions",
-    "sagemaker": "cloud:SageMakerOptions",
-}
-OPTION_GROUPS: Registry[type[OptionGroup]] = Registry(
-    "option group", {name: f"accel_state.options.{target}" for name, target in _CLASSES.items()}
-)
+
+def load_groups() -> tuple[type[OptionGroup], ...]:
+    """Return all groups."""
+    return (
+        *(ScriptOptions, RunOptions, HardwareOptions, ResourceOptions, CoreOptions, DynamoOptions, ParadigmOptions),
+        *(RendezvousOptions, TorchrunOptions, FaultToleranceOptions, MpiOptions, DeepSpeedOptions),
+        *(CheckpointingOptions, FsdpOptions, ParallelismOptions, MegatronOptions, FP8Options),
+        *(TpuOptions, SageMakerOptions),
+    )
 
 
 @functools.cache
-def load_groups() -> tuple[type[OptionGroup], ...]:
-    """Return all groups."""
-    return tuple(map(OPTION_GROUPS.load, OPTION_GROUPS))
+def all_options() -> Mapping[str, Option]:
+    """Return the options of all groups by their names."""
+    return {opt.name: opt for group in load_groups() for opt in group.options()}
