@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import ScriptOptions
+from accel_state.options.launch import ScriptOptions
 
 from .command import COMMANDS
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution
+from accel_state.options.resolution import Resolution
 from accel_state.ports import is_local
 
 

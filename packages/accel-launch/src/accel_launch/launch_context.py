@@ -19,7 +19,7 @@ from accel_state.environments.registry import detect
 from accel_state.environments.single import SingleEnvironment
 from accel_state.environments.slurm import Allocation, find_address
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution, Source
+from accel_state.options.resolution import Resolution, Source
 
 from .accelerators import tpu
 from .hostfile import read_hostfile
@@ -118,7 +118,7 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
     process: Environment | None = detect(environ, among=_STARTERS)
     if isinstance(process, SingleEnvironment):
         process = _read_node(settings, environ) if POD_INDEX in environ or _SKY_NODES in environ else None
-    allocation = Allocation.read(variables)
+    allocation = Allocation.read(variables) if "SLURM_JOB_ID" in environ else None
     requested = variables.integer(TASKS_VARIABLE, minimum=1)
     if process is not None and process.world_size > 1:
         if process.local_world_size > 1 or process.world_size != process.num_nodes:
@@ -263,6 +263,11 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
         if settings["mpirun_hostfile"]:
             return LaunchMode.MPIRUN
     return LaunchMode.SRUN if context.role is Role.BATCH else LaunchMode.LOCAL
+
+
+def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
+    """Return what a runtime that numbers the hosts itself decides before processes start; None for all others."""
+    return tpu.find_hosts(settings, environ) if settings["tpu"] else None
 
 
 def _deepspeed_starts(settings: Resolution) -> bool:

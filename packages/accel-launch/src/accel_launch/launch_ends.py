@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from accel_state import rank_ends
 from accel_state.env import patch_environment
 from accel_state.errors import ConfigurationError
+from accel_state.rank_ends import VARIABLE, Launch, RankFile, read_note
 
 from .launch_plan import LaunchPlan
 from .scratch import scratch_directory
@@ -27,9 +27,9 @@ def reported_ends(plan: LaunchPlan) -> Iterator[None]:
         yield
         return
     with scratch_directory() as directory:
-        launch = rank_ends.Launch.of_this_process(directory)
+        launch = Launch.of_this_process(directory)
         try:
-            with patch_environment(**{rank_ends.VARIABLE: launch.encode()}):
+            with patch_environment(**{VARIABLE: launch.encode()}):
                 yield
         finally:
             report_ends(directory.iterdir(), time.time(), owns_process=True)
@@ -43,13 +43,13 @@ def report_ends(directories: Iterable[Path], ended_at: float, owns_process: bool
         ended_at: when the last rank had ended, in seconds since the epoch.
         owns_process: whether this process ends with the launch.
     """
-    files = [file for file in map(rank_ends.read_note, directories) if file is not None]
+    files = [file for file in map(read_note, directories) if file is not None]
     _append_ends(files, "exit", ended_at)
     if owns_process:
         atexit.register(lambda: _append_ends(files, "launcher", time.time()))
 
 
-def _append_ends(files: Sequence[rank_ends.RankFile], kind: str, moment: float) -> None:
+def _append_ends(files: Sequence[RankFile], kind: str, moment: float) -> None:
     for file in files:
         # A monitor never disturbs a run: its directory may be full, or removed.
         with contextlib.suppress(OSError, ConfigurationError):

@@ -9,19 +9,14 @@ from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError, require
 from accel_state.humanize import counted
-from accel_state.options import (
-    HardwareOptions,
-    RendezvousOptions,
-    Resolution,
-    ScriptOptions,
-    Setting,
-    Source,
-)
+from accel_state.options.launch import HardwareOptions, ScriptOptions
 from accel_state.options.registry import all_options
+from accel_state.options.rendezvous import RendezvousOptions
+from accel_state.options.resolution import Resolution, Setting, Source
 from accel_state.options.resources import MachineRange
 from accel_state.ports import loopback_variables
 
-from .accelerators.registry import VisibleDevices, find_hosts, find_visible
+from .accelerators.registry import VisibleDevices, find_visible
 from .config.read import load_settings
 from .cpus import check_process_count, default_cpu_processes, usable_cores
 from .entrypoint import Entrypoint, find_entrypoint
@@ -33,6 +28,7 @@ from .launch_context import (
     choose_mode,
     count_machines,
     detect_context,
+    find_hosts,
     with_node,
     with_values,
 )
@@ -104,7 +100,9 @@ def make_plan(
     """
     variables = dict(os.environ if environ is None else environ)
     context = detect_context(settings, variables)
-    settings = with_torchrun_options(with_node(settings, context), context, variables)
+    settings = with_node(settings, context)
+    if settings["standalone"] or settings["nproc_per_node"] or settings["rdzv_endpoint"]:
+        settings = with_torchrun_options(settings, context, variables)
     mode = choose_mode(settings, context)
     script_options = settings.group(ScriptOptions)
     entrypoint = find_entrypoint(script_options, script, script_args)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution
+from accel_state.options.resolution import Resolution
 
 from .accelerators.registry import find_visible
 from .launch_context import LaunchContext, count_machines

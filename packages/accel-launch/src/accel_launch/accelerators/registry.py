@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_state.options import Resolution
 from accel_state.registry import Registry
 
-from . import plug_in, tpu
+from . import plug_in
 from .base import AcceleratorKind
 
 ACCELERATORS: Registry[type[AcceleratorKind]] = Registry(
@@ -43,8 +42,3 @@ def find_installed() -> tuple[int, tuple[str, ...]]:
         if count := kind.count_installed():
             return count, kind.visible_variables
     return 0, ()
-
-
-def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
-    """Return what a runtime that numbers the hosts itself decides before processes start; None for all others."""
-    return tpu.find_hosts(settings, environ) if settings["tpu"] else None

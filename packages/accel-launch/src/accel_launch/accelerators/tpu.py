@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution
+from accel_state.options.resolution import Resolution
 
 from ..entrypoint import python_command
 

@@ -7,14 +7,15 @@ import sys
 from accel_state.command import Command
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution, check_deepspeed_file
+from accel_state.options.deepspeed import check_deepspeed_file
+from accel_state.options.resolution import Resolution
 
 from ..config.read import load_settings
 from ..dry_run import render
 from ..elastic.worker import RELAY_VARIABLE
 from ..launch_plan import LaunchPlan, make_plan
 from ..launchers.registry import choose_launcher
-from ..network.error_reports import report_errors_to_peers
+from ..network.error_reports import report_to_peers
 from ..parser import parse
 
 _MAX_SHOWN = 100_000
@@ -28,9 +29,13 @@ def run(argv: list[str]) -> int:
     """
     command_line = parse(argv)
     settings = load_settings(command_line.options)
-    with report_errors_to_peers(settings):
-        check_deepspeed_file(settings, must_exist=not settings["dry_run"])
+    try:
+        if settings["use_deepspeed"]:
+            check_deepspeed_file(settings, must_exist=not settings["dry_run"])
         plan = make_plan(settings, command_line.script, command_line.script_args)
+    except ConfigurationError as error:
+        report_to_peers(settings, error)
+        raise
     show_notes(plan, settings)
     launcher = choose_launcher(plan)
     if settings["dry_run"]:

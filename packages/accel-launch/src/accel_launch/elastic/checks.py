@@ -7,7 +7,7 @@ import socket
 import time
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import RendezvousOptions
+from accel_state.options.rendezvous import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
 from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, listening_host

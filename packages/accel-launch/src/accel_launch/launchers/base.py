@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution, Setting, Source
+from accel_state.options.resolution import Resolution, Setting, Source
 
 from ..launch_plan import LaunchPlan
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from accel_state.env import patch_environment, read_str
-from accel_state.errors import require
-from accel_state.options import RendezvousOptions
+from accel_state.errors import ConfigurationError, require
+from accel_state.options.rendezvous import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT, LOOPBACK
 
@@ -18,7 +18,7 @@ from ..entrypoint import python_command, worker_command
 from ..launch_context import is_explicit
 from ..launch_plan import LaunchPlan
 from ..network.agreement import facts_of_plan
-from ..network.error_reports import report_errors_to_peers
+from ..network.error_reports import report_to_peers
 from ..supervisor import GRACE_SECONDS
 from .base import Launcher, MachineCommand, launch_argv
 
@@ -27,8 +27,11 @@ class ElasticLauncher(Launcher):
     """Starts this machine's processes, and waits until the last one has ended."""
 
     def run(self, plan: LaunchPlan) -> int:
-        with report_errors_to_peers(plan.settings):
+        try:
             check_rendezvous(plan.rendezvous, plan.num_machines)
+        except ConfigurationError as error:
+            report_to_peers(plan.settings, error)
+            raise
         # When the store of another machine is gone, this launcher reports it; torch would log C++ frames before.
         level = read_str("TORCH_CPP_LOG_LEVEL") or ("WARNING" if plan.debug else "ERROR")
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_state.env import read_str
-from accel_state.options import Resolution
+from accel_state.options.resolution import Resolution
 from accel_state.options.resources import MachineRange
 from accel_state.secrets import hide_in_text, is_secret_name
 

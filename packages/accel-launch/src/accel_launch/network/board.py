@@ -21,10 +21,11 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from accel_state import run_token
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.ports import is_local, listen, listening_host
+from accel_state.run_token import VARIABLE as TOKEN_VARIABLE
+from accel_state.run_token import TokenError, accept, connect, read_token
 
 from .agreement import compare
 from .interfaces import addresses_here
@@ -363,8 +364,8 @@ class Hub(Board):
 
     def _shake_hands(self, connection: socket.socket, address: str) -> None:
         try:
-            run_token.accept(connection, self._token, HANDSHAKE_SECONDS)
-        except run_token.TokenError:
+            accept(connection, self._token, HANDSHAKE_SECONDS)
+        except TokenError:
             connection.close()
             self._note_unknown(address)
             return
@@ -392,7 +393,7 @@ class Hub(Board):
                 return
             self._unknown_peers.add(address)
         say(
-            f"refused {address}, which does not have the token of this run: set {run_token.VARIABLE} to the same value "
+            f"refused {address}, which does not have the token of this run: set {TOKEN_VARIABLE} to the same value "
             "on every machine, or on none"
         )
 
@@ -581,10 +582,10 @@ class Member(Board):
         """Connect, in a thread of its own: a host that does not answer takes seconds."""
         is_other = False
         try:
-            connection = run_token.connect(self._main, self._token, HANDSHAKE_SECONDS)
-        except run_token.TokenError:
+            connection = connect(self._main, self._token, HANDSHAKE_SECONDS)
+        except TokenError:
             problem = (
-                f"the launcher there has another token: set {run_token.VARIABLE} to the same value on every machine, "
+                f"the launcher there has another token: set {TOKEN_VARIABLE} to the same value on every machine, "
                 "or on none"
             )
             is_other = True
@@ -732,7 +733,7 @@ def say(text: str) -> None:
 
 def token_of_run() -> bytes:
     """Return the token of the run, if the user has set one."""
-    return run_token.read_token() if read_str(run_token.VARIABLE) else _NO_TOKEN
+    return read_token() if read_str(TOKEN_VARIABLE) else _NO_TOKEN
 
 
 def join(
@@ -783,7 +784,7 @@ def _check_main_address(hub: Hub, host: str, port: int, token: bytes) -> None:
     if is_local(host):
         return
     try:
-        run_token.connect((host, port), token, HANDSHAKE_SECONDS).close()
+        connect((host, port), token, HANDSHAKE_SECONDS).close()
     except OSError as error:
         raise ConfigurationError(
             f"--main_process_ip {host} does not lead to this machine, which has --machine_rank 0: "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
 
 from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution
+from accel_state.options.resolution import Resolution
 from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT
 
@@ -19,17 +18,12 @@ from .records import RAISED, Cause, State
 _SECONDS = 10.0
 
 
-@contextlib.contextmanager
-def report_errors_to_peers(settings: Resolution) -> Iterator[None]:
-    """Report the block's errors to the launchers of the other machines."""
-    try:
-        yield
-    except ConfigurationError as error:
-        place = None if settings["dry_run"] else _place(settings)
-        if place is not None:
-            with contextlib.suppress(OSError, ConfigurationError):
-                _tell(*place, str(error).split("\n", 1)[0])
-        raise
+def report_to_peers(settings: Resolution, error: ConfigurationError) -> None:
+    """Report an error to the launchers of the other machines, if there are any."""
+    place = None if settings["dry_run"] else _place(settings)
+    if place is not None:
+        with contextlib.suppress(OSError, ConfigurationError):
+            _tell(*place, str(error).split("\n", 1)[0])
 
 
 def _place(settings: Resolution) -> tuple[str, int, int, int] | None:

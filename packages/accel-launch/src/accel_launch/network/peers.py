@@ -10,7 +10,7 @@ from accel_state.errors import ConfigurationError
 from .board import QUIET_SECONDS, SHUTDOWN_SECONDS, Board, lost_text
 from .records import LOST, Cause, Machine, State
 
-DEFAULT_TIMEOUT_SECONDS = 900
+DEFAULT_TIMEOUT_SECONDS = 900.0
 FIRST_NOTE_SECONDS = 5.0
 """So long after its start a launcher says what it waits for."""
 LEAST_SECONDS = 2.0
@@ -21,7 +21,7 @@ _LOST_CODE = 1
 
 def rendezvous_settings(text: str) -> Mapping[str, str]:
     """``timeout=600,join_timeout=300`` of ``--rdzv_conf`` as a mapping, with the default timeout."""
-    settings = {"timeout": str(DEFAULT_TIMEOUT_SECONDS)}
+    settings = {"timeout": f"{DEFAULT_TIMEOUT_SECONDS:g}"}
     for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
         settings[key.strip()] = value.strip()

@@ -88,7 +88,7 @@ class CoreOptions(OptionGroup):
 
 _UNSHARDED = {
     "distributed_type": ("NO", *PARALLEL_TYPES),
-    **{name: (False,) for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm")},
+    **dict.fromkeys(("use_deepspeed", "use_fsdp", "use_megatron_lm"), (False,)),
 }
 _CHECKPOINTED = {"activation_checkpointing": (True,)}
 _checkpointing = functools.partial(
@@ -145,7 +145,8 @@ class CheckpointingOptions(OptionGroup):
     )
 
 
-_COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
+_BACKENDS = tuple(DynamoBackend.__members__)  # the names are also the values
+_COMPILED = {"dynamo_backend": _BACKENDS[1:]}  # all but NO
 _dynamo_option = functools.partial(
     option, section="dynamo_config", prefix="dynamo_", env_prefix="ACCELERATE_DYNAMO_", exported=True
 )
@@ -160,7 +161,7 @@ class DynamoOptions(OptionGroup):
     description = "How torch.compile compiles the models that the script prepares."
 
     backend: str | None = _dynamo_option(
-        choices=DynamoBackend.list(),
+        choices=_BACKENDS,
         other_keys=("dynamo_backend",),
         synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
         metavar="BACKEND",

@@ -15,8 +15,10 @@ from .declaration import MORE_THAN_ONE, OptionGroup, look_up, option
 from .resolution import Resolution
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-LAUNCHERS = ("pdsh", "standard", "openmpi", "mpich", "mvapich", "impi", "slurm", "nossh")
-_HOSTFILE_USED = {"deepspeed_multinode_launcher": tuple(name for name in LAUNCHERS if name != "standard")}
+# Those that read a hostfile.
+_DEEPSPEED_LAUNCHERS = ("pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm", "nossh")
+LAUNCHERS = ("pdsh", "standard", *_DEEPSPEED_LAUNCHERS[1:])
+_HOSTFILE_USED = {"deepspeed_multinode_launcher": _DEEPSPEED_LAUNCHERS}
 
 # Where a DeepSpeed configuration file holds the same setting.
 FILE_PATHS = {

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ..enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from .declaration import OptionGroup, option
 
-LOCAL_TYPES = tuple(DistributedType.list())
+# The names of these enumerations are also their values.
+LOCAL_TYPES = tuple(DistributedType.__members__)
 PARALLEL_TYPES = tuple(name for name in LOCAL_TYPES if name.startswith("MULTI_"))
 ACCELERATED_TYPES = tuple(name for name in PARALLEL_TYPES if name != DistributedType.MULTI_CPU.value)
-CLOUD_TYPES = tuple(SageMakerDistributedType.list())
+CLOUD_TYPES = tuple(SageMakerDistributedType.__members__)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RunOptions(OptionGroup):
 
     compute_environment: str = option(
         ComputeEnvironment.LOCAL_MACHINE.value,
-        choices=ComputeEnvironment.list(),
+        choices=ComputeEnvironment.__members__,
         # Numbers, as the first versions of this format wrote them.
         synonyms={"0": "LOCAL_MACHINE", "1": "AMAZON_SAGEMAKER"},
         help="LOCAL_MACHINE: this machine, or several of your own. AMAZON_SAGEMAKER: a SageMaker training job.",
@@ -167,7 +168,7 @@ class ParadigmOptions(OptionGroup):
         question="Do you want to use Megatron-LM?",
         asked_when={
             "distributed_type": PARALLEL_TYPES,
-            **{name: (False,) for name in ("use_deepspeed", "use_fsdp")},
+            **dict.fromkeys(("use_deepspeed", "use_fsdp"), (False,)),
         },
     )
     use_parallelism_config: bool = _switch(
