@@ -15,7 +15,7 @@ LIMITS = {
     "prepare": (19, 60, 95),
     "save_state": (18, 69, 160),
     "load_state": (16, 56, 140),
-    "launch of 2 processes": (40, 170, 900),
+    "launch of 2 processes": (32, 150, 900),
 }
 
 

@@ -93,7 +93,7 @@ def ranges(free_port):
 
 
 def places(meetings: list[Meeting]) -> list[tuple[int, int]]:
-    return [(one.rank, one.machines) for one in meetings]
+    return [(one.rank, len(one.sizes)) for one in meetings]
 
 
 def started(machines: Range, count: int) -> list[RangedRendezvous]:

@@ -24,9 +24,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from accel_launch.elastic.agent import Agent
 from accel_launch.elastic.meeting import ElasticJob
-from accel_launch.elastic.output import LogDirectories
 from accel_launch.elastic.static_rendezvous import StaticRendezvous
-from accel_launch.elastic.tcp_store import serve
+from accel_launch.elastic.tcp_store import ForkedStoreServer
 from accel_launch.network.peers import Peers, Waiting
 from accel_launch.network.records import KILLED, Cause, State
 from accel_launch.supervisor import Child, SignalWatch
@@ -302,7 +301,7 @@ def test_a_machine_is_heard_of_while_its_ranks_are_started(machines, wait_until,
     """Many ranks on a busy machine take longer to start than a silent machine is waited for."""
     two = machines(2)
     job = ElasticJob(sys.executable, ["-c", ""], 2, 2, RendezvousOptions(monitor_interval=0.05))
-    agent = Agent(job, two.handlers[0], LogDirectories(str(tmp_path), "run"), SignalWatch(False))
+    agent = Agent(job, two.handlers[0], tmp_path, SignalWatch(False))
     start, told = Child.start, []
 
     def slowly(*args, **options) -> Child:
@@ -325,16 +324,18 @@ def test_a_machine_is_heard_of_while_its_ranks_are_started(machines, wait_until,
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_port_in_use_is_an_error(forks) -> None:
-    server = serve("127.0.0.1", 0, forks=forks)
+    job = ElasticJob(print, (), 1, 1, RendezvousOptions(), start_method="fork" if forks else "spawn")
+    first = StaticRendezvous(job)
+    port = first.meet().port
     try:
-        with pytest.raises(RendezvousConnectionError, match=f"port {server.port}"):
-            serve("127.0.0.1", server.port, forks=forks)
+        with pytest.raises(RendezvousConnectionError, match=f"port {port}"):
+            StaticRendezvous(job)._serve_ranks(port)
     finally:
-        server.close()
+        first.leave()
 
 
 def test_a_forked_server_exits_with_its_parent() -> None:
-    server = serve("127.0.0.1", 0, forks=True)
+    server = ForkedStoreServer("127.0.0.1", 0)
     client, other = (dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
     client.set("key", "value")
     assert other.get("key") == b"value"

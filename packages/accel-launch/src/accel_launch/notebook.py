@@ -24,11 +24,10 @@ from accel_state.ports import loopback_variables
 from .accelerators.registry import find_visible
 from .cpus import check_process_count
 from .errors import LaunchError
+from .supervisor import SIGNALS
 from .tpu_function import is_on_tpu, run_on_tpu
 
 DEFAULT_PORT = "29500"
-
-_END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
 # Arguments whose names differ from the flags that errors mention.
 _ARGUMENTS = {
@@ -246,12 +245,11 @@ class _ForkedRanks:
         if not self._starting_ranks:
             return
         self._starting_ranks = False  # forks of the rank keep its handlers
-        for number in _END_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, self._interrupt)
+        for number in SIGNALS:
+            signal.signal(number, self._interrupt if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_END_SIGNALS))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.was_interrupted = True

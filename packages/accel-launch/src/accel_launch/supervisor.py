@@ -21,10 +21,13 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a launcher."""
-FORWARDED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+FORWARDED: tuple[signal.Signals, ...] = ()
 """Signals that are meant for the processes; the launcher forwards them."""
+if sys.platform != "win32":
+    SIGNALS += (signal.SIGHUP, signal.SIGQUIT)
+    FORWARDED += (signal.SIGUSR1, signal.SIGUSR2)
 
 GRACE_SECONDS = 30.0
 """How long processes may take to end after a signal, before they are killed."""

@@ -6,26 +6,30 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from accel_state import hang_files
 from accel_state.env import all_variables, patch_environment
 from accel_state.errors import ConfigurationError
+from accel_state.hang_files import PRINTER_VARIABLE
+from accel_state.hang_files import read as read_hang_report
 
-from ..network.board import SHUTDOWN_SECONDS, Board, say
+from ..network.board import SHUTDOWN_SECONDS, say
 from ..network.interfaces import interface_variables
 from ..network.peers import Peers
 from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS, Child, Interrupted, SignalWatch, Supervised, stop
 from .meeting import ElasticJob, Meeting, Meetings, RunEnded
-from .output import LogDirectories, Tee, line_prefix
+from .output import Tee, line_prefix, rank_streams
 from .preemption import grace_seconds, notes, report_saved, save_and_wait, saved_by_all
 from .report import RankFailure, cause_of, interruption, read_failure
 from .worker import die_with_launcher
@@ -50,21 +54,23 @@ class Agent(Supervised):
     Args:
         job: what to start.
         meetings: how the machines meet.
-        logs: directories of the ranks.
+        directory: where directories of the ranks are made, for their reports and their output.
         watch: signals to the launcher.
     """
 
-    def __init__(self, job: ElasticJob, meetings: Meetings, logs: LogDirectories, watch: SignalWatch) -> None:
-        self._job, self._logs, self._watch = job, logs, watch
+    def __init__(self, job: ElasticJob, meetings: Meetings, directory: str | Path, watch: SignalWatch) -> None:
+        self._job, self._directory, self._watch = job, directory, watch
         self.meetings: Meetings = meetings
         self._left = job.rendezvous.max_restarts
         self._starts = 0
         self._meeting: Meeting | None = None
-        self._board: Board | None = None
+        self._run_directory: Path | None = None
         self._peers: Peers | None = None
         self._tees: list[Tee] = []
         self._printed: set[str] = set()  # hang reports
         self._codes: dict[int, int] = {}  # exit codes by local rank of the ranks that were seen to fail
+        self.directories: dict[int, Path] = {}
+        """``RUN/attempt_N/LOCAL_RANK`` of each rank of the latest start, by local rank."""
         self.ranks: list[Child] = []
         """The processes of the latest start, by local rank."""
         self.elsewhere: Cause | None = None
@@ -83,7 +89,7 @@ class Agent(Supervised):
 
     def grace_seconds(self, number: int) -> float:
         """Return how long ranks that save on a signal may take."""
-        return max(grace_seconds(self._logs.by_rank, number), self._job.grace_seconds)
+        return max(grace_seconds(self.directories, number), self._job.grace_seconds)
 
     def shutdown_seconds(self) -> float:
         """Return how long other machines may take to notice that this one has ended."""
@@ -111,14 +117,14 @@ class Agent(Supervised):
             return self._run()
         except Interrupted as error:
             leaves = self.meetings.may_leave(error.number)
-            if self._peers is not None and (leaves or not notes(self._logs.by_rank)):
+            if self._peers is not None and (leaves or not notes(self.directories)):
                 # Before the ranks end: those of other machines fail when they do.
                 cause = interruption(error.number, self._meeting_rank, self.meetings.round)
                 self._peers.post(State.LEFT if leaves else State.FAILED, cause)
             raise
         finally:
             if self._watch.received:
-                save_and_wait(self._logs.by_rank, self._watch.received)
+                save_and_wait(self.directories, self._watch.received)
             # Ctrl-C, and a collective with a machine that is cut off: Python's handler never runs in such a rank.
             hangs = self._peers is not None and self._watch.received == signal.SIGINT
             self._stop(self._watch.received or signal.SIGTERM, _HUNG_SECONDS if hangs else GRACE_SECONDS)
@@ -163,7 +169,7 @@ class Agent(Supervised):
                 logger.error("failed (exitcode: %d) local_rank: %d (pid: %d)", code, local, self.ranks[local].pid)
             self._stop()
             # Now, because ranks that save do not end at the same moment.
-            if self._watch.forwarded and saved_by_all(self._logs.by_rank) is not None:
+            if self._watch.forwarded and saved_by_all(self.directories) is not None:
                 # The launcher was signalled, not a single rank: this machine is about to go away.
                 self._left = 0
                 return Result(True, failures), False
@@ -183,7 +189,7 @@ class Agent(Supervised):
 
     def hang_report(self) -> str:
         """Print a hang report of the ranks of this machine that was not printed; return the latest one, or ""."""
-        found = [report for directory in self._logs.by_rank.values() if (report := hang_files.read(directory))]
+        found = [report for directory in self.directories.values() if (report := read_hang_report(directory))]
         for text, printed in found:
             if not printed and text not in self._printed:
                 self._printed.add(text)
@@ -192,12 +198,12 @@ class Agent(Supervised):
 
     def _ended_between_steps(self) -> bool:
         """Let ranks that save on a signal do so, before machines meet again; whether all have ended by themselves."""
-        saving = notes(self._logs.by_rank)
+        saving = notes(self.directories)
         if not saving or not self.meetings.may_save():
             return False
         numbers = saving[0].signals
         number = signal.SIGTERM if signal.SIGTERM in numbers else numbers[0]
-        save_and_wait(self._logs.by_rank, number, unless=lambda: not self.meetings.may_save())
+        save_and_wait(self.directories, number, unless=lambda: not self.meetings.may_save())
         return all(rank.poll() is not None for rank in self.ranks)
 
     def _restart(self, result: Result | None) -> bool:
@@ -226,7 +232,7 @@ class Agent(Supervised):
 
     def _announce_restart(self, meeting: Meeting, cause: Cause | None) -> None:
         """Print why the ranks are started again."""
-        saved = saved_by_all(self._logs.by_rank)
+        saved = saved_by_all(self.directories)
         text = f"tarting all processes again (restart {meeting.restarts} of {self._job.rendezvous.max_restarts})"
         if saved is not None:
             report_saved(saved, "" if meeting.news else f"S{text}")
@@ -244,20 +250,26 @@ class Agent(Supervised):
         limit = self._job.rendezvous.max_restarts
         with self._watch.interruptible():
             meeting = self.meetings.meet()
-        self._meeting, self._board, self._left = meeting, meeting.board, limit - meeting.restarts
-        if self._board is None:
-            self._peers = None
-        else:
-            members = [int(number) for number in self._board.me.members] if self.meetings.may_shrink else []
-            self._peers = Peers(self._board, self.meetings.round, meeting.machines, members)
-        if self._board is not None and self._left > 0 and not self.meetings.may_shrink:
-            self._board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
+        self._meeting, self._left = meeting, limit - meeting.restarts
+        board, shrinks = self.meetings.board, self.meetings.may_shrink
+        if board is None:
+            return
+        members = [int(number) for number in board.me.members] if shrinks else []
+        self._peers = Peers(board, self.meetings.round, len(meeting.sizes), members)
+        if self._left > 0 and not shrinks:
+            board.after_loss = lambda _: "The others wait for it, or for another machine in its place."
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         count = self._job.local_processes
-        self._logs.make(self._starts, count)
+        if self._run_directory is None:
+            self._run_directory = Path(tempfile.mkdtemp(prefix=f"{self.meetings.run_id}_", dir=self._directory))
+        attempt = self._run_directory / f"attempt_{self._starts}"
+        shutil.rmtree(attempt, ignore_errors=True)
+        self.directories = {local: attempt / str(local) for local in range(count)}
+        for directory in self.directories.values():
+            directory.mkdir(parents=True)
         self._starts += 1
         self.ranks, self._tees, self._codes = [], [], {}
         try:
@@ -281,19 +293,20 @@ class Agent(Supervised):
             arguments = (job.entrypoint, tuple(job.args), variables, os.getpid())
             process = context.Process(target=call_rank, args=arguments, name=f"rank {variables['RANK']}")
             # Only a fork copies the board's lock, and only this long may the other machines hear nothing.
-            held = self._board.held() if job.forks and self._board is not None else contextlib.nullcontext()
+            board = self.meetings.board if job.forks else None
+            held = contextlib.nullcontext() if board is None else board.held()
             # Spawned ranks read the environment before they call the function.
             with held, patch_environment(**variables):
                 process.start()
             self.ranks.append(Child(process, leads_group=False))
             return
         command, environment = [job.entrypoint, *job.args], {**all_variables(), **variables}
-        streams = job.output.streams(local)
+        streams = rank_streams(local, job.tee, job.redirects, job.local_ranks_filter)
         if streams.shown and not streams.kept:
             self.ranks.append(Child.start(command, environment))
             return
         prefix = line_prefix(job.line_prefix, variables)
-        tee = Tee(self._logs.by_rank[local], streams, prefix, (sys.stdout, sys.stderr))
+        tee = Tee(self.directories[local], streams, prefix, (sys.stdout, sys.stderr))
         self._tees.append(tee)
         self.ranks.append(Child.start(command, environment, **tee.files))
         tee.start()
@@ -302,8 +315,8 @@ class Agent(Supervised):
         """Return the variables of a rank: those of torchrun."""
         assert self._meeting is not None
         job, meeting, rank = self._job, self._meeting, str(self.global_rank(local))
-        size, machines = str(self.world_size), str(meeting.machines)
-        own = "" if self._board is None else self._board.own_address
+        size, machines, board = str(self.world_size), str(len(meeting.sizes)), self.meetings.board
+        own = "" if board is None else board.own_address
         return {
             **(interface_variables(own) if own else {}),
             **{"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local), "GROUP_RANK": str(meeting.rank)},
@@ -316,8 +329,8 @@ class Agent(Supervised):
             "TORCHELASTIC_MAX_RESTARTS": str(job.rendezvous.max_restarts),
             "TORCHELASTIC_RUN_ID": self.meetings.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": str(self._logs.by_rank[local] / "error.json"),
-            hang_files.PRINTER_VARIABLE: str(self._logs.by_rank[local] / "error.json"),
+            "TORCHELASTIC_ERROR_FILE": str(self.directories[local] / "error.json"),
+            PRINTER_VARIABLE: str(self.directories[local] / "error.json"),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": all_variables().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
@@ -344,14 +357,14 @@ class Agent(Supervised):
         for local, rank in enumerate(self.ranks):
             # What the launcher itself has ended is not a failure.
             code = self._codes.get(local, 0)
-            failure = read_failure(self.global_rank(local), local, rank.pid, code, self._logs.by_rank[local])
+            failure = read_failure(self.global_rank(local), local, rank.pid, code, self.directories[local])
             if failure.exit_code:
                 found.append(failure)
         return found
 
     def _own_cause(self) -> Cause | None:
         """Why the ranks of this machine end: because one of them failed, or because another machine is lost."""
-        if self.meetings.may_shrink and saved_by_all(self._logs.by_rank) is not None:
+        if self.meetings.may_shrink and saved_by_all(self.directories) is not None:
             return None
         own = cause_of(self.failures(), self._meeting_rank, self.world_size, self.meetings.round)
         return own if own is not None or self._peers is None else self._peers.loss()
@@ -364,7 +377,7 @@ class Agent(Supervised):
 
     def _saved_for(self) -> int:
         """Return the signal that was forwarded to the ranks, if all have saved on it, or 0."""
-        return self._watch.forwarded if saved_by_all(self._logs.by_rank) is not None else 0
+        return self._watch.forwarded if saved_by_all(self.directories) is not None else 0
 
     def post_failure(self) -> None:
         """Tell the other machines that the ranks of this one failed, or were ended by a signal.
@@ -379,7 +392,7 @@ class Agent(Supervised):
         if self.meetings.may_leave(self._saved_for()):
             peers.post(State.LEFT)
             return
-        if notes(self._logs.by_rank):
+        if notes(self.directories):
             # Ranks that save on the signal do so on the other machines too, and end by themselves.
             peers.post(State.ENDED)
             peers.settle()

@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
 from accel_state.errors import ConfigurationError
-from accel_state.options import RendezvousOptions
+from accel_state.options.rendezvous import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, is_local, listening_host
+from accel_state.tcp_store import serve_store
 
 from ..network.board import Board, join
-from ..network.peers import timeout_seconds
+from ..network.peers import DEFAULT_TIMEOUT_SECONDS, timeout_seconds
 from ..network.records import Cause
 from ..supervisor import GRACE_SECONDS
-from .output import OutputOptions
-from .tcp_store import StoreServer, serve
+from .tcp_store import CALL_TIMEOUT, ForkedStoreServer
 
 
 class RunEnded(RendezvousClosedError):
@@ -42,7 +43,10 @@ class ElasticJob:
     run_id: str | None = None  # id of the job, the same on all machines; None for the default
     owns_process: bool = True  # see :class:`SignalWatch`
     facts: Mapping[str, str] = field(default_factory=dict)  # what the machines must agree on
-    output: OutputOptions = field(default_factory=OutputOptions)  # where the output of executables goes
+    # where the output of executables goes: the options of these names
+    tee: str = "0"
+    redirects: str = "0"
+    local_ranks_filter: str | None = None
     grace_seconds: float = GRACE_SECONDS  # how long ranks may take to end after SIGTERM
     # Where machines have no given ranks: whether the main address is this one's; None to find out.
     serves: bool | None = None
@@ -58,11 +62,9 @@ class Meeting:
     """Where the machines have met for a start of the ranks."""
 
     rank: int  # of this machine
-    machines: int
     address: str  # of the store of the ranks
     port: int
     restarts: int  # of the run, so far
-    board: Board | None  # what the launchers know of each other; None on a single machine
     sizes: Sequence[int]  # ranks of each machine
     news: str = ""  # why the ranks are started again, if the rendezvous knows
     is_failure: bool = True  # whether they are because a process failed
@@ -80,8 +82,8 @@ class Meetings(ABC):
         self._job = job
         self._host = options.main_process_ip if options.main_process_ip and not alone else LOOPBACK
         self._port = options.main_process_port or (0 if alone else DEFAULT_PORT)
-        self._timeout_seconds = timeout_seconds(options.rdzv_conf)
-        self._rank_server: StoreServer | None = None
+        self._timeout_seconds = timeout_seconds(options.rdzv_conf) if options.rdzv_conf else DEFAULT_TIMEOUT_SECONDS
+        self._rank_server: TCPStore | ForkedStoreServer | None = None
         self.place: str = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         """The main address and port; on a single machine port 0 stands for any free one."""
         self.run_id: str = job.run_id or (uuid.uuid4().hex if alone else "none")
@@ -129,13 +131,20 @@ class Meetings(ABC):
 
     def _serve_ranks(self, port: int = 0) -> int:
         """Start the store for the next start of the ranks, close the former one, and return the port."""
-        former, self._rank_server = self._rank_server, serve(listening_host(self._host), port, forks=self._job.forks)
-        if former is not None:
+        former, host = self._rank_server, listening_host(self._host)
+        try:
+            if self._job.forks:
+                self._rank_server = ForkedStoreServer(host, port)
+            else:
+                self._rank_server = serve_store(host, port, CALL_TIMEOUT)  # its thread ends with the last reference
+        except (OSError, RuntimeError) as error:
+            raise RendezvousConnectionError(f"a store cannot listen on port {port}: {error}") from error
+        if isinstance(former, ForkedStoreServer):
             former.close()
-        return self._rank_server.port
+        return int(self._rank_server.port)
 
     def _close_store(self) -> None:
-        if self._rank_server is not None:
+        if isinstance(self._rank_server, ForkedStoreServer):
             self._rank_server.close()
         self._rank_server = None
 

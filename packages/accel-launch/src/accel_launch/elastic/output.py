@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +12,6 @@ from typing import IO, TextIO
 
 _POLL_SECONDS = 0.1
 _STDOUT, _STDERR = 1, 2
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """What happens to the output of the ranks; the options of the same names."""
-
-    tee: str = "0"
-    redirects: str = "0"
-    local_ranks_filter: str | None = None
-
-    def streams(self, local_rank: int) -> Streams:
-        """Return the streams of a local rank."""
-        teed, redirected = _streams_of(self.tee, local_rank), _streams_of(self.redirects, local_rank)
-        shown = self.local_ranks_filter is None or local_rank in map(int, self.local_ranks_filter.split(","))
-        return Streams(teed | redirected, teed, shown)
 
 
 @dataclass(frozen=True)
@@ -43,37 +26,19 @@ class Streams:
     """Whether anything is shown."""
 
 
+def rank_streams(local_rank: int, tee: str, redirects: str, local_ranks_filter: str | None) -> Streams:
+    """Return the streams of a local rank, from the options of these names."""
+    teed, redirected = _streams_of(tee, local_rank), _streams_of(redirects, local_rank)
+    shown = local_ranks_filter is None or local_rank in map(int, local_ranks_filter.split(","))
+    return Streams(teed | redirected, teed, shown)
+
+
 def _streams_of(text: str, local_rank: int) -> int:
     """Return what ``--tee`` or ``--redirects`` says of a local rank; see :class:`Streams`."""
     if ":" not in text:
         return int(text)
     given = {int(rank): int(streams) for rank, _, streams in (entry.partition(":") for entry in text.split(","))}
     return given.get(local_rank, 0)
-
-
-class LogDirectories:
-    """A directory for each start of each rank, ``RUN/attempt_N/LOCAL_RANK``, for its reports and its output.
-
-    Args:
-        directory: where they are made.
-        run_id: the beginning of the name of the first one.
-    """
-
-    def __init__(self, directory: str | Path, run_id: str) -> None:
-        self._directory, self._run_id = directory, run_id
-        self._run: Path | None = None
-        self.by_rank: dict[int, Path] = {}
-        """The directories of the latest start, by local rank."""
-
-    def make(self, restart: int, ranks: int) -> None:
-        """Make the directories of a start."""
-        if self._run is None:
-            self._run = Path(tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._directory))
-        attempt = self._run / f"attempt_{restart}"
-        shutil.rmtree(attempt, ignore_errors=True)
-        self.by_rank = {rank: attempt / str(rank) for rank in range(ranks)}
-        for directory in self.by_rank.values():
-            directory.mkdir(parents=True)
 
 
 class Tee:

@@ -337,8 +337,7 @@ class RangedRendezvous(Meetings):
         self._members, self.round, self._main_id, self._told = dict(main.members), main.round, main.id, ""
         self._names = {one.id: one.named() for one in members}
         rank = list(main.members).index(str(board.me.rank))
-        place = self._host, main.port
-        return Meeting(rank, len(members), *place, main.restarts, board, tuple(sizes), news=news, is_failure=counts)
+        return Meeting(rank, self._host, main.port, main.restarts, sizes, news=news, is_failure=counts)
 
     def _news(self, machines: Mapping[int, Machine], members: list[Machine], restarts: int) -> str:
         """Return what has changed, and how many machines and processes start; say it if it is the first start here."""

@@ -22,7 +22,6 @@ from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch
 from .agent import Agent, Result
 from .meeting import ElasticJob, Meetings, RunEnded
-from .output import LogDirectories
 from .preemption import report_saved, saved_by_all
 from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
 from .static_rendezvous import StaticRendezvous
@@ -60,45 +59,37 @@ def run_job(job: ElasticJob) -> Outcome:
 
 
 def _run(job: ElasticJob, watch: SignalWatch, directory: str | Path) -> Outcome:
-    meetings = _meetings(job)
-    logs = LogDirectories(directory, meetings.run_id)
-    agent = Agent(job, meetings, logs, watch)
+    if isinstance(job.num_machines, MachineRange):
+        # Each kind imports only its own part of torch's rendezvous.
+        from .ranged_rendezvous import RangedRendezvous
+
+        meetings: Meetings = RangedRendezvous(job)
+    else:
+        meetings = StaticRendezvous(job)
+    agent = Agent(job, meetings, directory, watch)
     try:
-        return _run_agent(agent, logs)
+        try:
+            result = agent.run()
+            if result.failed:
+                agent.post_failure()
+                agent.end_groups()
+        except BaseException as error:
+            agent.post_failure()
+            agent.end_groups()
+            meetings.withdraw(_reason(error))
+            raise
+        meetings.leave()
+        return _outcome(agent, result)
     except RunEnded as error:
         say(f"{error}.")
         return Outcome(0)
     except Interrupted as error:
-        return _preempted(logs) or Outcome(128 + error.number, signal=error.number)
+        return _preempted(agent) or Outcome(128 + error.number, signal=error.number)
     except (RendezvousError, DistError, TimeoutError) as error:
-        raise ConfigurationError(_rendezvous_message(job, meetings.place, bool(logs.by_rank), error)) from None
+        raise ConfigurationError(_rendezvous_message(job, meetings.place, bool(agent.directories), error)) from None
     finally:
         if agent.ended_at is not None:
-            report_ends(logs.by_rank.values(), agent.ended_at, job.owns_process)
-
-
-def _meetings(job: ElasticJob) -> Meetings:
-    """Return the meetings of a job; each kind imports only its own part of torch's rendezvous."""
-    if isinstance(job.num_machines, MachineRange):
-        from .ranged_rendezvous import RangedRendezvous
-
-        return RangedRendezvous(job)
-    return StaticRendezvous(job)
-
-
-def _run_agent(agent: Agent, logs: LogDirectories) -> Outcome:
-    try:
-        result = agent.run()
-        if result.failed:
-            agent.post_failure()
-            agent.end_groups()
-    except BaseException as error:
-        agent.post_failure()
-        agent.end_groups()
-        agent.meetings.withdraw(_reason(error))
-        raise
-    agent.meetings.leave()
-    return _outcome(agent, result, logs)
+            report_ends(agent.directories.values(), agent.ended_at, job.owns_process)
 
 
 def _reason(error: BaseException) -> Cause:
@@ -108,9 +99,9 @@ def _reason(error: BaseException) -> Cause:
     return Cause(RAISED, str(error).split("\n", 1)[0], 2)
 
 
-def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
+def _outcome(agent: Agent, result: Result) -> Outcome:
     world_size = agent.world_size
-    preempted = _preempted(logs, world_size) if result.failed else None
+    preempted = _preempted(agent, world_size) if result.failed else None
     if preempted is not None:
         return preempted
     if agent.elsewhere is not None:
@@ -119,7 +110,7 @@ def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
         say(f"the processes of this machine {verb}.")
         return Outcome(agent.elsewhere.code, world_size)
     if result.failed:
-        first = with_hint(first_failure(agent.failures()), _ended_ranks(agent, logs), world_size)
+        first = with_hint(first_failure(agent.failures()), _ended_ranks(agent), world_size)
         if report := agent.hang_report():
             hint = f"{first.hint}\naccel launch: before that, {report}"
             first = replace(first, hint=hint.removeprefix("\naccel launch: "))
@@ -127,18 +118,18 @@ def _outcome(agent: Agent, result: Result, logs: LogDirectories) -> Outcome:
     return Outcome(0, world_size)
 
 
-def _preempted(logs: LogDirectories, world_size: int = 0) -> Outcome | None:
+def _preempted(agent: Agent, world_size: int = 0) -> Outcome | None:
     """Return the outcome of ranks that saved on a signal; None if not all did."""
-    note = saved_by_all(logs.by_rank)
+    note = saved_by_all(agent.directories)
     if note is None:
         return None
     report_saved(note)
     return Outcome(note.exit_code, world_size)
 
 
-def _ended_ranks(agent: Agent, logs: LogDirectories) -> list[int]:
+def _ended_ranks(agent: Agent) -> list[int]:
     """Ranks of this machine that had ended without an error before another one failed."""
-    noted = {local for local, rank in enumerate(agent.ranks) if has_ended(rank.pid, logs.by_rank[local])}
+    noted = {local for local, rank in enumerate(agent.ranks) if has_ended(rank.pid, agent.directories[local])}
     return sorted(map(agent.global_rank, noted | agent.succeeded))
 
 

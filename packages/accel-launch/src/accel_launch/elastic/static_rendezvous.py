@@ -50,8 +50,8 @@ class StaticRendezvous(Meetings):
                 self.board = self._join(self._rank) if given else self._join_without_rank(ANY_RANK)
             self._arrive(self.board)
             port = self._wait_for_start(self.board)
-        machines, sizes = self._job.num_machines, [self._job.local_processes] * self._job.num_machines
-        return Meeting(self._rank, machines, self._host, port, self.round, self.board, sizes)
+        sizes = [self._job.local_processes] * self._job.num_machines
+        return Meeting(self._rank, self._host, port, self.round, sizes)
 
     @property
     def _rank(self) -> int:

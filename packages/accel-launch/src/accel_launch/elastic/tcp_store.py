@@ -1,4 +1,4 @@
-"""Servers of the stores that agents and ranks use to find each other."""
+"""The server of a store by which ranks find each other, where they are forks of the launcher."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from datetime import timedelta
 from socket import socket
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from accel_state.ports import listen
-from accel_state.tcp_store import serve_store
+
+from ..supervisor import SIGNALS
 
 CALL_TIMEOUT = timedelta(seconds=60)
 """How long one call into a store may take."""
-
-
-class ThreadStoreServer:
-    """A server in a thread of this process."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._store: TCPStore | None = serve_store(host, port, CALL_TIMEOUT)
-        self.port: int = int(self._store.port)
-
-    def close(self) -> None:
-        """Drop the store; the thread ends with the last reference to it."""
-        self._store = None
 
 
 class ForkedStoreServer:
@@ -54,10 +42,9 @@ class ForkedStoreServer:
             gc.freeze()
             os.close(self._writer)
             signal.set_wakeup_fd(-1)
-            for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
-            # Ctrl-C reaches every process of the terminal, but ranks need the store to end in order.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in SIGNALS:
+                # Ctrl-C reaches every process of the terminal, but ranks need the store to end in order.
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
             store = TCPStore(
                 self._host,
                 self.port,
@@ -83,20 +70,3 @@ class ForkedStoreServer:
             os.kill(pid, signal.SIGTERM)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
-
-
-StoreServer = ThreadStoreServer | ForkedStoreServer
-
-
-def serve(host: str, port: int, *, forks: bool) -> StoreServer:
-    """Start a server.
-
-    Args:
-        host: address to listen at; empty for all.
-        port: 0 for any free one.
-        forks: whether this process forks ranks afterwards.
-    """
-    try:
-        return ForkedStoreServer(host, port) if forks else ThreadStoreServer(host, port)
-    except (OSError, RuntimeError) as error:
-        raise RendezvousConnectionError(f"a store cannot listen on port {port}: {error}") from error

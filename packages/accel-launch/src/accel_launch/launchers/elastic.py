@@ -37,7 +37,6 @@ class ElasticLauncher(Launcher):
         with patch_environment(TORCH_CPP_LOG_LEVEL=level):
             require("torch", purpose="starting more than one process", install="torch")
             from ..elastic.meeting import ElasticJob
-            from ..elastic.output import OutputOptions
             from ..elastic.report import announce, signal_name
             from ..elastic.run import run_job
 
@@ -52,9 +51,9 @@ class ElasticLauncher(Launcher):
             facts=facts_of_plan(plan) if plan.num_machines > 1 else {},
             line_prefix=plan.settings["log_line_prefix_template"],
             run_id=plan.settings["rdzv_id"],
-            output=OutputOptions(
-                plan.settings["tee"], plan.settings["redirects"] or "0", plan.settings["local_ranks_filter"]
-            ),
+            tee=plan.rendezvous.tee,
+            redirects=plan.settings["redirects"] or "0",
+            local_ranks_filter=plan.settings["local_ranks_filter"],
             grace_seconds=plan.settings["shutdown_timeout"] or GRACE_SECONDS,
             serves=plan.rendezvous.machine_rank == 0 if is_explicit(plan.settings, "machine_rank") else None,
         )
