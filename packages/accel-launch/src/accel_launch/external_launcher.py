@@ -6,6 +6,7 @@ machines are removed from the output here, and the earliest failure is described
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,67 +32,50 @@ def run_external(command: Sequence[str], environment: Mapping[str, str], end: Te
         The exit code: that of the rank that failed first; 128 + N after signal N to this process; else the program's
         own.
     """
-    return _ExternalLauncher(command, {**environment, RELAY_VARIABLE: "1"}, end).wait()
-
-
-class _ExternalLauncher:
-    """The running program."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], end: Terminator | None) -> None:
-        self._environment, self._terminator = environment, end
-        self._reports: list[tuple[RankFailure, int]] = []
-        launcher = os.getpid()
-        options: dict[str, Any] = {"stderr": subprocess.PIPE}
-        if sys.platform != "win32":
-            options["preexec_fn"] = lambda: die_with_launcher(launcher)
+    environment, launcher = {**environment, RELAY_VARIABLE: "1"}, os.getpid()
+    options: dict[str, Any] = {"stderr": subprocess.PIPE}
+    if sys.platform != "win32":
+        options["preexec_fn"] = lambda: die_with_launcher(launcher)
+    try:
+        program = Child.start(command, environment, **options)
+    except OSError as error:
+        raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from None
+    process = program.process
+    assert isinstance(process, subprocess.Popen) and process.stderr is not None
+    reports: list[tuple[RankFailure, int]] = []
+    with SignalWatch() as watch:
+        watch.supervised = Supervised(program)
         try:
-            self._program = Child.start(command, environment, **options)
-        except OSError as error:
-            raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from None
+            with watch.interruptible():
+                _copy(process.stderr, reports)
+                code = process.wait()
+        except Interrupted:
+            # The programs treat an interrupt differently (srun only prints its state); all end their ranks on SIGTERM.
+            if end is None:
+                process.send_signal(signal.SIGTERM)
+            else:
+                end(process, environment)
+            _copy(process.stderr, reports)
+            process.wait()
+        if watch.received:
+            return 128 + watch.received
+    # If the program succeeded, a report comes from something that a rank started and whose failure it handled.
+    if code and reports:
+        first = first_failure(without_shutdown_crashes(failure for failure, _ in reports))
+        announce(first, next(world_size for failure, world_size in reports if failure is first))
+        return first.exit_code
+    return shell_exit_code(code)
 
-    def wait(self) -> int:
-        """Copy stderr until it ends, and return the exit code."""
-        process = self._program.process
-        assert isinstance(process, subprocess.Popen) and process.stderr is not None
-        with SignalWatch() as watch:
-            watch.supervised = Supervised(self._program)
-            try:
-                with watch.interruptible():
-                    self._copy(process.stderr)
-                    code = process.wait()
-            except Interrupted:
-                self._end(process)
-                self._copy(process.stderr)
-                process.wait()
-            if watch.received:
-                return 128 + watch.received
-        # If the program succeeded, a report comes from something that a rank started and whose failure it handled.
-        if code and self._reports:
-            first = first_failure(without_shutdown_crashes(failure for failure, _ in self._reports))
-            announce(first, next(world_size for failure, world_size in self._reports if failure is first))
-            return first.exit_code
-        return shell_exit_code(code)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        # The programs treat an interrupt differently (srun only prints its state); all end their ranks on SIGTERM.
-        if self._terminator is None:
-            process.send_signal(signal.SIGTERM)
-        else:
-            self._terminator(process, self._environment)
-
-    def _copy(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            before, mark, report = line.partition(FAILURE_MARK.encode())
-            if mark and self._add_report(report):
+def _copy(stream: IO[bytes], reports: list[tuple[RankFailure, int]]) -> None:
+    """Copy stderr until it ends, except for reports of failed ranks, which are collected with the world size."""
+    for line in stream:
+        before, mark, report = line.partition(FAILURE_MARK.encode())
+        if mark:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                fields = json.loads(report)
+                world_size = int(fields.pop("world_size"))
+                reports.append((RankFailure(**{"local_rank": 0, **fields}), world_size))
                 continue
-            sys.stderr.buffer.write(before + mark + report)
-            sys.stderr.flush()
-
-    def _add_report(self, report: bytes) -> bool:
-        try:
-            fields = json.loads(report)
-            world_size = int(fields.pop("world_size"))
-            self._reports.append((RankFailure(**{"local_rank": 0, **fields}), world_size))
-        except (ValueError, TypeError, KeyError):
-            return False
-        return True
+        sys.stderr.buffer.write(before + mark + report)
+        sys.stderr.flush()

@@ -8,21 +8,8 @@ import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-from accel_state.registry import Registry
 
 _VERSION_SECONDS = 30
-
-
-@dataclass(frozen=True)
-class MpiJob:
-    """What mpirun starts."""
-
-    hostfile: str  # path of the list of machines
-    processes: int  # processes on all machines
-    local_processes: int  # processes on each machine
-    environment: Mapping[str, str]  # variables for every process
 
 
 class Mpi(ABC):
@@ -39,8 +26,15 @@ class Mpi(ABC):
     variables: Mapping[str, str] = {}
 
     @abstractmethod
-    def command(self, job: MpiJob) -> list[str]:
-        """Return the command, up to the program that each process runs."""
+    def command(self, hostfile: str, processes: int, local_processes: int, environment: Mapping[str, str]) -> list[str]:
+        """Return the command, up to the program that each process runs.
+
+        Args:
+            hostfile: path of the list of machines.
+            processes: processes on all machines.
+            local_processes: processes on each machine.
+            environment: variables for every process.
+        """
 
 
 class OpenMpi(Mpi):
@@ -48,13 +42,13 @@ class OpenMpi(Mpi):
 
     signature: re.Pattern[str] = re.compile(r"Open MPI|OpenRTE|PRRTE")
 
-    def command(self, job: MpiJob) -> list[str]:
+    def command(self, hostfile: str, processes: int, local_processes: int, environment: Mapping[str, str]) -> list[str]:
         root = ["--allow-run-as-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         # A file of bare addresses counts one slot each, so the count per node is given here. Binding to one core would
         # make all threads of a process share it.
-        mapping = ["--map-by", f"ppr:{job.local_processes}:node", "--oversubscribe", "--bind-to", "none"]
-        variables = [word for name, value in job.environment.items() for word in ("-x", f"{name}={value}")]
-        return [self.program, *root, "-np", str(job.processes), "--hostfile", job.hostfile, *mapping, *variables]
+        mapping = ["--map-by", f"ppr:{local_processes}:node", "--oversubscribe", "--bind-to", "none"]
+        variables = [word for name, value in environment.items() for word in ("-x", f"{name}={value}")]
+        return [self.program, *root, "-np", str(processes), "--hostfile", hostfile, *mapping, *variables]
 
 
 class Hydra(Mpi):
@@ -62,10 +56,10 @@ class Hydra(Mpi):
 
     signature: re.Pattern[str] = re.compile(r"HYDRA", re.IGNORECASE)
 
-    def command(self, job: MpiJob) -> list[str]:
-        variables = [word for name, value in job.environment.items() for word in ("-genv", name, value)]
-        counts = ["-n", str(job.processes), "-ppn", str(job.local_processes)]
-        return [self.program, "-f", job.hostfile, *counts, *variables]
+    def command(self, hostfile: str, processes: int, local_processes: int, environment: Mapping[str, str]) -> list[str]:
+        variables = [word for name, value in environment.items() for word in ("-genv", name, value)]
+        counts = ["-n", str(processes), "-ppn", str(local_processes)]
+        return [self.program, "-f", hostfile, *counts, *variables]
 
 
 class IntelMpi(Hydra):
@@ -81,22 +75,15 @@ class Mvapich(Mpi):
     program = "mpirun_rsh"
     signature: re.Pattern[str] = re.compile(r"mvapich|mpirun_rsh", re.IGNORECASE)
 
-    def command(self, job: MpiJob) -> list[str]:
+    def command(self, hostfile: str, processes: int, local_processes: int, environment: Mapping[str, str]) -> list[str]:
         # MVAPICH's own binding would put all threads of a process on one core.
-        variables = [f"{name}={value}" for name, value in {**job.environment, "MV2_ENABLE_AFFINITY": "0"}.items()]
-        counts = ["-np", str(job.processes), "-ppn", str(job.local_processes)]
-        return [self.program, *counts, "-hostfile", job.hostfile, *variables]
+        variables = [f"{name}={value}" for name, value in {**environment, "MV2_ENABLE_AFFINITY": "0"}.items()]
+        counts = ["-np", str(processes), "-ppn", str(local_processes)]
+        return [self.program, *counts, "-hostfile", hostfile, *variables]
 
 
-MPIS: Registry[type[Mpi]] = Registry(
-    "MPI",
-    {
-        "intel": "accel_launch.mpi:IntelMpi",
-        "openmpi": "accel_launch.mpi:OpenMpi",
-        "hydra": "accel_launch.mpi:Hydra",
-        "mvapich": "accel_launch.mpi:Mvapich",
-    },
-)
+# Intel MPI is also a Hydra: it comes first.
+_FAMILIES: tuple[type[Mpi], ...] = (IntelMpi, OpenMpi, Hydra, Mvapich)
 
 
 def find_mpi(environ: Mapping[str, str]) -> Mpi | None:
@@ -104,9 +91,7 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi | None:
     for program in ("mpirun", "mpiexec", Mvapich.program):
         path = shutil.which(program, path=environ.get("PATH"))
         version = _version(path, environ) if path else ""
-        # Intel MPI is also a Hydra: the registry lists it first.
-        for name in MPIS if version else ():
-            mpi = MPIS.load(name)
+        for mpi in _FAMILIES if version else ():
             if mpi.signature.search(version):
                 return mpi()
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
@@ -39,9 +40,9 @@ class DeepSpeedLauncher(Launcher):
             exported = convert_dict_to_env_variables({**plan.environment, RELAY_VARIABLE: "1"})
             file.write_text("".join([*_user_env_lines(), *exported]))
             environment = {**plan.full_environment(), "DS_ENV_FILE": str(file)}
-            if _launcher(plan) != DEFAULT_LAUNCHER:
-                return run_external(start.command, environment)
-            return run_external(start.command, environment, end=_PdshTerminator(pool, start.command))
+            over_pdsh = functools.partial(_end_over_pdsh, ",".join(pool), start.command)
+            end = over_pdsh if _launcher(plan) == DEFAULT_LAUNCHER else None
+            return run_external(start.command, environment, end)
 
     def commands(self, plan: LaunchPlan) -> Sequence[MachineCommand]:
         """Return the runner on this machine, and what it starts on each."""
@@ -123,27 +124,22 @@ def _user_env_lines() -> Iterator[str]:
             yield from (line.rstrip("\n") + "\n" for line in file.read_text().splitlines() if line.strip())
 
 
-class _PdshTerminator:
-    """Ends a run over pdsh.
+def _end_over_pdsh(
+    hosts: str, command: Sequence[str], process: subprocess.Popen[bytes], environment: Mapping[str, str]
+) -> None:
+    """End a run over pdsh: kill the runner before it handles the signal, then its ranks on every machine.
 
     Remote processes outlive their ssh connection, and DeepSpeed's own handler would end those of all runs.
     """
-
-    def __init__(self, pool: Pool, command: Sequence[str]) -> None:
-        self._hosts = ",".join(pool)
-        self._port = command[list(command).index("--master_port") + 1]
-
-    def __call__(self, process: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
-        """Kill the runner before it handles the signal, then its ranks on every machine."""
-        process.kill()
-        # The brackets keep the pattern from matching the shell that runs this command.
-        pattern = f"[d]eepspeed.launcher.launch .*--master_port={self._port} "
-        subprocess.run(
-            ["pdsh", "-S", "-w", self._hosts, f"pkill -TERM -f '{pattern}'"],
-            env={**environment, "PDSH_RCMD_TYPE": "ssh"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
-        if sys.platform != "win32":
-            os.killpg(process.pid, signal.SIGTERM)
+    process.kill()
+    # The brackets keep the pattern from matching the shell that runs this command.
+    pattern = f"[d]eepspeed.launcher.launch .*--master_port={command[command.index('--master_port') + 1]} "
+    subprocess.run(
+        ["pdsh", "-S", "-w", hosts, f"pkill -TERM -f '{pattern}'"],
+        env={**environment, "PDSH_RCMD_TYPE": "ssh"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    if sys.platform != "win32":
+        os.killpg(process.pid, signal.SIGTERM)

@@ -17,7 +17,7 @@ from ..external_launcher import run_external
 from ..hostfile import Host, read_hostfile
 from ..launch_ends import reported_ends
 from ..launch_plan import LaunchPlan
-from ..mpi import Hydra, Mpi, MpiJob, find_mpi
+from ..mpi import Hydra, Mpi, find_mpi
 from .base import Launcher, MachineCommand
 
 # Variables of this process that ranks on other machines need.
@@ -80,12 +80,8 @@ def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, hosts: Sequence[Host]) 
         **_thread_variables(plan),
         **plan.environment,
     }
-    job = MpiJob(
-        hostfile=str(Path(path).expanduser()),
-        processes=plan.num_processes,
-        local_processes=plan.local_processes,
-        environment={**forwarded_variables(inherited), **environment, RELAY_VARIABLE: "1"},
-    )
+    forwarded = {**forwarded_variables(inherited), **environment, RELAY_VARIABLE: "1"}
+    mpirun = mpi.command(str(Path(path).expanduser()), plan.num_processes, plan.local_processes, forwarded)
     notes = [f"{plan.local_processes} process(es) on each machine, {plan.num_processes} in total"]
     if not hosts:
         notes.append(f"{path} does not exist yet: the first machine it lists becomes MASTER_ADDR")
@@ -95,7 +91,7 @@ def _command(plan: LaunchPlan, mpi: Mpi, free_port: int, hosts: Sequence[Host]) 
     rank = python_command("-m", module, entrypoint.kind, entrypoint.name, *entrypoint.args)
     return MachineCommand(
         f"the machines of {path}{f' ({names})' if hosts else ''}, by one call of mpirun",
-        [*mpi.command(job), *rank],
+        [*mpirun, *rank],
         environment,
         notes=notes,
     )
