@@ -375,10 +375,6 @@ class Agent(Supervised):
             with self._watch.interruptible():
                 self.elsewhere = self._peers.wait_for_end()
 
-    def _saved_for(self) -> int:
-        """Return the signal that was forwarded to the ranks, if all have saved on it, or 0."""
-        return self._watch.forwarded if saved_by_all(self.directories) is not None else 0
-
     def post_failure(self) -> None:
         """Tell the other machines that the ranks of this one failed, or were ended by a signal.
 
@@ -389,7 +385,7 @@ class Agent(Supervised):
             return
         if self.meetings.may_leave(self._watch.received):
             return  # the others have been told
-        if self.meetings.may_leave(self._saved_for()):
+        if saved_by_all(self.directories) is not None and self.meetings.may_leave(self._watch.forwarded):
             peers.post(State.LEFT)
             return
         if notes(self.directories):

@@ -17,11 +17,13 @@ from accel_state.options.resources import MachineRange
 from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, is_local, listening_host
 from accel_state.tcp_store import serve_store
 
-from ..network.board import Board, join
+from ..network.board import SHUTDOWN_SECONDS, Board, join
 from ..network.peers import DEFAULT_TIMEOUT_SECONDS, timeout_seconds
-from ..network.records import Cause
+from ..network.records import Cause, State
 from ..supervisor import GRACE_SECONDS
 from .tcp_store import CALL_TIMEOUT, ForkedStoreServer
+
+_LEAVING_SECONDS = 1.0
 
 
 class RunEnded(RendezvousClosedError):
@@ -143,11 +145,6 @@ class Meetings(ABC):
             former.close()
         return int(self._rank_server.port)
 
-    def _close_store(self) -> None:
-        if isinstance(self._rank_server, ForkedStoreServer):
-            self._rank_server.close()
-        self._rank_server = None
-
     @abstractmethod
     def meet(self) -> Meeting:
         """Wait for all other machines.
@@ -165,6 +162,12 @@ class Meetings(ABC):
     def withdraw(self, cause: Cause) -> None:
         """Leave after an error of this launcher, and tell the others why."""
 
-    @abstractmethod
     def leave(self) -> None:
         """Leave, and close the store of the ranks."""
+        board, self.board = self.board, None
+        if board is not None:
+            # A machine that leaves does not wait for those that stay.
+            board.close(_LEAVING_SECONDS if board.me.state is State.LEFT else SHUTDOWN_SECONDS)
+        if isinstance(self._rank_server, ForkedStoreServer):
+            self._rank_server.close()
+        self._rank_server = None

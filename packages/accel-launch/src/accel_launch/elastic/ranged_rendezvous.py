@@ -30,7 +30,6 @@ from .short_lives import ShortLives
 _SLICE_SECONDS = 0.5
 # A launcher whose network fails connects again within a second, once the network is back.
 _CLOSED_SECONDS = 5.0
-_LEAVING_SECONDS = 1.0
 # How long a start waits for more machines, after one has arrived.
 _LAST_CALL_SECONDS = "5"
 
@@ -90,14 +89,6 @@ class RangedRendezvous(Meetings):
             ends = isinstance(board, Hub) and not interrupted
             board.post(state=State.FAILED if ends else State.LEFT, cause=cause)
         self.leave()
-
-    def leave(self) -> None:
-        board, self.board = self.board, None
-        if board is not None and board.me.state is State.LEFT:
-            board.close(_LEAVING_SECONDS)  # the others stay
-        elif board is not None:
-            board.close()
-        self._close_store()
 
     # -- while the ranks run -----------------------------------------------------------------------------------------
 

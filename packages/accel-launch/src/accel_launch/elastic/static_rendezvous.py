@@ -172,12 +172,6 @@ class StaticRendezvous(Meetings):
             board.post(state=State.FAILED, cause=cause)
         self.leave()
 
-    def leave(self) -> None:
-        board, self.board = self.board, None
-        if board is not None:
-            board.close()
-        self._close_store()
-
 
 def _some(texts: Sequence[str]) -> str:
     """Return the first of many texts, and how many more there are."""

@@ -205,7 +205,9 @@ class Board(ABC):
             if report is None:
                 if silent >= REPORT_SECONDS:
                     self._reported[rank] = _Report(machine.id, silent)
-                    say(f"{machine.named()} has sent no heartbeat for {REPORT_SECONDS:.0f} s{self._outlook()}")
+                    limit = f"; it is declared lost after {self.give_up_seconds:g} s (--machine_timeout)"
+                    then = limit if self.give_up_seconds else "; waiting indefinitely (--machine_timeout 0)"
+                    say(f"{machine.named()} has sent no heartbeat for {REPORT_SECONDS:.0f} s{then}")
             elif silent < QUIET_SECONDS:
                 del self._reported[rank]
                 if not machine.state.is_final:
@@ -217,11 +219,6 @@ class Board(ABC):
                     report.given_up = True
                     if then := self.after_loss(machine):
                         say(f"{lost_text(machine, silent)} {then}")
-
-    def _outlook(self) -> str:
-        if not self.give_up_seconds:
-            return "; waiting indefinitely (--machine_timeout 0)"
-        return f"; it is declared lost after {self.give_up_seconds:g} s (--machine_timeout)"
 
     @abstractmethod
     def _own_record_changed(self) -> None:

@@ -25,12 +25,8 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 def addresses_here() -> list[str]:
     """Return the addresses of this machine by which others may reach it."""
-    found = [address for _, address in _addresses()]
-    return [text for text in found if not (ipaddress.ip_address(text).is_loopback or _is_link_local(text))]
-
-
-def _is_link_local(text: str) -> bool:
-    return ipaddress.ip_address(text).is_link_local
+    found = [ipaddress.ip_address(address) for _, address in _addresses()]
+    return [str(address) for address in found if not (address.is_loopback or address.is_link_local)]
 
 
 def interface_of(address: str) -> str:

@@ -144,12 +144,8 @@ class Peers:
         Returns:
             What happened first.
         """
-        self._board.wait(self._is_settled, SHUTDOWN_SECONDS)
+        self._board.wait(lambda: self._all_final(self._unheard()), SHUTDOWN_SECONDS)
         return self.first()
-
-    def _is_settled(self) -> bool:
-        unheard = self._unheard()
-        return self._all_final(unheard)
 
     def _all_final(self, except_for: Collection[Machine] = ()) -> bool:
         others = self._others()
