@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from ..env import all_variables, read_str, str_to_bool
@@ -31,19 +31,87 @@ _KIND_NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueSpec:
-    """The values that an option accepts."""
+def _clean_text(text: str) -> str:
+    if not text:
+        raise ValueError("the value is empty; give text, or leave the option out")
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+        raise ValueError(f"{text!r} contains a control character; give text on one line")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"{text!r} contains a character that cannot be encoded") from None
+    return text
 
+
+G = TypeVar("G", bound="OptionGroup")
+
+_METADATA_KEY = "accel.option"
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, tuple, dict)}
+_METAVARS = {bool: "BOOL", int: "N", float: "NUMBER", str: "TEXT", tuple: "TEXT", dict: "JSON"}
+
+# Conditions of ``Option.asked_when`` that are not values: the answer is a number above one; and it is no range of
+# machines; there is any answer.
+MORE_THAN_ONE = "> 1"
+NO_RANGE = "no range"
+GIVEN = "given"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option: its names, the values that it accepts and what it does."""
+
+    name: str  # the main flag without its dashes, which is unique over all groups ("num_processes")
+    field: str  # name of the attribute in its group
     kind: type  # type of a value: bool, int, float, str, tuple (of texts) or dict
+    default: Any  # the value when the option is not set; None means "not set"
+    flags: tuple[str, ...]  # spellings on the command line, the main one first, each with underscores and with dashes
+    undo_flags: tuple[str, ...]  # flags without a value that set a boolean option to false
+    env: str | None  # environment variable that sets it, or None
+    key: str | None  # key in a configuration file, ``section.key`` if nested; None if a file cannot set it
+    metavar: str  # how the value is shown in ``--help``
+    help: str  # what it does, for ``--help`` and the documentation
+    other_keys: tuple[str, ...] = ()  # keys of files written by other versions of this format, each read as ``key`` is
+    other_envs: tuple[str, ...] = ()  # variables of other launchers, which set it where ``env`` does not
+    exported: bool = False  # whether the launched processes receive it (under ``env``)
+    alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
+    # another option, and its values that set this one to true unless this one is set
+    implied_by: tuple[str, tuple[Any, ...]] | None = None
+    retired: str | None = None  # why the option has no effect any more, for a note to the user; None for all others
+    secret: bool = False  # whether its value must not be shown or stored
+    question: str | None = None  # how a questionnaire asks for it, or None if it does not
+    # the question is asked if, for each option named here, the answer is among these values
+    asked_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    suggested: Any = None  # the questionnaire's proposal, if that is not the default
+
     # the only values allowed; compared without regard to case, and stored as spelled here
     choices: tuple[str, ...] | None = None
-    synonyms: Mapping[str, str] = field(default_factory=dict)  # other spellings of choices
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other spellings of choices
     minimum: float | None = None  # lower bound of a number, inclusive
     maximum: float | None = None  # upper bound of a number, inclusive
     # turns text into the value where ``kind`` and ``choices`` are not enough. Raises ValueError
     parser: Callable[[str], Any] | None = None
     separated: bool = False  # whether a text is a list of names with commas between them, and may be given as a list
+
+    @property
+    def is_flag(self) -> bool:
+        """True if it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
+        return self.kind is bool and self.alone
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that sets it, the main one first."""
+        return (self.key, *self.other_keys) if self.key else ()
+
+    def parse(self, raw: Any, where: str) -> Any:
+        """Read a value; ``where`` is the flag, variable, or key with file and line, for the message."""
+        try:
+            return self.convert(raw)
+        except ValueError as error:
+            raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
+
+    def shown(self, value: Any) -> str:
+        """Return the text of a value for display; a secret is hidden."""
+        return "(hidden)" if self.secret else self.format(value)
 
     def allowed(self) -> str:
         """Describe the accepted values, for messages."""
@@ -141,79 +209,6 @@ class ValueSpec:
             return ast.literal_eval(text)  # the repr of a Python value is accepted too
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise self._not_allowed(text) from None
-
-
-def _clean_text(text: str) -> str:
-    if not text:
-        raise ValueError("the value is empty; give text, or leave the option out")
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
-        raise ValueError(f"{text!r} contains a control character; give text on one line")
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        raise ValueError(f"{text!r} contains a character that cannot be encoded") from None
-    return text
-
-
-G = TypeVar("G", bound="OptionGroup")
-
-_METADATA_KEY = "accel.option"
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, tuple, dict)}
-_METAVARS = {bool: "BOOL", int: "N", float: "NUMBER", str: "TEXT", tuple: "TEXT", dict: "JSON"}
-
-# Conditions of ``Option.asked_when`` that are not values: the answer is a number above one; and it is no range of
-# machines; there is any answer.
-MORE_THAN_ONE = "> 1"
-NO_RANGE = "no range"
-GIVEN = "given"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option(ValueSpec):
-    """One option: its names, the values that it accepts and what it does."""
-
-    name: str  # the main flag without its dashes, which is unique over all groups ("num_processes")
-    field: str  # name of the attribute in its group
-    default: Any  # the value when the option is not set; None means "not set"
-    flags: tuple[str, ...]  # spellings on the command line, the main one first, each with underscores and with dashes
-    undo_flags: tuple[str, ...]  # flags without a value that set a boolean option to false
-    env: str | None  # environment variable that sets it, or None
-    key: str | None  # key in a configuration file, ``section.key`` if nested; None if a file cannot set it
-    metavar: str  # how the value is shown in ``--help``
-    help: str  # what it does, for ``--help`` and the documentation
-    other_keys: tuple[str, ...] = ()  # keys of files written by other versions of this format, each read as ``key`` is
-    other_envs: tuple[str, ...] = ()  # variables of other launchers, which set it where ``env`` does not
-    exported: bool = False  # whether the launched processes receive it (under ``env``)
-    alone: bool = True  # whether a boolean option may be given without a value (``--cpu``)
-    # another option, and its values that set this one to true unless this one is set
-    implied_by: tuple[str, tuple[Any, ...]] | None = None
-    retired: str | None = None  # why the option has no effect any more, for a note to the user; None for all others
-    secret: bool = False  # whether its value must not be shown or stored
-    question: str | None = None  # how a questionnaire asks for it, or None if it does not
-    # the question is asked if, for each option named here, the answer is among these values
-    asked_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    suggested: Any = None  # the questionnaire's proposal, if that is not the default
-
-    @property
-    def is_flag(self) -> bool:
-        """True if it is given alone (``--cpu``) rather than with a value (``--num_processes 2``)."""
-        return self.kind is bool and self.alone
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Every key that sets it, the main one first."""
-        return (self.key, *self.other_keys) if self.key else ()
-
-    def parse(self, raw: Any, where: str) -> Any:
-        """Read a value; ``where`` is the flag, variable, or key with file and line, for the message."""
-        try:
-            return self.convert(raw)
-        except ValueError as error:
-            raise ConfigurationError(f"{where}: {'the value is not allowed' if self.secret else error}") from None
-
-    def shown(self, value: Any) -> str:
-        """Return the text of a value for display; a secret is hidden."""
-        return "(hidden)" if self.secret else self.format(value)
 
 
 def option(
