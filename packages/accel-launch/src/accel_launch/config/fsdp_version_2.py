@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,6 @@ _RESHARD = "fsdp_reshard_after_forward"
 _STATE_DICT = "fsdp_state_dict_type"
 
 
-@dataclass
-class _Conversion:
-    """The new content of a file."""
-
-    section: dict[str, Any]  # the new section fsdp_config
-    option_names: Mapping[str, str]  # option by key of the old section
-    mesh: dict[str, int] = field(default_factory=dict)  # keys to add to parallelism_config
-    notes: list[str] = field(default_factory=list)  # a line for each change
-
-    def keys_of(self, option: str) -> list[str]:
-        """Return the keys of the section that set an option."""
-        return [key for key in self.section if self.option_names.get(key) == option]
-
-
 def convert_file(source: Path, target: Path) -> list[str]:
     """Convert a configuration file from FSDP 1 to FSDP 2."""
     import yaml
@@ -54,63 +39,69 @@ def convert_file(source: Path, target: Path) -> list[str]:
         return [f"{settings.where('fsdp_version')}: the file is of version 2 already; nothing was written"]
     text = source.read_text(encoding="utf-8-sig")
     content = yaml.safe_load(text.replace("\t", " ") if source.suffix == ".json" else text) or {}
-    conversion = _convert(source, settings, content.get(_SECTION) or {})
-    conversion.notes += [note for note in config.notes if "not a known key" in note]
-    converted = {**content, _SECTION: conversion.section}
-    if conversion.mesh:
-        converted[_MESH] = {**(content.get(_MESH) or {}), **conversion.mesh}
+    section, mesh, notes = _convert(source, settings, content.get(_SECTION) or {})
+    notes += [note for note in config.notes if "not a known key" in note]
+    converted = {**content, _SECTION: section}
+    if mesh:
+        converted[_MESH] = {**(content.get(_MESH) or {}), **mesh}
     new_text = to_text(target, converted)
-    conversion.notes += keep_comments(source, target)
+    notes += keep_comments(source, target)
     write_text(target, new_text, keep_unknown=True)
-    return conversion.notes
+    return notes
 
 
-def _convert(source: Path, settings: Resolution, section: Mapping[str, Any]) -> _Conversion:
-    prefix = f"{_SECTION}."
-    names = {
-        key.removeprefix(prefix): opt.name
-        for opt in all_options().values()
-        for key in opt.keys
-        if key.startswith(prefix)
-    }
-    conversion = _Conversion(dict(section), names)
-    _convert_strategy(source, settings, conversion)
-    for key, value in section.items():
-        name = names.get(key, "")
-        _, reason = WITHOUT_EFFECT.get(name.removeprefix("fsdp_"), (None, ""))
-        if name == "fsdp_sync_module_states" and settings[name]:
-            reason = "starts with the weights of rank 0 by default"
-        if reason:
-            del conversion.section[key]
-            conversion.notes.append(f"{key}: {_yaml_value(value)} is left out: version 2 {reason}")
-    _convert_state_dict_type(settings, conversion)
-    conversion.section["fsdp_version"] = 2
-    conversion.notes.append("fsdp_version is 2")
-    return conversion
-
-
-def _convert_strategy(source: Path, settings: Resolution, conversion: _Conversion) -> None:
-    strategy = settings[_STRATEGY]
+def _convert(
+    source: Path, settings: Resolution, section: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, int], list[str]]:
+    """Return the new section, keys to add to ``parallelism_config``, and a note for each change."""
+    names = {key: opt.name for opt in all_options().values() for key in opt.keys}
+    named = {key: names.get(f"{_SECTION}.{key}", "") for key in section}  # the option of each key
+    new, strategy = dict(section), settings[_STRATEGY]
     if strategy not in RESHARD_OF_STRATEGY:
         raise ConfigurationError(
             f"{settings.where(_STRATEGY)}: version 2 {UNSUPPORTED['sharding_strategy', strategy]}. Set "
             f"distributed_type: MULTI_GPU in {source}, or one of the strategies {', '.join(RESHARD_OF_STRATEGY)}."
         )
-    reshard = RESHARD_OF_STRATEGY[strategy]
-    if _RESHARD in conversion.section:
-        value = _yaml_value(conversion.section.pop(_RESHARD))
-        conversion.notes.append(f"{_RESHARD}: {value} had no effect in version 1; the sharding strategy decides")
-    keys = conversion.keys_of(_STRATEGY)
+    notes = []
+    if _RESHARD in new:
+        value = _yaml_value(new.pop(_RESHARD))
+        notes.append(f"{_RESHARD}: {value} had no effect in version 1; the sharding strategy decides")
+    keys = [key for key in section if named[key] == _STRATEGY]
     for key in keys:
-        del conversion.section[key]
-    conversion.section[_RESHARD] = reshard
-    conversion.notes.append(f"{keys[0] if keys else _STRATEGY}: {strategy} becomes {_RESHARD}: {_yaml_value(reshard)}")
-    if strategy.startswith("HYBRID"):
-        _convert_hybrid(settings, strategy, conversion)
+        del new[key]
+    new[_RESHARD] = RESHARD_OF_STRATEGY[strategy]
+    becomes = f"becomes {_RESHARD}: {_yaml_value(new[_RESHARD])}"
+    notes.append(f"{keys[0] if keys else _STRATEGY}: {strategy} {becomes}")
+    mesh = _mesh_of_hybrid(settings) if strategy.startswith("HYBRID") else {}
+    if mesh:
+        machines, shards = mesh.values()
+        notes.append(
+            f"{strategy} also becomes a mesh: {machines} replicas (one per machine), each sharded over {shards} "
+            "processes"
+        )
+    for key, value in section.items():
+        _, reason = WITHOUT_EFFECT.get(named[key].removeprefix("fsdp_"), (None, ""))
+        if named[key] == "fsdp_sync_module_states" and settings["fsdp_sync_module_states"]:
+            reason = "starts with the weights of rank 0 by default"
+        if reason:
+            del new[key]
+            notes.append(f"{key}: {_yaml_value(value)} is left out: version 2 {reason}")
+    keys = [key for key in section if named[key] == _STATE_DICT]
+    if settings[_STATE_DICT] == "LOCAL_STATE_DICT":
+        new[keys[0]] = "SHARDED_STATE_DICT"
+        instead = UNSUPPORTED["state_dict_type", "LOCAL_STATE_DICT"]
+        notes.append(f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT: version 2 {instead}")
+    elif settings[_STATE_DICT] is None:
+        for key in keys:
+            del new[key]
+        new[_STATE_DICT] = "FULL_STATE_DICT"
+        notes.append(f"{_STATE_DICT}: FULL_STATE_DICT is added: the default of version 1, unlike version 2")
+    new["fsdp_version"] = 2
+    return new, mesh, [*notes, "fsdp_version is 2"]
 
 
-def _convert_hybrid(settings: Resolution, strategy: str, conversion: _Conversion) -> None:
-    """Convert a replica on each machine to a mesh axis."""
+def _mesh_of_hybrid(settings: Resolution) -> dict[str, int]:
+    """Return the axes of a mesh with a replica on each machine, the replicating one first."""
     processes, machines = settings["num_processes"], settings["num_machines"]
     if settings["use_parallelism_config"]:
         raise ConfigurationError(
@@ -123,24 +114,7 @@ def _convert_hybrid(settings: Resolution, strategy: str, conversion: _Conversion
             f"Its sizes must be in the file: num_machines is {machines}, num_processes is "
             f"{'not set' if processes is None else processes}. Set both, num_processes to a multiple of num_machines."
         )
-    conversion.mesh = {f"{_MESH}_dp_replicate_size": machines, f"{_MESH}_dp_shard_size": processes // machines}
-    conversion.notes.append(
-        f"{strategy} also becomes a mesh: {machines} replicas (one per machine), each sharded over "
-        f"{processes // machines} processes"
-    )
-
-
-def _convert_state_dict_type(settings: Resolution, conversion: _Conversion) -> None:
-    keys = conversion.keys_of(_STATE_DICT)
-    if settings[_STATE_DICT] == "LOCAL_STATE_DICT":
-        conversion.section[keys[0]] = "SHARDED_STATE_DICT"
-        instead = UNSUPPORTED["state_dict_type", "LOCAL_STATE_DICT"]
-        conversion.notes.append(f"{keys[0]}: LOCAL_STATE_DICT becomes SHARDED_STATE_DICT: version 2 {instead}")
-    elif settings[_STATE_DICT] is None:
-        for key in keys:
-            del conversion.section[key]
-        conversion.section[_STATE_DICT] = "FULL_STATE_DICT"
-        conversion.notes.append(f"{_STATE_DICT}: FULL_STATE_DICT is added: the default of version 1, unlike version 2")
+    return {f"{_MESH}_dp_replicate_size": machines, f"{_MESH}_dp_shard_size": processes // machines}
 
 
 def _yaml_value(value: Any) -> str:
