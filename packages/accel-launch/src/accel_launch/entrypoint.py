@@ -76,11 +76,8 @@ def _check_script(name: str) -> None:
         raise ConfigurationError(f"script {name!r} does not exist (looked in {Path.cwd()}).{hint}")
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ConfigurationError(f"{name!r} is a directory without __main__.py. Give the path of a script.")
-    if path.is_file() and not zipfile.is_zipfile(path):
-        _check_is_python(path)
-
-
-def _check_is_python(path: Path) -> None:
+    if not path.is_file() or zipfile.is_zipfile(path):
+        return
     try:
         with path.open("rb") as file:
             head = file.read(4096)

@@ -107,11 +107,6 @@ def _first_pod(index: int) -> str | None:
     return f"{stem}-0.{domain}" if domain and number == str(index) else None
 
 
-def in_pod() -> bool:
-    """Return True if this is a pod of an indexed Job."""
-    return POD_INDEX in Variables()
-
-
 def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchContext:
     """Read this launcher's context from its environment."""
     variables = Variables(environ)
@@ -258,7 +253,8 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
             return LaunchMode.TPU_POD
         return LaunchMode.LOCAL if tpu.is_installed() else LaunchMode.TPU
     if context.role is not Role.NODE:
-        if settings["use_deepspeed"] and _deepspeed_starts(settings):
+        starts_itself = settings["num_machines"] == 1 or settings["deepspeed_multinode_launcher"] == STANDARD
+        if settings["use_deepspeed"] and (settings["deepspeed_hostfile"] or not starts_itself):
             return LaunchMode.DEEPSPEED
         if settings["mpirun_hostfile"]:
             return LaunchMode.MPIRUN
@@ -268,9 +264,3 @@ def choose_mode(settings: Resolution, context: LaunchContext) -> LaunchMode:
 def find_hosts(settings: Resolution, environ: Mapping[str, str]) -> tpu.TpuHosts | None:
     """Return what a runtime that numbers the hosts itself decides before processes start; None for all others."""
     return tpu.find_hosts(settings, environ) if settings["tpu"] else None
-
-
-def _deepspeed_starts(settings: Resolution) -> bool:
-    if settings["deepspeed_hostfile"]:
-        return True
-    return settings["num_machines"] > 1 and settings["deepspeed_multinode_launcher"] != STANDARD

@@ -49,7 +49,13 @@ def run(argv: list[str]) -> int:
 
 def build_parser(action: str = "") -> ConfigParser:
     """Return the parser of ``accel config``, or of its subcommand ``action``: "default", "update" or "show"."""
-    parser = _file_parser(action, _DESCRIPTIONS[action])
+    prog = f"accel config {action}".strip()
+    parser = ConfigParser(prog=prog, description=_DESCRIPTIONS[action], allow_abbrev=False)
+    text = (
+        "Configuration file (.yaml, .yml or .json). Default: accel/default_config.yaml in $HF_HOME, in "
+        "$XDG_CACHE_HOME/huggingface, or in ~/.cache/huggingface, whichever is set first."
+    )
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
     if action == "":
         parser.usage = USAGE
         parser.epilog = (
@@ -68,16 +74,6 @@ def build_parser(action: str = "") -> ConfigParser:
         parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON.")
         for group in load_groups():
             group.add_to_parser(parser, leave_out=("config_file", "json"))
-    return parser
-
-
-def _file_parser(action: str, description: str) -> ConfigParser:
-    parser = ConfigParser(prog=f"accel config {action}".strip(), description=description, allow_abbrev=False)
-    text = (
-        "Configuration file (.yaml, .yml or .json). Default: accel/default_config.yaml in $HF_HOME, in "
-        "$XDG_CACHE_HOME/huggingface, or in ~/.cache/huggingface, whichever is set first."
-    )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", default=argparse.SUPPRESS, help=text)
     return parser
 
 

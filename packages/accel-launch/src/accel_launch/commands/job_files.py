@@ -24,17 +24,6 @@ LABEL = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")
 """A name of a job that every cluster accepts."""
 
 
-def end_of_own(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Return the index of the first word that is not an option of this command or its value."""
-    index = 0
-    while index < len(argv):
-        flag, sign, _ = argv[index].partition("=")
-        if flag not in parser._option_string_actions:
-            break
-        index += 1 if sign or parser._option_string_actions[flag].nargs == 0 else 2
-    return min(index, len(argv))
-
-
 def parse_job(
     argv: Sequence[str], parser: argparse.ArgumentParser, chosen: Collection[str], reason: str
 ) -> tuple[argparse.Namespace, list[str], CommandLine]:
@@ -49,7 +38,9 @@ def parse_job(
     Raises:
         ConfigurationError: an error in the command line, or one of those options is in it.
     """
-    end = end_of_own(argv, parser)
+    own, end = parser._option_string_actions, 0
+    while end < len(argv) and (flag := argv[end].partition("=")[0]) in own:
+        end += 1 if "=" in argv[end] or own[flag].nargs == 0 else 2
     arguments = parser.parse_args(argv[:end])
     words = list(argv[end + 1 :] if argv[end : end + 1] == ["--"] else argv[end:])
     command_line = parse(words)
@@ -128,21 +119,16 @@ def deliver(text: str, output: Path | None, mode: int, next_step: str) -> None:
     if output is None:
         print(text, end="")
         return
-    write_new(output, text, mode)
-    print(f"wrote {output}. {next_step} {shlex.quote(str(output))}", file=sys.stderr)
-
-
-def write_new(path: Path, text: str, mode: int) -> None:
-    """Write a file that does not exist yet, with a mode that the process's mask restricts."""
     try:
         # Never in place of a file, or through a link: scripts are edited by hand.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
-        raise ConfigurationError(f"--output {path} exists. Choose another name, or delete the file.") from None
+        raise ConfigurationError(f"--output {output} exists. Choose another name, or delete the file.") from None
     except OSError as error:
-        raise ConfigurationError(f"--output {path} cannot be written: {error.strerror}.") from None
+        raise ConfigurationError(f"--output {output} cannot be written: {error.strerror}.") from None
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
+    print(f"wrote {output}. {next_step} {shlex.quote(str(output))}", file=sys.stderr)
 
 
 def count_of(text: str) -> int:

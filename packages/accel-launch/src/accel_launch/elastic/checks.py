@@ -6,13 +6,14 @@ import os
 import socket
 import time
 
+from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options.rendezvous import RendezvousOptions
 from accel_state.options.resources import MachineRange
 from accel_state.paths import as_path
 from accel_state.ports import DEFAULT_PORT, LOOPBACK, is_free, listening_host
 
-from ..launch_context import in_pod
+from ..launch_context import POD_INDEX
 from ..network.board import say
 
 # How long the name of another pod may take to resolve: its node may still load the image.
@@ -25,7 +26,7 @@ def check_rendezvous(options: RendezvousOptions, num_machines: int) -> None:
     """Check the main address and port, and create the log directory."""
     if num_machines > 1 or options.main_process_port:
         host, port = options.main_process_ip or LOOPBACK, options.main_process_port or DEFAULT_PORT
-        if num_machines > 1 and in_pod():
+        if num_machines > 1 and read_str(POD_INDEX):
             _wait_for_name(host, _NAME_SECONDS)
         try:
             socket.getaddrinfo(host, None)

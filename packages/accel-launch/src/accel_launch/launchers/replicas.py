@@ -89,7 +89,11 @@ class Replica:
 
     def is_stopped(self) -> bool:
         """Return True if the system does not run one of its processes (SIGSTOP)."""
-        return any(map(_is_stopped, self.processes))
+        for process in self.processes:
+            with suppress(psutil.Error):
+                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    return True
+        return False
 
     def begin(self) -> None:
         """Forget what the former processes have reported, before others are started."""
@@ -340,9 +344,3 @@ class Supervision(Supervised):
 def ending(code: int) -> str:
     """Return how a process ended, in words."""
     return signal_name(-code) if code < 0 else f"exit code {code}"
-
-
-def _is_stopped(process: Child) -> bool:
-    with suppress(psutil.Error):
-        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-    return False
