@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,14 +37,6 @@ logger: Final = logging.getLogger("accel_launch.agent")
 
 # After another machine has failed: its ranks may hang in a collective, with a handler that never runs.
 _HUNG_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """How the ranks of this machine ended."""
-
-    failed: bool
-    exit_codes: Mapping[int, int] = field(default_factory=dict)  # by local rank, of those that failed first
 
 
 class Agent(Supervised):
@@ -107,8 +98,8 @@ class Agent(Supervised):
         assert self._meeting is not None
         return sum(self._meeting.sizes[: self._meeting.rank]) + local_rank
 
-    def run(self) -> Result:
-        """Start the ranks, and wait until they have ended and no restart is left.
+    def run(self) -> bool:
+        """Start the ranks, and wait until they have ended and no restart is left; return True if they failed.
 
         Raises:
             Interrupted: a signal asked the launcher to end; the ranks have ended.
@@ -130,33 +121,32 @@ class Agent(Supervised):
             self._stop(self._watch.received or signal.SIGTERM, _HUNG_SECONDS if hangs else GRACE_SECONDS)
             self.ended_at = time.time()
 
-    def _run(self) -> Result:
+    def _run(self) -> bool:
         self._meet()
         self._start()
         while True:
             with self._watch.interruptible():
                 time.sleep(self._job.rendezvous.monitor_interval)
-            result, again = self._look()
-            if result is None and not again and self.meetings.is_awaited():
+            failed, again = self._look()
+            if failed is None:
                 # Machines have joined or left, or have requested a restart.
-                result = Result(True)
-                if not self._ended_between_steps() and not self._restart(result):
-                    return result
-            elif result is not None and again and (self._left > 0 or self.meetings.may_shrink):
+                if self.meetings.is_awaited() and not self._ended_between_steps() and not self._restart():
+                    return True
+            elif again and (self._left > 0 or self.meetings.may_shrink):
                 self._left -= 1
-                if not self._restart(result):
-                    return result
-            elif result is not None:
+                if not self._restart():
+                    return True
+            else:
                 self._stop()
-                if not result.failed:
+                if not failed:
                     self._wait_for_machines()
-                return result
+                return failed
 
-    def _look(self) -> tuple[Result | None, bool]:
+    def _look(self) -> tuple[bool | None, bool]:
         """Check the ranks, and whether another machine has failed.
 
         Returns:
-            The result once the ranks have ended, or must; and whether they may be started again.
+            Whether the ranks failed, once they have ended, or must; None before. And whether they may be started again.
         """
         self.hang_report()
         codes = {local: code for local, rank in enumerate(self.ranks) if (code := rank.poll()) is not None}
@@ -172,20 +162,20 @@ class Agent(Supervised):
             if self._watch.forwarded and saved_by_all(self.directories) is not None:
                 # The launcher was signalled, not a single rank: this machine is about to go away.
                 self._left = 0
-                return Result(True, failures), False
+                return True, False
             if self._left > 0 and peers is not None and not self.meetings.may_shrink and peers.any_ended():
                 self._left = 0  # a machine that has ended cannot take part in a restart
-            return Result(True, failures), True
+            return True, True
         if len(codes) == len(self.ranks):
-            return Result(False), False
+            return False, False
         failure = None if peers is None else peers.failure()
         if failure is None or peers is None:
             return None, False
         self._stop(seconds=_HUNG_SECONDS)
         if self.meetings.may_shrink or (self._left > 0 and not peers.any_ended()):
-            return Result(True), True  # those that are left start again
+            return True, True  # those that are left start again
         self._left = 0
-        return Result(True), False
+        return True, False
 
     def hang_report(self) -> str:
         """Print a hang report of the ranks of this machine that was not printed; return the latest one, or ""."""
@@ -206,8 +196,8 @@ class Agent(Supervised):
         save_and_wait(self.directories, number, unless=lambda: not self.meetings.may_save())
         return all(rank.poll() is not None for rank in self.ranks)
 
-    def _restart(self, result: Result | None) -> bool:
-        """Start the ranks again; False if another machine has ended, and the result of this one stands.
+    def _restart(self) -> bool:
+        """Start the ranks again; False if another machine has ended, and the failure of this one stands.
 
         Raises:
             RendezvousClosedError: another machine has ended, and the ranks of this one did not fail.
@@ -221,7 +211,7 @@ class Agent(Supervised):
         except RunEnded:
             raise
         except RendezvousClosedError:
-            if result is None or not (result.exit_codes or self.meetings.may_shrink):
+            if not (self._codes or self.meetings.may_shrink):
                 raise
             return False
         assert self._meeting is not None

@@ -20,7 +20,7 @@ from ..network.board import say
 from ..network.records import INTERRUPTED, RAISED, Cause
 from ..scratch import scratch_directory
 from ..supervisor import Interrupted, SignalWatch
-from .agent import Agent, Result
+from .agent import Agent
 from .meeting import ElasticJob, Meetings, RunEnded
 from .preemption import report_saved, saved_by_all
 from .report import RankFailure, first_failure, has_ended, signal_name, with_hint
@@ -69,8 +69,8 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str | Path) -> Outcome:
     agent = Agent(job, meetings, directory, watch)
     try:
         try:
-            result = agent.run()
-            if result.failed:
+            failed = agent.run()
+            if failed:
                 agent.post_failure()
                 agent.end_groups()
         except BaseException as error:
@@ -79,7 +79,7 @@ def _run(job: ElasticJob, watch: SignalWatch, directory: str | Path) -> Outcome:
             meetings.withdraw(_reason(error))
             raise
         meetings.leave()
-        return _outcome(agent, result)
+        return _outcome(agent, failed)
     except RunEnded as error:
         say(f"{error}.")
         return Outcome(0)
@@ -99,17 +99,17 @@ def _reason(error: BaseException) -> Cause:
     return Cause(RAISED, str(error).split("\n", 1)[0], 2)
 
 
-def _outcome(agent: Agent, result: Result) -> Outcome:
+def _outcome(agent: Agent, failed: bool) -> Outcome:
     world_size = agent.world_size
-    preempted = _preempted(agent, world_size) if result.failed else None
+    preempted = _preempted(agent, world_size) if failed else None
     if preempted is not None:
         return preempted
     if agent.elsewhere is not None:
-        verb = "were ended" if result.failed else "succeeded"
+        verb = "were ended" if failed else "succeeded"
         say(agent.elsewhere.text)
         say(f"the processes of this machine {verb}.")
         return Outcome(agent.elsewhere.code, world_size)
-    if result.failed:
+    if failed:
         first = with_hint(first_failure(agent.failures()), _ended_ranks(agent), world_size)
         if report := agent.hang_report():
             hint = f"{first.hint}\naccel launch: before that, {report}"
