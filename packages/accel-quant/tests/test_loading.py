@@ -121,7 +121,7 @@ def test_a_copy_of_an_offloaded_model_works_by_itself(build, tokens, tmp_path) -
     layer = copy.deepcopy(model.blocks[0].up)
     x = torch.randn(2, 64, dtype=torch.float16)
     with torch.no_grad():
-        state = model.blocks[0].up._offload.store.read()
+        state = model.blocks[0].up._offload.read()
         assert layer._offload is not model.blocks[0].up._offload and set(state) == {"weight", "SCB", "weight_format"}
         assert layer.weight is None and x.shape == (2, 64)
 

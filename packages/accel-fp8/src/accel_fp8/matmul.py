@@ -58,23 +58,13 @@ def multiply(
     Returns:
         A tensor of shape (M, N).
     """
-    hardware_dtype = _instruction_dtype(a, b, out_dtype, rowwise=inverse_a.dim() == 2)
-    if hardware_dtype is None or not a.numel() or not b.numel():
-        return _in_wider_dtype(a, b, inverse_a, inverse_b, out_dtype)
-    a, b = _padded(a).contiguous(), _padded(b).contiguous()
-    result = scaled_mm(
-        a, b.t(), scale_a=inverse_a, scale_b=inverse_b.t(), out_dtype=hardware_dtype, use_fast_accum=fast
-    )
-    return _converted(result, out_dtype)
-
-
-def _instruction_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype, rowwise: bool) -> torch.dtype | None:
-    """Return the result dtype to request from the hardware; None if it cannot multiply these matrices."""
     # With rowwise scales, GPUs return bfloat16 only.
     for dtype in (out_dtype if out_dtype in _DIRECT else torch.float32, torch.bfloat16):
-        if has_instruction(str(a.device), a.dtype, b.dtype, dtype, rowwise):
-            return dtype
-    return None
+        if a.numel() and b.numel() and has_instruction(str(a.device), a.dtype, b.dtype, dtype, inverse_a.dim() == 2):
+            left, right = _padded(a).contiguous(), _padded(b).contiguous().t()
+            scales = {"scale_a": inverse_a, "scale_b": inverse_b.t()}
+            return _converted(scaled_mm(left, right, **scales, out_dtype=dtype, use_fast_accum=fast), out_dtype)
+    return _in_wider_dtype(a, b, inverse_a, inverse_b, out_dtype)
 
 
 def _in_wider_dtype(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out_dtype: torch.dtype) -> Tensor:

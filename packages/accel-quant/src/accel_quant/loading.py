@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from .layers import (
     layers_to_quantize,
     replace_layer,
 )
-from .offloaded_layers import FileStore, MemoryStore, OffloadedLayer, offload_layer
+from .offloaded_layers import OffloadedLayer, Read, offload_layer
 from .quantizers.base import Quantizer
 from .quantizers.registry import QUANTIZERS
 
@@ -98,13 +99,7 @@ def load_and_quantize_model(
         raise ConfigurationError(
             f"the device map puts {', '.join(on_disk[:4])} on the disk: give offload_folder, or raise max_memory."
         )
-    quantization = _ModelQuantization(
-        model,
-        quantizer,
-        weights,
-        locations,
-        folder,
-    )
+    quantization = _ModelQuantization(model, quantizer, weights, locations, folder)
     for name, linear in progress_bar("Quantizing", iterable=list(layers.items())):
         quantization.quantize_layer(name, linear, sources[name])
     quantization.load_other_weights(weights_location)
@@ -223,6 +218,12 @@ def _device_map(
     return named_device_map(model, device_map, max_memory, no_split, config.torch_dtype, special_dtypes=dtypes)
 
 
+def _read(file: SafetensorsFile, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return tensors of a file, mapped, by their names in the layer."""
+    tensors = file.tensors(names.values())
+    return {name: tensors[source] for name, source in names.items()}
+
+
 def _contains_any(name: str, parts: Sequence[str] | None) -> bool:
     return any(contains_name(name, part) for part in parts or ())
 
@@ -260,7 +261,7 @@ class _ModelQuantization:
         tensors = {} if file is not None else {key: self.weights.read(entry) for key, entry in names.items()}
         layer = replace_layer(self.model, name, linear, self.quantizer)
         if file is not None:
-            offload_layer(layer, self.quantizer, FileStore(file, names), self.main)
+            offload_layer(layer, self.quantizer, partial(_read, file, names), self.main)
             return
         if is_quantized:
             self.quantizer.restore(layer, tensors, torch.device("cpu") if is_offloaded else device)
@@ -273,10 +274,10 @@ class _ModelQuantization:
             )
         if is_offloaded:
             tensors = {key: tensor.cpu().contiguous() for key, tensor in self.quantizer.tensors(layer).items()}
-            store = self._write(name, tensors) if location == "disk" else MemoryStore(tensors)
-            offload_layer(layer, self.quantizer, store, self.main)
+            read = self._write(name, tensors) if location == "disk" else partial(dict, tensors)
+            offload_layer(layer, self.quantizer, read, self.main)
 
-    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> FileStore:
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> Read:
         assert self.directory is not None
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.quantized.safetensors"
@@ -285,7 +286,7 @@ class _ModelQuantization:
         with open(open_for_writing(temporary), "wb") as file:
             write_safetensors(tensors, file)
         temporary.replace(path)
-        return FileStore(SafetensorsFile(path), {key: key for key in tensors})
+        return partial(_read, SafetensorsFile(path), {key: key for key in tensors})
 
     def load_other_weights(self, location: str | os.PathLike[str] | None) -> None:
         """Load or convert everything that is not quantized."""
