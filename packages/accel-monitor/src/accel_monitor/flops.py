@@ -24,20 +24,15 @@ _STEPS_BEFORE = 2
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return attention_flops(_shape(query), _shape(key), _shape(value))
+    return attention_flops(query.shape, key.shape, value.shape)
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return attention_flops(_shape(query), _shape(key), _shape(value)) * 5 // 2
+    return attention_flops(query.shape, key.shape, value.shape) * 5 // 2
 
 
 def _grouped_product(first: Any, second: Any, *_: Any, **__: Any) -> int:
-    return grouped_product_flops(_shape(first), _shape(second))
-
-
-def _shape(tensor: Any) -> torch.Size:
-    shape: torch.Size = tensor.shape
-    return shape
+    return grouped_product_flops(first.shape, second.shape)
 
 
 # Torch's own formula refuses fewer heads of keys than of queries in 2.11.

@@ -179,13 +179,9 @@ def _slow_steps(run: Run, slot: tuple[int, int], count: int) -> list[list[tuple[
     Rank 0 of each replica finds them. Its processes are restarted with those of the other ranks.
     """
     leaders = run.attempts.get((slot[0], 0), [])[-count:]
-    found = []
-    for leader in [None] * (count - len(leaders)) + leaders:
-        spans = []
-        for item in leader.stragglers if leader is not None else ():
-            if item.rank != slot[1]:
-                spans.append((item.first - 1, item.last))
-        found.append(spans)
+    found: list[list[tuple[int, float]]] = [[] for _ in range(count - len(leaders))]
+    for leader in leaders:
+        found.append([(item.first - 1, item.last) for item in leader.stragglers if item.rank != slot[1]])
     return found
 
 

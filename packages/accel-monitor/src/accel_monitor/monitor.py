@@ -90,13 +90,7 @@ class Monitor:
         self._recorder = Recorder()
         self._recorder.begin_at(step)
         self._recorder.compares = world_size > 1 and device.type == "cpu"
-        identity = {
-            "replica": replica,
-            "rank": rank,
-            "world_size": world_size,
-            "device": str(device),
-            "step": step,
-        }
+        identity = {"replica": replica, "rank": rank, "world_size": world_size, "device": str(device), "step": step}
         self._reporter = Reporter(self._recorder, directory, interval, identity, launcher, device)
         self._world_size, self._device = world_size, device
         self._models: list[ModelHooks] = []

@@ -110,28 +110,10 @@ class Recorder:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_begun",
-        "_counters",
-        "_done",
-        "_lock",
-        "_memory",
-        "_noted",
-        "_queue",
-        "_recent",
-        "_seconds",
-        "after_batch",
-        "also",
-        "append",
-        "compares",
-        "evaluating",
-        "extend",
-        "flops",
-        "idle",
-        "is_new_batch",
-        "loss",
+        "__weakref__", "_begun", "_counters", "_done", "_lock", "_memory", "_noted", "_queue", "_recent", "_seconds",
+        "after_batch", "also", "append", "compares", "evaluating", "extend", "flops", "idle", "is_new_batch", "loss",
         "models",
-    )
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.idle: int = Part.STARTUP
@@ -285,18 +267,8 @@ class Recorder:
             seconds = [on_device[part] if part in STEP_PARTS else seconds[part] for part in Part]
             total = sum(on_device)
             counters.shares = [(part, on_device[part] / total) for part in STEP_PARTS] if total > 0 else None
-        self._recent.append(
-            StepRecord(
-                counters.step,
-                seconds,
-                noted.ran,
-                noted.loss,
-                noted.norm,
-                noted.group,
-                noted.indices,
-                on_device is not None,
-            )
-        )
+        values = noted.ran, noted.loss, noted.norm, noted.group, noted.indices
+        self._recent.append(StepRecord(counters.step, seconds, *values, on_device is not None))
         self._seconds = list(counters.seconds)
         noted.end_step()
 
@@ -350,6 +322,10 @@ class Recorder:
         self.use(_own_memory())
 
 
+_LATEST = {LOSS: "loss", NORM: "norm", GROUP: "group", ON_DEVICE: "on_device"}
+"""What is noted of which the latest value counts, as attributes of :class:`_Noted`."""
+
+
 class _Noted:
     """What the loop has noted of the current step, and counts.
 
@@ -373,27 +349,16 @@ class _Noted:
     def take(self, what: int, value: Any) -> None:
         if what == RAN:
             self.ran, self._ran = value - self._ran, value
-        elif what == DRAWN:
-            self._take_indices(value.take())
+        elif what in (DRAWN, INDICES):
+            self.indices = [*(self.indices or ()), value.take() if what == DRAWN else value[0]]
         elif what == SAMPLES:
             self.samples += value[0]
         elif what == TOKENS:
             self.tokens += value[0]
-        elif what == INDICES:
-            self._take_indices(value[0])
-        elif what == LOSS:
-            self.loss = value[0]
-        elif what == NORM:
-            self.norm = value[0]
-        elif what == GROUP:
-            self.group = value[0]
         elif what == SKIPPED:
             value[0].take()
         else:
-            self.on_device = value[0]
-
-    def _take_indices(self, indices: Any) -> None:
-        self.indices = [*(self.indices or ()), indices]
+            setattr(self, _LATEST[what], value[0])
 
 
 def _own_memory() -> memoryview[float]:

@@ -208,8 +208,7 @@ def bad_step_sentence(event: dict[str, Any], rank: int) -> str:
         text += f"; parameter group {event['group']}"
     indices = event["indices"]
     if indices:
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        text += f"; its batch had the samples {shown} (`accel monitor show-batch` reads them again)"
+        text += f"; its batch had the samples {_first_of(indices)} (`accel monitor show-batch` reads them again)"
     return text + "."
 
 
@@ -321,11 +320,8 @@ def _add(attempt: Attempt, line: dict[str, Any]) -> None:
     elif line["kind"] == "recovered" and attempt.stragglers:
         attempt.stragglers[-1].last = line["step"]
     elif line["kind"] == "flops":
-        attempt.step_flops, attempt.recomputed_flops, attempt.peak_flops = (
-            line["operations"],
-            line["recomputed"],
-            line["peak"],
-        )
+        attempt.step_flops, attempt.recomputed_flops = line["operations"], line["recomputed"]
+        attempt.peak_flops = line["peak"]
     elif line["kind"] == "bad_step":
         attempt.bad_steps.append(line)
     elif line["kind"] == "note":
@@ -448,13 +444,19 @@ def _missing(run: Run) -> Iterator[str]:
     ranks = {slot[1] for slot in run.attempts if slot[0] == replica}
     absent = sorted(set(range(world_size)) - ranks)
     if absent:
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        yield f"{len(absent)} of {world_size} ranks have not reported: {shown}."
+        yield f"{len(absent)} of {world_size} ranks have not reported: {_first_of(absent)}."
+
+
+def _first_of(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _clocks(run: Run) -> Iterator[str]:
     """Hosts whose processes seem to have started at other times, although ranks of one attempt start together."""
-    firsts = _first_by_host(attempts[0] for attempts in run.attempts.values())
+    firsts: dict[str, float] = {}
+    for attempts in run.attempts.values():
+        host, begin = attempts[0].start["host"], attempts[0].begin
+        firsts[host] = min(firsts.get(host, begin), begin)
     if len(firsts) > 1:
         early, late = min(firsts, key=firsts.__getitem__), max(firsts, key=firsts.__getitem__)
         if firsts[late] - firsts[early] > _CLOCK_TOLERANCE:
@@ -462,11 +464,3 @@ def _clocks(run: Run) -> Iterator[str]:
                 f"the first processes of {late} started {firsts[late] - firsts[early]:.0f} s after those of {early}: "
                 "either they did, or the clocks of these machines differ. Durations are not affected."
             )
-
-
-def _first_by_host(attempts: Iterable[Attempt]) -> dict[str, float]:
-    firsts: dict[str, float] = {}
-    for attempt in attempts:
-        host = attempt.start["host"]
-        firsts[host] = min(firsts.get(host, attempt.begin), attempt.begin)
-    return firsts

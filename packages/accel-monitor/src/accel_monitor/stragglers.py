@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ class Recent:
     held: Sequence[float]
     queued: float = 0.0
     held_is_mean: bool = False
+
+    @cached_property
+    def parts(self) -> tuple[float, ...]:
+        """Mean seconds of data, of computation and of other code."""
+        return tuple(_trimmed([row[index] for row in self.own]) for index in range(3))
+
+    @cached_property
+    def lacking(self) -> float:
+        """Mean seconds without a processor."""
+        return _trimmed(self.held)
+
+    @property
+    def ratio(self) -> float:
+        """Seconds without a processor for each of computation."""
+        return self.lacking / max(self.parts[1], _TICK)
 
 
 @dataclass(frozen=True)
@@ -178,49 +194,19 @@ def find_straggler(ranks: Mapping[int, Recent]) -> Straggler | None:
     Args:
         ranks: the latest steps by rank; those of one group of ranks that synchronise in every step.
     """
-    common = _common_steps(ranks) if len(ranks) > 1 else None
-    if common is None:
+    steps = _common_steps(ranks) if len(ranks) > 1 else None
+    if steps is None:
         return None
-    last, steps = common
     found = _works_longer(steps) or _lacks_processor(steps)
     if found is None:
         return None
     rank, part, excess, own = found
-    first = last - len(steps[rank].own) + 1
-    return Straggler(rank, ranks[rank].host, ranks[rank].device, part, excess, own, first, last)
+    slow = steps[rank]
+    return Straggler(rank, slow.host, slow.device, part, excess, own, slow.step - len(slow.own) + 1, slow.step)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The steps of a rank that all ranks have reported; seconds of one step are means.
-
-    Attributes:
-        own: as in :class:`Recent`.
-        held: as in :class:`Recent`.
-        queued: as in :class:`Recent`.
-        held_is_mean: as in :class:`Recent`.
-        parts: seconds of data, of computation and of other code.
-        lacking: seconds without a processor.
-    """
-
-    own: Sequence[tuple[float, float, float]]
-    held: Sequence[float]
-    queued: float
-    held_is_mean: bool
-    parts: tuple[float, float, float]
-    lacking: float
-
-    @property
-    def ratio(self) -> float:
-        """Seconds without a processor for each of computation."""
-        return self.lacking / max(self.parts[1], _TICK)
-
-
-def _common_steps(ranks: Mapping[int, Recent]) -> tuple[int, dict[int, _Steps]] | None:
-    """Return the number of the last step that all ranks have reported, and the steps up to it.
-
-    None if there are too few.
-    """
+def _common_steps(ranks: Mapping[int, Recent]) -> dict[int, Recent] | None:
+    """Return the steps that all ranks have reported; None if there are too few."""
     last = min(recent.step for recent in ranks.values())
     first = max(max(recent.step - len(recent.own) + 1 for recent in ranks.values()), last - STEPS + 1)
     count = last - first + 1
@@ -229,14 +215,12 @@ def _common_steps(ranks: Mapping[int, Recent]) -> tuple[int, dict[int, _Steps]] 
     steps = {}
     for rank, recent in ranks.items():
         begin = first - (recent.step - len(recent.own) + 1)
-        own, held = list(recent.own)[begin:][:count], list(recent.held)[begin:][:count]
-        data, compute, other = (_trimmed([row[index] for row in own]) for index in range(3))
-        parts = (data, compute, other)
-        steps[rank] = _Steps(own, held, recent.queued, recent.held_is_mean, parts, _trimmed(held))
-    return last, steps
+        own, held = recent.own[begin : begin + count], recent.held[begin : begin + count]
+        steps[rank] = replace(recent, step=last, own=own, held=held)
+    return steps
 
 
-def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
+def _works_longer(steps: Mapping[int, Recent]) -> tuple[int, str, float, float] | None:
     """Return the rank that computes longest: rank, part, seconds more than the others, and seconds in all."""
     totals = {rank: [sum(row) for row in of_rank.own] for rank, of_rank in steps.items()}
     slowest = max(totals, key=lambda rank: statistics.median(totals[rank]))
@@ -249,7 +233,7 @@ def _works_longer(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] 
     return None if excess is None else (slowest, _largest_part(steps, slowest, others), excess, own)
 
 
-def _lacks_processor(steps: Mapping[int, _Steps]) -> tuple[int, str, float, float] | None:
+def _lacks_processor(steps: Mapping[int, Recent]) -> tuple[int, str, float, float] | None:
     """Return the rank that lacks a processor more often than the others, with the values of :func:`_works_longer`."""
     usual = statistics.median_low(of_rank.ratio for of_rank in steps.values())
     slowest = max(steps, key=lambda rank: steps[rank].lacking - usual * steps[rank].parts[1])
@@ -291,7 +275,7 @@ def _trimmed(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[_LEFT_OUT : len(values) - _LEFT_OUT])
 
 
-def _largest_part(steps: Mapping[int, _Steps], slowest: int, others: Sequence[int]) -> str:
+def _largest_part(steps: Mapping[int, Recent], slowest: int, others: Sequence[int]) -> str:
     """Return the part of a step by which a rank exceeds the others most."""
     mine = steps[slowest]
     more = [mine.parts[part] - statistics.median(steps[rank].parts[part] for rank in others) for part in range(3)]
