@@ -50,8 +50,8 @@ _VALUES: dict[str, tuple[int | None, str, str]] = {
 _FIRST = ("config", "config_file", "model", "optimizer", "implementation", "memory", "hardware", "html", "output")
 # What a search decides.
 _DECIDED = (
-    *("rank", "batch_size", "split_batches", "all_blocks", "pp_schedule", "pp_num_microbatches", "pp_stages_per_rank"),
-)
+    "rank", "batch_size", "split_batches", "all_blocks", "pp_schedule", "pp_num_microbatches", "pp_stages_per_rank"
+)  # fmt: skip
 _SWITCHES = {
     "auto": "search the configuration with the shortest step for --num_processes devices",
     "split_batches": "divide the loader's batch over the ranks",
@@ -220,15 +220,10 @@ def _parser() -> ConfigParser:
     text = "configuration file of accel launch (.yaml, .yml or .json)"
     parser.add_argument("config", metavar="CONFIG", nargs="?", default=argparse.SUPPRESS, help=text)
     _add_argument(parser, "config_file", metavar="CONFIG", help="the same file, as accel launch takes it")
-    parser.add_argument(
-        "--model",
-        default=argparse.SUPPRESS,
-        help="llama-3-8b, llama-3-70b, a config.json, a directory that contains one, or a repository on the Hub",
-    )
+    text = "llama-3-8b, llama-3-70b, a config.json, a directory that contains one, or a repository on the Hub"
+    _add_argument(parser, "model", help=text)
     optimizers = ["adamw", "adam", "sgd", "sgd_momentum"]
-    parser.add_argument(
-        "--optimizer", choices=optimizers, default=argparse.SUPPRESS, help="the optimizer (default: adamw)"
-    )
+    _add_argument(parser, "optimizer", choices=optimizers, help="the optimizer (default: adamw)")
     _add_argument(
         parser,
         "optimizer_implementation",

@@ -64,6 +64,11 @@ class Moment:
     module: str
     operation: str
 
+    def describe(self) -> str:
+        """Return the place in the step."""
+        module = f" of {self.module}" if self.module else ""
+        return f"in the {self.phase}{module}, at {self.operation}"
+
 
 @dataclass
 class _Held:

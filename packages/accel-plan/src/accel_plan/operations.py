@@ -355,17 +355,10 @@ def _more_updates(smaller: Sequence[Operation], larger: Sequence[Operation], ste
     for phase in dict.fromkeys(item.phase for item in larger if item.phase not in _COMPILED):
         both = [[item for item in items if item.phase == phase] for items in (smaller, larger)]
         few, many = ([item for item in items if item.message is None] for items in both)
-        calls, size = (steps * (total(many) - total(few)) for total in (_calls, _bytes))
+        calls = steps * (sum(item.calls for item in many) - sum(item.calls for item in few))
+        size = steps * (sum(item.bytes for item in many) - sum(item.bytes for item in few))
         if size > 0:
             added.append(replace(many[-1], calls=calls, bytes=size, fused_bytes=size, flops=0, waits=()))
         few, many = ([item for item in items if item.message is not None] for items in both)
         added += many[-1:] * (steps * (len(many) - len(few)))
     return added
-
-
-def _calls(items: Sequence[Operation]) -> int:
-    return sum(item.calls for item in items)
-
-
-def _bytes(items: Sequence[Operation]) -> int:
-    return sum(item.bytes for item in items)

@@ -11,7 +11,7 @@ from accel_state.charts.page import Cell, Curve, chart, charts, document, facts,
 from accel_state.hardware import HardwareProfile
 from accel_state.humanize import convert_bytes, counted
 
-from .memory import CATEGORIES, Moment, StepMemory
+from .memory import CATEGORIES, StepMemory
 from .peak import PeakMemory
 from .plan import RankPlan
 from .report import as_text, verdict
@@ -85,14 +85,8 @@ def _memory_chart(plan: RankPlan, step: StepMemory) -> str:
         name = f"limit: {convert_bytes(plan.memory_limit)}"
         name += f" less a reserve of {convert_bytes(reserve)}" if reserve else ""
         curves.append(Curve(name, [(index, plan.memory_limit - reserve) for index in shown], None, dashed=True))
-    where = "" if plan.peak is None else f" {_where(plan.peak.moment)}"
+    where = "" if plan.peak is None else f" {plan.peak.moment.describe()}"
     return chart(f"Memory: {convert_bytes(peak)} at the peak{where}", curves, "allocations", unit="B")
-
-
-def _where(moment: Moment) -> str:
-    """Return the place of a moment in the step."""
-    module = f" of {moment.module}" if moment.module else ""
-    return f"in the {moment.phase}{module}, at {moment.operation}"
 
 
 def _tensors(peak: PeakMemory) -> str:
@@ -102,12 +96,14 @@ def _tensors(peak: PeakMemory) -> str:
     for item in peak.tensors:
         group = item.group
         name = group.module or "(the whole model)"
-        shape = f"{item.count} x {group.dtype} [{', '.join(map(str, group.shape))}]"
         made = "" if group.operation == group.category else group.operation
-        texts = {"module": name, "use": group.category, "made": made, "tensors": shape}
-        row = {key: Cell(text, text) for key, text in texts.items()}
+        row = _texts(module=name, use=group.category, made=made, tensors=item.describe())
         rows.append({**row, "bytes": Cell(convert_bytes(item.bytes), item.bytes)})
     return table(columns, rows)
+
+
+def _texts(**texts: str) -> dict[str, Cell]:
+    return {key: Cell(text, text) for key, text in texts.items()}
 
 
 def _highest(total: list[int]) -> list[int]:
@@ -144,29 +140,16 @@ def _joined(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _mesh(plan: RankPlan, hardware: HardwareProfile | None) -> str:
-    columns = {
-        "axis": "axis",
-        "size": "ranks",
-        "coordinate": f"rank {plan.rank}",
-        "distance": "distance",
-        "link": "link",
-    }
-    if hardware is None:
-        del columns["link"]
+    columns = {"axis": "axis", "size": "ranks", "coordinate": f"rank {plan.rank}", "distance": "distance"}
+    if hardware is not None:
+        columns["link"] = "link"
     rows, distance = [], 1
     for name, (coordinate, size) in reversed(list(plan.coordinates.items())):
         group = range(0, size * distance, distance)
         node = 1 if hardware is None else hardware.devices_per_node
-        inside = group[-1] // node == 0
-        rows.append(
-            {
-                "axis": Cell(name, name),
-                "size": Cell(f"{size:,}", size),
-                "coordinate": Cell(f"{coordinate:,}", coordinate),
-                "distance": Cell(f"{distance:,}", distance),
-                "link": Cell("in a node" if inside else "between nodes", "in a node" if inside else "between nodes"),
-            }
-        )
+        row = _texts(axis=name, link="in a node" if group[-1] // node == 0 else "between nodes")
+        numbers = {"size": size, "coordinate": coordinate, "distance": distance}
+        rows.append({**row, **{key: Cell(f"{number:,}", number) for key, number in numbers.items()}})
         distance *= size
     return table(columns, rows)
 
@@ -174,12 +157,8 @@ def _mesh(plan: RankPlan, hardware: HardwareProfile | None) -> str:
 def _seconds(plan: RankPlan) -> str:
     assert plan.time is not None
     columns = {"part": "part", "seconds": "seconds", "share": "share"}
-    rows = [
-        {
-            "part": Cell(name, name),
-            "seconds": Cell(f"{seconds:.4f}", seconds),
-            "share": Cell(f"{seconds / plan.time.seconds:.1%}", seconds),
-        }
-        for name, seconds in plan.time.parts.items()
-    ]
+    rows = []
+    for name, seconds in plan.time.parts.items():
+        share = Cell(f"{seconds / plan.time.seconds:.1%}", seconds)
+        rows.append({**_texts(part=name), "seconds": Cell(f"{seconds:.4f}", seconds), "share": share})
     return table(columns, rows)

@@ -26,6 +26,10 @@ class PeakTensors:
         """Of all of them."""
         return self.group.bytes * self.count
 
+    def describe(self) -> str:
+        """Return their number, dtype and shape."""
+        return f"{self.count} x {self.group.dtype} [{', '.join(map(str, self.group.shape))}]"
+
 
 @dataclass(frozen=True)
 class PeakMemory:

@@ -131,11 +131,7 @@ def trace_pipeline(
 
 
 def _trace_few_blocks(
-    task: TraceTask,
-    settings: PipelineParallelConfig,
-    ranks: tuple[int, ...],
-    blocks: tuple[range, ...],
-    values: int,
+    task: TraceTask, settings: PipelineParallelConfig, ranks: tuple[int, ...], blocks: tuple[range, ...], values: int
 ) -> dict[int, tuple[RankTrace, RankBatch]] | None:
     """Traces by pipeline rank, extrapolated from stages of few blocks; None if that does not give ``values``."""
     size, stage_count, block_count = len(ranks), len(blocks), sum(map(len, blocks))

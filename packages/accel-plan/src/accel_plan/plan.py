@@ -433,9 +433,5 @@ def _memory_of(result: RankTrace, strategy: str, axes: Axes, optimizer: str, pre
         # Gathered parameters of a pipeline stay for several micro batches, so they are measured.
         estimate = replace(estimate, buffers=result.stages.gathered)
     return replace(
-        estimate,
-        weights=result.weights,
-        gradients=result.gradients,
-        optimizer=state,
-        activations=result.activations,
+        estimate, weights=result.weights, gradients=result.gradients, optimizer=state, activations=result.activations
     )

@@ -108,16 +108,12 @@ def _peak(plan: RankPlan, peak: PeakMemory) -> list[str]:
             start = f"  {name:<20}{held[name]:>22,}" if name in held else f"  {name:<20}{'':>22}"
             lines.append(f"{start}{value:>22,}  {convert_bytes(value):>11}  {notes.get(name, '')}".rstrip())
     lines.append(f"  {'total':<20}{sum(held.values()):>22,}{peak.total:>22,}  {convert_bytes(peak.total):>11}")
-    moment = peak.moment
-    where = f" of {moment.module}" if moment.module else ""
-    lines.append(f"  The peak is in the {moment.phase}{where}, at {moment.operation}.")
+    lines.append(f"  The peak is {peak.moment.describe()}.")
     phases = [f"{name} {convert_bytes(value)}" for name, value in peak.phases.items()]
     lines += [f"  Largest in each phase: {', '.join(phases)}.", "", "largest tensors at the peak (bytes):"]
     for item in peak.tensors:
-        group = item.group
-        shape = f"{item.count} x {group.dtype} [{', '.join(map(str, group.shape))}]"
-        what = " ".join(filter(None, (group.operation, group.module)))
-        lines.append(f"  {shape:<38}{item.bytes:>20,}  {convert_bytes(item.bytes):>11}  {what}")
+        what = " ".join(filter(None, (item.group.operation, item.group.module)))
+        lines.append(f"  {item.describe():<38}{item.bytes:>20,}  {convert_bytes(item.bytes):>11}  {what}")
     return lines
 
 

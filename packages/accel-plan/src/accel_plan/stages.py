@@ -124,7 +124,14 @@ class SimulatedPipeline(TrainingPipeline):
             return self.split.outputs
         shared = self.monitor.shared
         if shared.outputs is None:
-            shared.outputs = _outputs_in(self.compute_dtype, self.split, model, forward, example)
+            dtype, named = self.compute_dtype, dict(model.named_parameters())
+            cast = {name: item.to(dtype) if item.is_floating_point() else item for name, item in named.items()}
+
+            def cast_forward(*args: Any, **kwargs: Any) -> Any:
+                return functional_call(model, cast, args, {**forward.keywords, **kwargs})
+
+            units = {name: model.get_submodule(name) for name in self.split.units}
+            shared.outputs = tuple(record(model, cast_forward, units, *example).outputs)
         return shared.outputs
 
     def share(self, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -164,18 +171,6 @@ def monitored_stage_class() -> Any:
             return self.monitor.label(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
 
     return MonitoredStage
-
-
-def _outputs_in(
-    dtype: torch.dtype, split: PipelineSplit, model: nn.Module, forward: Any, example: tuple[Any, Any]
-) -> tuple[Any, ...]:
-    parameters = {name: item.to(dtype) if item.is_floating_point() else item for name, item in model.named_parameters()}
-
-    def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(model, parameters, args, {**forward.keywords, **kwargs})
-
-    units = {name: model.get_submodule(name) for name in split.units}
-    return tuple(record(model, cast_forward, units, *example).outputs)
 
 
 def gathered_storages(parts: Iterable[nn.Module]) -> dict[int, int]:

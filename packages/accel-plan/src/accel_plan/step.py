@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,11 +61,6 @@ class ShardOptimizer:
         for parameter in self.shards:
             parameter.grad = None
 
-    def states(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
-        """Yield the state of each parameter."""
-        for parameter, shard in self.shards.items():
-            yield parameter, self.optimizer.state.get(shard, {})
-
 
 def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> Optimizer:
     """Return an optimizer of a plan, with an implementation of :data:`IMPLEMENTATIONS`."""
@@ -97,11 +92,7 @@ def implementation_for(asked: str | None, parameters: Iterable[torch.Tensor]) ->
 
 
 def follow_steps(
-    accelerator: Any,
-    model: nn.Module,
-    optimizer: ShardOptimizer,
-    tracker: MemoryTracker,
-    passes: Callable[[], None],
+    accelerator: Any, model: nn.Module, optimizer: ShardOptimizer, tracker: MemoryTracker, passes: Callable[[], None]
 ) -> StepMemory:
     """Take a step of the optimizer, which makes its state, and follow the whole step after it.
 
@@ -159,7 +150,7 @@ def _categorize_model(model: nn.Module, tracker: MemoryTracker) -> None:
 
 def _categorize_state(model: nn.Module, optimizer: ShardOptimizer, tracker: MemoryTracker) -> None:
     names = {id(parameter): tracker.name_of(name) for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.states():
-        for name, value in state.items():
+    for parameter, shard in optimizer.shards.items():
+        for name, value in optimizer.optimizer.state.get(shard, {}).items():
             if isinstance(value, torch.Tensor):
                 tracker.categorize([value], OPTIMIZER, name, names.get(id(parameter), ""))

@@ -384,19 +384,17 @@ def bottleneck(parts: Mapping[str, float], seconds: float) -> str:
     """Return one sentence on what takes most of a step."""
     name, value = max(parts.items(), key=lambda item: item[1])
     share = f"{value / seconds:.0%} of the step"
-    if name == PRODUCT:
-        return f"Matrix products take {share}: a faster dtype (bf16, fp8) or more devices shorten it."
-    if name == ATTENTION:
-        return f"Attention takes {share}: splitting sequences over more devices shortens it."
-    if name == OPTIMIZER:
-        return f"Clipping and the optimizer take {share}: sharding over more ranks or a fused optimizer shortens them."
-    if name == HOST:
-        return f"The device waits for the host during {share}: torch.compile or larger batches shorten it."
-    if name == BUBBLE:
-        return f"The pipeline is idle during {share}: more micro batches or interleaved stages shorten it."
     if name.startswith(EXPOSED):
         axis = name.removeprefix(f"{EXPOSED}, ")
-        return (
-            f"Communication over {axis} that nothing hides takes {share}: larger batches or a smaller {axis} hide more."
-        )
-    return f"Operations limited by memory bandwidth take {share}: torch.compile fuses them."
+        what = f"Communication over {axis} that nothing hides takes"
+        return f"{what} {share}: larger batches or a smaller {axis} hide more."
+    sentences = {
+        PRODUCT: "Matrix products take {}: a faster dtype (bf16, fp8) or more devices shorten it.",
+        ATTENTION: "Attention takes {}: splitting sequences over more devices shortens it.",
+        OPTIMIZER: "Clipping and the optimizer take {}: sharding over more ranks or a fused optimizer shortens them.",
+        HOST: "The device waits for the host during {}: torch.compile or larger batches shorten it.",
+        BUBBLE: "The pipeline is idle during {}: more micro batches or interleaved stages shorten it.",
+    }
+    return sentences.get(name, "Operations limited by memory bandwidth take {}: torch.compile fuses them.").format(
+        share
+    )

@@ -136,8 +136,8 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
             accelerator.strategy.parallelism.pp_handler = handler
         monitor.tracker = tracker
         model = accelerator.prepare_model(model, device_placement=False)
-        result = _trace_step(accelerator, model, monitor, tracker, task, len(batch.samples))
-    return replace(result, values=values, trained=trained), batch
+        step = _Step(accelerator, model, monitor, tracker, task, len(batch.samples))
+        return step.trace(values, trained), batch
 
 
 def _allocate(model: nn.Module) -> None:
@@ -171,47 +171,9 @@ def _first_batch(accelerator: Any, task: TraceTask) -> RankBatch:
     return RankBatch(ranks, data_rank, len(samples) * ranks, samples)
 
 
-def _trace_step(
-    accelerator: Any,
-    model: nn.Module,
-    monitor: StageMonitor,
-    tracker: MemoryTracker | None,
-    task: TraceTask,
-    samples: int,
-) -> RankTrace:
-    weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
-    traced = _Passes(accelerator, model, monitor, tracker, task, samples)
-    step: StepMemory | None = None
-    operations: Passes = ()
-    implementation = ""
-    try:
-        if tracker is None:
-            traced.run()
-        else:
-            tracker.name_modules(model)
-            for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
-                tracker.name_modules(part)
-            implementation = implementation_for(task.implementation, model.parameters())
-            optimizer = ShardOptimizer(task.optimizer, implementation, model.parameters())
-            step = follow_steps(accelerator, model, optimizer, tracker, traced.run)
-            operations = tracker.operations()
-    except ConfigurationError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(
-            f"{type(model).__name__} cannot take a step on tensors without values: {reason}. `accel estimate-memory` "
-            "estimates the memory of its parameters."
-        ) from error
-    stages = monitor.result() if task.pipeline is not None else None
-    traffic = add_traffic(traced.traffic)
-    sizes = (weights, traced.gradients, traced.activations, largest_unit)
-    return RankTrace(0, 0, *sizes, traffic, stages, step if task.follow else None, implementation, operations)
-
-
 @dataclass
-class _Passes:
-    """The forward and backward passes of a step."""
+class _Step:
+    """A step of a prepared model."""
 
     accelerator: Any
     model: nn.Module
@@ -221,9 +183,39 @@ class _Passes:
     samples: int
     traffic: list[tuple[int, tuple[Traffic, ...]]] = field(default_factory=list)
     activations: int = 0
-    gradients: int = 0
 
-    def run(self) -> None:
+    def trace(self, values: int, trained: int) -> RankTrace:
+        """Take the step. ``values`` and ``trained`` are those of the result."""
+        model, monitor, tracker, task = self.model, self.monitor, self.tracker, self.task
+        weights, largest_unit = storage_bytes(model.parameters()), _largest_unit(model)
+        step: StepMemory | None = None
+        operations: Passes = ()
+        implementation = ""
+        try:
+            if tracker is None:
+                self._run_passes()
+            else:
+                tracker.name_modules(model)
+                for part in monitor.pipeline.parts.values() if monitor.pipeline is not None else ():
+                    tracker.name_modules(part)
+                implementation = implementation_for(task.implementation, model.parameters())
+                optimizer = ShardOptimizer(task.optimizer, implementation, model.parameters())
+                step = follow_steps(self.accelerator, model, optimizer, tracker, self._run_passes)
+                operations = tracker.operations()
+        except ConfigurationError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigurationError(
+                f"{type(model).__name__} cannot take a step on tensors without values: {reason}. `accel "
+                "estimate-memory` estimates the memory of its parameters."
+            ) from error
+        stages = monitor.result() if task.pipeline is not None else None
+        sizes = (weights, self.gradients, self.activations, largest_unit)
+        step, traffic = step if task.follow else None, add_traffic(self.traffic)
+        return RankTrace(values, trained, *sizes, traffic, stages, step, implementation, operations)
+
+    def _run_passes(self) -> None:
         """Run each kind of pass once, and record its traffic."""
         # Of the micro batches that only accumulate, the first may gather parameters that the next ones reuse.
         accumulating = self.accelerator.gradient_accumulation_steps - 1
@@ -237,12 +229,12 @@ class _Passes:
                 if self.tracker is not None:
                     categorize_unreduced(self.model, self.tracker)
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
-        self.gradients = storage_bytes(gradients)
+        self.gradients: int = storage_bytes(gradients)
 
     def _run_one(self, synchronises: bool, recorder: Recorder) -> None:
         """Run one forward and backward pass, and measure the bytes that are alive between them."""
         accelerator, model, task = self.accelerator, self.model, self.task
-        self._enter(FORWARD)
+        self.monitor.enter(FORWARD)
         # The adapter gives this rank its part of the sequences if they are split over attention heads.
         inputs = next(iter(accelerator.deepspeed_ulysses_dl_adapter([_model_inputs(model, task, self.samples)], model)))
         with ExitStack() as stack:
@@ -259,13 +251,9 @@ class _Passes:
             pipeline = task.pipeline is not None
             live = max(self.monitor.result().activations) if pipeline else recorder.live_bytes(model)
             self.activations = max(self.activations, live)
-            self._enter(BACKWARD)
+            self.monitor.enter(BACKWARD)
             accelerator.backward(loss)
             del loss
-
-    def _enter(self, phase: str) -> None:
-        if self.tracker is not None:
-            self.tracker.enter(phase)
 
 
 def _recording_microbatch(
