@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,25 +109,21 @@ def search(request: PlanRequest, global_batch_tokens: int) -> Found:
         )
     estimates = Estimates(request, shape, hardware, length, every[0].precision)
     every.sort(key=lambda item: (estimates.seconds(item), estimates.bytes(item), item.describe()))
-    possible = [item for item in every if estimates.bytes(item) <= _TOO_LARGE * limit]
-    choices, refused = _plan_first(request, possible, estimates, limit)
-    best = sorted((choice for choice in choices if choice.plan.needed <= limit), key=lambda choice: choice.seconds)[
-        :SHOWN
-    ]
+    made = _Search(request, every, estimates, limit)
+    made.plan_first()
+    best = sorted(made.fitting(), key=lambda choice: choice.seconds)[:SHOWN]
     if not best:
-        raise ConfigurationError(_nothing_fits(every, choices, refused, estimates, limit))
-    others = _others(every, choices, refused, best, estimates, limit)
-    number = len(choices) + len(refused)
-    return Found(request, samples, len(every), len(every) - len(possible), number, tuple(best), tuple(others))
+        raise ConfigurationError(made.nothing_fits())
+    number, too_large = len(made.choices) + len(made.refused), len(every) - len(made.possible)
+    return Found(request, samples, len(every), too_large, number, tuple(best), tuple(made.others(best)))
 
 
 def planning_request(request: PlanRequest, candidate: Candidate) -> PlanRequest:
     """Return what :func:`~.plan.make_plan` takes for a configuration."""
-    settings = with_values(request.settings, candidate.values())
-    if candidate.axes["pp"] == 1:
-        return replace(request, settings=settings, batch_size=candidate.batch_size)
-    pipeline = {"schedule": candidate.schedule, "num_microbatches": candidate.micro_batches}
-    return replace(request, settings=settings, batch_size=candidate.batch_size, **pipeline)  # type: ignore[arg-type]
+    changed: dict[str, Any] = {"batch_size": candidate.batch_size}
+    if candidate.axes["pp"] > 1:
+        changed |= {"schedule": candidate.schedule, "num_microbatches": candidate.micro_batches}
+    return replace(request, settings=with_values(request.settings, candidate.values()), **changed)
 
 
 def reason(better: Choice, worse: Choice) -> str:
@@ -164,43 +160,6 @@ def _samples(tokens: int, length: int) -> int:
     return samples
 
 
-def _plan_first(
-    request: PlanRequest, ordered: Sequence[Candidate], estimates: Estimates, limit: int
-) -> tuple[list[Choice], dict[str, str]]:
-    """Plans of the first configurations, and those that are refused, with the reason."""
-    choices: list[Choice] = []
-    refused: dict[str, str] = {}
-    alike: Counter[tuple[int, ...]] = Counter()
-    errors: dict[tuple[str, int], float] = {}  # of the estimates of memory, where one was planned
-    counts = Counter[bool]()
-    # Those of pipelines take longest to make, so they are made last, and only where they may be faster.
-    for candidate in sorted(ordered, key=lambda item: item.axes["pp"] > 1):
-        pipeline = candidate.axes["pp"] > 1
-        if pipeline and not _may_be_faster(estimates, candidate, choices, limit):
-            continue
-        fits = any(choice.plan.needed <= limit for choice in choices)
-        number, alike_number = (_PIPELINES, _PIPELINES_ALIKE) if pipeline else (_PLANNED, _PLANNED_ALIKE)
-        if counts[pipeline] >= (number if fits else 3 * _PLANNED):
-            continue
-        size, kind = estimates.bytes(candidate), (candidate.checkpointing, candidate.axes["tp"])
-        if alike[candidate.family] >= alike_number or size * errors.get(kind, 0.0) > limit:
-            continue
-        counts[pipeline] += 1
-        try:
-            with _frozen():
-                plan = replace(make_plan(planning_request(request, candidate)), operations=(), step=None)
-        except ConfigurationError as error:
-            refused[candidate.describe()] = str(error)
-            continue
-        if plan.peak is None or plan.time is None:
-            refused[candidate.describe()] = f"its step {plan.unfollowed or plan.untimed} is not modelled"
-            continue
-        alike[candidate.family] += plan.needed <= limit
-        errors[kind] = plan.needed / size
-        choices.append(Choice(candidate, plan))
-    return choices, refused
-
-
 @contextmanager
 def _frozen() -> Iterator[None]:
     """Leave existing objects (libraries, earlier plans) out of the block's garbage collections."""
@@ -211,73 +170,111 @@ def _frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _may_be_faster(estimates: Estimates, candidate: Candidate, choices: Sequence[Choice], limit: int) -> bool:
-    others = [choice for choice in choices if choice.plan.needed <= limit and choice.candidate.axes["pp"] == 1]
-    best = min(others, key=lambda choice: choice.seconds, default=None)
-    return best is None or estimates.seconds(candidate) < _FASTER * estimates.seconds(best.candidate)
+class _Search:
+    """The configurations, the fastest first by the estimate, and the plans of the first ones.
 
+    Attributes:
+        possible: those that an estimate does not leave out.
+        choices: those that were planned.
+        refused: the reasons of those that cannot be, by their descriptions.
+    """
 
-def _nothing_fits(
-    every: Sequence[Candidate],
-    choices: Sequence[Choice],
-    refused: Mapping[str, str],
-    estimates: Estimates,
-    limit: int,
-) -> str:
-    if not choices and refused:
-        return f"none of the configurations is possible: {'; '.join(f'{key}: {text}' for key, text in refused.items())}"
-    smallest = min(every, key=lambda item: (estimates.bytes(item), item.describe()))
-    size, about, what = estimates.bytes(smallest), "about ", smallest
-    if choices:
-        choice = min(choices, key=lambda item: item.plan.needed)
-        size, about, what = choice.plan.needed, "", choice.candidate
-    return (
-        f"no configuration fits in {limit / 2**30:.1f} GiB: the nearest, {what.describe()}, needs {about}"
-        f"{size / 2**30:.1f} GiB. Take more devices or larger ones, or shorter samples."
-    )
+    def __init__(self, request: PlanRequest, every: Sequence[Candidate], estimates: Estimates, limit: int) -> None:
+        self.request, self.every, self.estimates, self.limit = request, every, estimates, limit
+        self.possible = [item for item in every if estimates.bytes(item) <= _TOO_LARGE * limit]
+        self.choices: list[Choice] = []
+        self.refused: dict[str, str] = {}
 
+    def fitting(self) -> list[Choice]:
+        """Return what fits of what was planned."""
+        return [choice for choice in self.choices if choice.plan.needed <= self.limit]
 
-def _others(
-    every: Sequence[Candidate],
-    choices: Sequence[Choice],
-    refused: Mapping[str, str],
-    best: Sequence[Choice],
-    estimates: Estimates,
-    limit: int,
-) -> list[Rejected]:
-    """Return the fastest of each kind that is not among the best."""
-    kinds = {
-        "DDP": lambda item: all(item.axes[axis] == 1 for axis in AXES[1:]),
-        "FSDP alone, without checkpointing": lambda item: _only_sharded(item) and item.checkpointing == NONE,
-        "FSDP alone, with full checkpointing": lambda item: _only_sharded(item) and item.checkpointing == FULL,
-        "FSDP in each node (HSDP)": lambda item: item.split == item.sequence == 1 < item.shards < _data_ranks(item),
-        "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.sequence == 1,
-        "context parallelism": lambda item: item.axes["cp"] > 1,
-        "sequence parallelism by heads": lambda item: item.axes["sp"] > 1,
-        "a pipeline": lambda item: item.axes["pp"] > 1,
-    }
-    planned = {choice.candidate.describe(): choice for choice in choices}
-    others = []
-    for kind, belongs in kinds.items():
-        those = [item for item in every if belongs(item)]
-        if not those or any(belongs(choice.candidate) for choice in best):
-            continue
-        fitting = [item for item in those if estimates.bytes(item) <= _TOO_LARGE * limit]
-        item = fitting[0] if fitting else min(those, key=estimates.bytes)
-        text = item.describe()
-        if text in refused:
-            why = refused[text]
-        elif text in planned:
-            choice = planned[text]
-            fits = choice.plan.needed <= limit
-            why = f"{choice.seconds:.3f} s" if fits else f"does not fit: needs {choice.plan.needed / 2**30:.1f} GiB"
-        elif not fitting:
-            why = f"does not fit: {estimates.bytes(item) / 2**30:,.0f} GiB by the estimate"
-        else:
-            times = estimates.seconds(item) / estimates.seconds(best[0].candidate)
-            why = f"{times:.2f} times the step of the best, by the estimate"
-        others.append(Rejected(f"{kind}: {text}", why))
-    return others
+    def plan_first(self) -> None:
+        """Plan the first configurations."""
+        alike: Counter[tuple[int, ...]] = Counter()
+        errors: dict[tuple[str, int], float] = {}  # of the estimates of memory, where one was planned
+        counts = Counter[bool]()
+        # Those of pipelines take longest to make, so they are made last, and only where they may be faster.
+        for candidate in sorted(self.possible, key=lambda item: item.axes["pp"] > 1):
+            pipeline = candidate.axes["pp"] > 1
+            if pipeline and not self._may_be_faster(candidate):
+                continue
+            number, alike_number = (_PIPELINES, _PIPELINES_ALIKE) if pipeline else (_PLANNED, _PLANNED_ALIKE)
+            if counts[pipeline] >= (number if self.fitting() else 3 * _PLANNED):
+                continue
+            size, kind = self.estimates.bytes(candidate), (candidate.checkpointing, candidate.axes["tp"])
+            if alike[candidate.family] >= alike_number or size * errors.get(kind, 0.0) > self.limit:
+                continue
+            counts[pipeline] += 1
+            try:
+                with _frozen():
+                    plan = replace(make_plan(planning_request(self.request, candidate)), operations=(), step=None)
+            except ConfigurationError as error:
+                self.refused[candidate.describe()] = str(error)
+                continue
+            if plan.peak is None or plan.time is None:
+                self.refused[candidate.describe()] = f"its step {plan.unfollowed or plan.untimed} is not modelled"
+                continue
+            alike[candidate.family] += plan.needed <= self.limit
+            errors[kind] = plan.needed / size
+            self.choices.append(Choice(candidate, plan))
+
+    def _may_be_faster(self, candidate: Candidate) -> bool:
+        others = [choice for choice in self.fitting() if choice.candidate.axes["pp"] == 1]
+        best = min(others, key=lambda choice: choice.seconds, default=None)
+        seconds = self.estimates.seconds
+        return best is None or seconds(candidate) < _FASTER * seconds(best.candidate)
+
+    def nothing_fits(self) -> str:
+        """Return an error's text for a search without a configuration that fits."""
+        if not self.choices and self.refused:
+            reasons = "; ".join(f"{key}: {text}" for key, text in self.refused.items())
+            return f"none of the configurations is possible: {reasons}"
+        smallest = min(self.every, key=lambda item: (self.estimates.bytes(item), item.describe()))
+        size, about, what = self.estimates.bytes(smallest), "about ", smallest
+        if self.choices:
+            choice = min(self.choices, key=lambda item: item.plan.needed)
+            size, about, what = choice.plan.needed, "", choice.candidate
+        return (
+            f"no configuration fits in {self.limit / 2**30:.1f} GiB: the nearest, {what.describe()}, needs {about}"
+            f"{size / 2**30:.1f} GiB. Take more devices or larger ones, or shorter samples."
+        )
+
+    def others(self, best: Sequence[Choice]) -> list[Rejected]:
+        """Return the fastest of each kind that is not among the best."""
+        kinds = {
+            "DDP": lambda item: all(item.axes[axis] == 1 for axis in AXES[1:]),
+            "FSDP alone, without checkpointing": lambda item: _only_sharded(item) and item.checkpointing == NONE,
+            "FSDP alone, with full checkpointing": lambda item: _only_sharded(item) and item.checkpointing == FULL,
+            "FSDP in each node (HSDP)": lambda item: item.split == item.sequence == 1 < item.shards < _data_ranks(item),
+            "tensor parallelism": lambda item: item.axes["tp"] > 1 and item.axes["pp"] == item.sequence == 1,
+            "context parallelism": lambda item: item.axes["cp"] > 1,
+            "sequence parallelism by heads": lambda item: item.axes["sp"] > 1,
+            "a pipeline": lambda item: item.axes["pp"] > 1,
+        }
+        others = []
+        for kind, belongs in kinds.items():
+            those = [item for item in self.every if belongs(item)]
+            if those and not any(belongs(choice.candidate) for choice in best):
+                # The first one that is possible, or else the smallest.
+                fitting = [item for item in self.possible if belongs(item)]
+                item = fitting[0] if fitting else min(those, key=self.estimates.bytes)
+                why = self._why_not(item, best[0].candidate)
+                others.append(Rejected(f"{kind}: {item.describe()}", why))
+        return others
+
+    def _why_not(self, item: Candidate, best: Candidate) -> str:
+        if item.describe() in self.refused:
+            return self.refused[item.describe()]
+        for choice in self.choices:
+            if choice.candidate == item:
+                if choice.plan.needed <= self.limit:
+                    return f"{choice.seconds:.3f} s"
+                return f"does not fit: needs {choice.plan.needed / 2**30:.1f} GiB"
+        if item not in self.possible:
+            return f"does not fit: {self.estimates.bytes(item) / 2**30:,.0f} GiB by the estimate"
+        times = self.estimates.seconds(item) / self.estimates.seconds(best)
+        return f"{times:.2f} times the step of the best, by the estimate"
 
 
 def _only_sharded(item: Candidate) -> bool:
