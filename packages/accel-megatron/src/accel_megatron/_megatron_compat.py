@@ -4,6 +4,7 @@ its defects.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,9 +222,7 @@ class ShardedParameter(MainParameter):
 
 
 def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParameter]]:
-    """Return this rank's trained parameters with their main parameters, in the same order on all ranks.
-    that hold copies of them.
-    """
+    """Return this rank's trained parameters with their main parameters, in the same order on all ranks."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     for sub in sub_optimizers(optimizer):
@@ -233,16 +232,10 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamete
                     yield main.orig_param, ShardedParameter(sub, chunk.param_and_grad_buffer, main)
             continue
         if isinstance(sub, DistributedOptimizer):
-            for buffer in sub.buffers:
-                for parameter in buffer.params:
-                    yield parameter, MainParameter(sub, parameter)
-            continue
-        pairs = [sub.optimizer.param_groups]
-        if hasattr(sub, "float16_groups"):
-            pairs = [
-                [{"params": params} for params in groups] for groups in (sub.float16_groups, sub.fp32_from_fp32_groups)
-            ]
-        for groups in pairs:
-            for group in groups:
-                for parameter in group["params"]:
-                    yield parameter, MainParameter(sub, parameter)
+            groups = [buffer.params for buffer in sub.buffers]
+        elif hasattr(sub, "float16_groups"):
+            groups = [*sub.float16_groups, *sub.fp32_from_fp32_groups]
+        else:
+            groups = [group["params"] for group in sub.optimizer.param_groups]
+        for parameter in itertools.chain.from_iterable(groups):
+            yield parameter, MainParameter(sub, parameter)

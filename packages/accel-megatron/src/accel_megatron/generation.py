@@ -18,6 +18,22 @@ def generate(
     attention_mask: torch.Tensor | None = None,
     max_length: int | None = None,
     max_new_tokens: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """See :meth:`accel_megatron.MegatronEngine.megatron_generate`."""
+    _check(engine)
+    if attention_mask is None or bool(attention_mask.all()):
+        return _generate(engine, input_ids, max_length, max_new_tokens, **options)
+    if max_new_tokens is None:
+        max_new_tokens = (max_length or input_ids.shape[1] + 20) - input_ids.shape[1]
+    return _generate_padded(engine, input_ids, attention_mask.bool(), max_new_tokens, options)
+
+
+def _generate(
+    engine: Any,
+    input_ids: torch.Tensor,
+    max_length: int | None,
+    max_new_tokens: int | None,
     num_beams: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -30,26 +46,8 @@ def generate(
     top_p_decay: float | None = None,
     top_p_bound: float | None = None,
 ) -> torch.Tensor:
-    """See :meth:`accel_megatron.MegatronEngine.megatron_generate`."""
+    """Continue prompts of one length."""
     config = engine.transformers_model.config
-    _check(engine)
-    if attention_mask is not None and not bool(attention_mask.all()):
-        width = input_ids.shape[1]
-        options = {
-            "max_new_tokens": (max_length or width + 20) - width if max_new_tokens is None else max_new_tokens,
-            "num_beams": num_beams,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "length_penalty": length_penalty,
-            "eos_token_id": eos_token_id,
-            "pad_token_id": pad_token_id,
-            "generator": generator,
-            "add_BOS": add_BOS,
-            "top_p_decay": top_p_decay,
-            "top_p_bound": top_p_bound,
-        }
-        return _generate_padded(engine, input_ids, attention_mask.bool(), options)
     if add_BOS:
         first = torch.full_like(input_ids[:, :1], config.bos_token_id)
         input_ids = torch.cat([first, input_ids], 1)
@@ -91,9 +89,12 @@ def _special_tokens(config: Any, eos_token_id: int | None, pad_token_id: int | N
     return eos, (eos if eos is not None else 0) if pad is None else pad
 
 
-def _generate_padded(engine: Any, input_ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+def _generate_padded(
+    engine: Any, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, options: dict[str, Any]
+) -> torch.Tensor:
     """Prompts of different lengths, those of one length at a time; the result is padded on the same side."""
-    _, pad = _special_tokens(engine.transformers_model.config, options["eos_token_id"], options["pad_token_id"])
+    special = options.get("eos_token_id"), options.get("pad_token_id")
+    _, pad = _special_tokens(engine.transformers_model.config, *special)
     lengths = mask.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
     on_the_right = torch.equal(mask, places < lengths[:, None])
@@ -107,7 +108,8 @@ def _generate_padded(engine: Any, input_ids: torch.Tensor, mask: torch.Tensor, o
     for length in lengths.unique().tolist():
         chosen = (lengths == length).nonzero()[:, 0]
         prompts = input_ids[chosen][mask[chosen]].view(-1, length)
-        for index, tokens in zip(chosen.tolist(), generate(engine, prompts, **options), strict=True):
+        made = _generate(engine, prompts, None, max_new_tokens, **options)
+        for index, tokens in zip(chosen.tolist(), made, strict=True):
             rows[index] = tokens
     width = max(len(row) for row in rows)
     if not on_the_right:  # new tokens start at one position

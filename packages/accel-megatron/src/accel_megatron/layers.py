@@ -161,12 +161,7 @@ def _parallel_residual(layer: Any, hidden_states: torch.Tensor, attention_mask: 
 
 
 def layer_spec(
-    mask_type: str,
-    *,
-    cross_attention: bool = False,
-    qk_norm: bool = False,
-    mlp: Any = None,
-    layer: Any = None,
+    mask_type: str, *, cross_attention: bool = False, qk_norm: bool = False, mlp: Any = None, layer: Any = None
 ) -> Any:
     """Return the modules of a layer.
 
@@ -179,71 +174,40 @@ def layer_spec(
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import attention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    cross = {}
-    if cross_attention:
-        cross = {
-            "pre_cross_attn_layernorm": Norm,
-            "cross_attn_bda": get_bias_dropout_add,
-            "cross_attention": _cross_attention(),
-        }
-    dense = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
-    return ModuleSpec(
-        module=layer or TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=_self_attention(mask_type, qk_norm),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
-            mlp=mlp or dense,
-            mlp_bda=get_bias_dropout_add,
-            **cross,
-        ),
-    )
-
-
-def _self_attention(mask_type: str, qk_norm: bool) -> Any:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
+    shared: dict[str, Any] = {"core_attention": CoreAttention, "linear_proj": RowParallelLinear}
     norm = Norm if qk_norm else IdentityOp
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType[mask_type]},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            k_layernorm=norm,
+    parts = {
+        "input_layernorm": Norm,
+        "self_attention": ModuleSpec(
+            module=attention.SelfAttention,
+            params={"attn_mask_type": AttnMaskType[mask_type]},
+            submodules=attention.SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear, q_layernorm=norm, k_layernorm=norm, **shared
+            ),
         ),
-    )
-
-
-def _cross_attention() -> Any:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    return ModuleSpec(
-        module=CrossAttention,
-        params={"attn_mask_type": AttnMaskType.padding},
-        submodules=CrossAttentionSubmodules(
-            linear_q=ColumnParallelLinear,
-            linear_kv=ColumnParallelLinear,
-            core_attention=CoreAttention,
-            linear_proj=RowParallelLinear,
-        ),
-    )
+        "self_attn_bda": get_bias_dropout_add,
+        "pre_mlp_layernorm": Norm,
+        "mlp_bda": get_bias_dropout_add,
+    }
+    if mlp is None:
+        dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp = ModuleSpec(module=MLP, submodules=dense)
+    if cross_attention:
+        columns = {"linear_q": ColumnParallelLinear, "linear_kv": ColumnParallelLinear}
+        parts["cross_attention"] = ModuleSpec(
+            module=attention.CrossAttention,
+            params={"attn_mask_type": AttnMaskType.padding},
+            submodules=attention.CrossAttentionSubmodules(**columns, **shared),
+        )
+        parts |= {"pre_cross_attn_layernorm": Norm, "cross_attn_bda": get_bias_dropout_add}
+    return ModuleSpec(module=layer or TransformerLayer, submodules=TransformerLayerSubmodules(mlp=mlp, **parts))
 
 
 def block_spec(config: Any, spec: Any, vp_stage: int | None = None, layers: int | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -137,21 +138,15 @@ def build_optimizer(
         for parameter in parameters:
             if index is not None:
                 no_decay = bool(plugin.no_wd_decay_cond and plugin.no_wd_decay_cond(name, parameter))
-                keys[id(parameter)] = (
-                    index,
-                    no_decay,
-                    bool(plugin.scale_lr_cond and plugin.scale_lr_cond(name, parameter)),
-                )
+                scaled = bool(plugin.scale_lr_cond and plugin.scale_lr_cond(name, parameter))
+                keys[id(parameter)] = (index, no_decay, scaled)
     overrides = {}
-    for index in range(len(optimizer.param_groups)):
-        for no_decay in (False, True):
-            for scaled in (False, True):
-                key = (index, no_decay, scaled)
-                predicate = ParamWithNamePredicate(
-                    name=f"accel_{index}_{no_decay}_{scaled}",
-                    fn=lambda parameter, name, key=key: keys.get(identity(parameter)) == key,
-                )
-                overrides[ParamKey(with_name_predicate=predicate)] = {"accel_group": key}
+    for key in itertools.product(range(len(optimizer.param_groups)), (False, True), (False, True)):
+        predicate = ParamWithNamePredicate(
+            name="accel_" + "_".join(map(str, key)),
+            fn=lambda parameter, name, key=key: keys.get(identity(parameter)) == key,
+        )
+        overrides[ParamKey(with_name_predicate=predicate)] = {"accel_group": key}
     # The distributed optimizer hands views of float32 parameters to the one in host memory, which takes leaves only.
     with torch.no_grad() if offload else nullcontext():
         return get_megatron_optimizer(config, chunks, config_overrides=overrides)
@@ -175,12 +170,7 @@ class EngineOptimizer:
     """Steps of a Megatron optimizer, and its states under the names of the Transformers model."""
 
     def __init__(
-        self,
-        plugin: MegatronLMPlugin,
-        user: Optimizer,
-        core: Any,
-        groups: ParameterGroups,
-        table: ParameterTable,
+        self, plugin: MegatronLMPlugin, user: Optimizer, core: Any, groups: ParameterGroups, table: ParameterTable
     ) -> None:
         self.plugin: MegatronLMPlugin = plugin
         self.user: torch.optim.Optimizer = user
@@ -359,7 +349,11 @@ class EngineOptimizer:
             return
         entries = self._entries(saved)
         for key in self.keys:
-            self.table.load(self._reader(entries, key), self._putter(key), self.groups.trains)
+
+            def put(parameter: nn.Parameter, value: torch.Tensor, key: str = key) -> None:
+                self.mains[id(parameter)].put(key, value.float().to(parameter.device))
+
+            self.table.load(self._reader(entries, key), put, self.groups.trains)
         steps = [entry["step"] for entry in entries.values() if "step" in entry]
         if steps:
             step = torch.as_tensor(steps[0], dtype=torch.float32)
@@ -376,9 +370,6 @@ class EngineOptimizer:
             return value
 
         return read
-
-    def _putter(self, key: str) -> Callable[[nn.Parameter, torch.Tensor], None]:
-        return lambda parameter, value: self.mains[id(parameter)].put(key, value.float().to(parameter.device))
 
 
 class MegatronOptimizerWrapper(AcceleratedOptimizer):

@@ -75,7 +75,7 @@ class RankFiles:
             stage, expert = (*rest, 0, 0)[:2] if len(rest) > 1 or ep == 1 else (0, *rest, 0)[:2]
             self.files[tp, stage, expert] = file
         tp, pp, ep = (max(key[index] for key in self.files) + 1 for index in range(3))
-        absent = [key for key in _grid(tp, pp, ep) if key not in self.files]
+        absent = [key for key in itertools.product(range(tp), range(pp), range(ep)) if key not in self.files]
         if absent:
             raise ConfigurationError(
                 f"{self.folder} lacks the file of tensor-parallel rank {absent[0][0]}, stage {absent[0][1]} and "
@@ -126,10 +126,6 @@ def spellings(local: str) -> Iterator[str]:
             yield local.replace(norm, fused)
 
 
-def _grid(*sizes: int) -> Iterator[tuple[int, ...]]:
-    yield from itertools.product(*map(range, sizes))
-
-
 def write_rank_files(
     folder: Path,
     architecture: Architecture,
@@ -151,7 +147,7 @@ def write_rank_files(
         rows: rows of the padded vocabulary.
     """
     experts = int(architecture.settings().get("num_moe_experts") or 1)
-    for tp, stage, ep in _grid(sizes.tp, sizes.pp, sizes.ep):
+    for tp, stage, ep in itertools.product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
         chunks: list[dict[str, torch.Tensor]] = [{} for _ in range(sizes.chunks)]
         for index, pair in enumerate(pairs):
             for position, name in enumerate(pair.targets):

@@ -164,11 +164,7 @@ class MegatronStrategy(Strategy):
         from .engine import MegatronEngine
 
         given = self.handlers.get(GradScalerKwargs)
-        scaler = {
-            "initial_loss_scale": given.init_scale,
-            "loss_scale_window": given.growth_interval,
-            "hysteresis": 1,
-        }
+        scaler = {"initial_loss_scale": given.init_scale, "loss_scale_window": given.growth_interval, "hysteresis": 1}
         precision = AcceleratorState().mixed_precision
         return MegatronEngine(model, optimizer, self.settings, precision, self.state.device, scaler)
 

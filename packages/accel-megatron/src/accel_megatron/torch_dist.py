@@ -37,9 +37,6 @@ _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.*)$")
 _FILE_BYTES = 2 * 1024**3
 
 
-_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-
-
 class _Value:
     """Stands for classes in its metadata that are not needed."""
 
@@ -48,13 +45,11 @@ class _Value:
 
 
 # What its metadata holds besides that of torch: the plans of the ranks that have saved.
-_CLASSES = {
-    **{("torch.distributed.checkpoint.planner", name): _Value for name in _PLANS},
-    **{
-        ("megatron.core.dist_checkpointing.strategies.torch", name): _Value
-        for name in ("MCoreMetadata", "MCoreSavePlan")
-    },
+_PLANS = {
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
 }
+_CLASSES = {(module, name): _Value for module, names in _PLANS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
