@@ -104,8 +104,10 @@ class DeliveryQueue:
             return
         changed = self._changed
         with changed:
-            if len(self._calls) >= self._delivery.queue_size:
-                self._wait_for_room()
+            size = self._delivery.queue_size
+            if len(self._calls) >= size and not self._wait_until(lambda: len(self._calls) < size, None):
+                seconds = self._delivery.stall_timeout
+                self._give_up(f"{size} calls are queued, and there was no progress for {seconds:g} s")
             self._calls.append((method, call))
             if self._idle:
                 self._idle = False
@@ -155,11 +157,6 @@ class DeliveryQueue:
         if self._delivery.strict and self.error is not None and not self._raised:
             self._raised = True
             raise self.error
-
-    def _wait_for_room(self) -> None:
-        size, seconds = self._delivery.queue_size, self._delivery.stall_timeout
-        if not self._wait_until(lambda: len(self._calls) < size, None):
-            self._give_up(f"{size} calls are queued, and there was no progress for {seconds:g} s")
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Wait, with the lock held, until a condition holds; False after ``timeout`` or a stall.

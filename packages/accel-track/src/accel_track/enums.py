@@ -7,17 +7,7 @@ from typing import Literal
 from accel_state.enums import NamedChoice
 
 LoggerName = Literal[
-    "all",
-    "aim",
-    "tensorboard",
-    "wandb",
-    "trackio",
-    "comet_ml",
-    "mlflow",
-    "clearml",
-    "dvclive",
-    "swanlab",
-    "jsonl",
+    "all", "aim", "tensorboard", "wandb", "trackio", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab", "jsonl"
 ]
 """The values of :class:`LoggerType`, for type checkers."""
 

@@ -8,7 +8,6 @@ the values waits for it later.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -77,21 +76,16 @@ class _Group:
 
     def fetch(self) -> None:
         """Move the copy to host memory without waiting for operations enqueued after it."""
-        with self._after_copy():
-            self.host = self.copied.cpu()
-        del self.copied
-
-    @contextlib.contextmanager
-    def _after_copy(self) -> Any:
         if self.ready is None:
-            yield
-            return
-        device = self.copied.device
-        module: Any = getattr(torch, device.type)
-        stream = module.Stream(device)
-        with module.stream(stream):
-            stream.wait_event(self.ready)
-            yield
+            self.host = self.copied.cpu()
+        else:
+            device = self.copied.device
+            module: Any = getattr(torch, device.type)
+            stream = module.Stream(device)
+            with module.stream(stream):
+                stream.wait_event(self.ready)
+                self.host = self.copied.cpu()
+        del self.copied
 
 
 class Snapshot:

@@ -112,7 +112,7 @@ class TrackerRun:
         )
         self.finish()
         _finish_abandoned()
-        self._config = _without_secrets(_dictionary(config))
+        self._config = _to_store(config)
         self.owner_pid, self._last_step, self._trackers_in_use = os.getpid(), None, False
         self._not_created.clear()
         # A loaded state is resumed once; later calls start new runs.
@@ -279,11 +279,11 @@ class TrackerRun:
         Trackers that are left out receive what was logged before, and their runs stay open.
         """
         self.flush()
-        chosen = list(trackers)
         kept = {id(queue.tracker): queue for queue in self._queues}
-        queues = []
-        for tracker in chosen:
-            queues.append(kept.pop(id(tracker)) if id(tracker) in kept else DeliveryQueue(tracker, self._delivery))
+        queues = [
+            kept.pop(id(tracker)) if id(tracker) in kept else DeliveryQueue(tracker, self._delivery)
+            for tracker in trackers
+        ]
         for queue in kept.values():
             queue.close(_no_op)
         self._queues = queues
@@ -442,17 +442,24 @@ class TrackerRun:
             logger.warning(message)
 
 
-def _dictionary(config: Any) -> dict[str, Any] | None:
+def _to_store(config: Any) -> dict[str, Any] | None:
+    """Return a configuration as a dictionary without its secrets: trackers store it where others read it."""
     if config is None:
         return None
-    if isinstance(config, Mapping):
-        return dict(config)
     is_dataclass_instance = is_dataclass(config) and not isinstance(config, type)
-    if is_dataclass_instance or isinstance(config, (argparse.Namespace, types.SimpleNamespace)):
-        return dict(vars(config))
-    raise ConfigurationError(
-        f"config={config!r} is of type {type(config).__name__}. Pass a dictionary, a namespace or a data class."
-    )
+    if isinstance(config, Mapping):
+        given = dict(config)
+    elif is_dataclass_instance or isinstance(config, (argparse.Namespace, types.SimpleNamespace)):
+        given = dict(vars(config))
+    else:
+        raise ConfigurationError(
+            f"config={config!r} is of type {type(config).__name__}. Pass a dictionary, a namespace or a data class."
+        )
+    shown = hide_values(given)
+    hidden = [str(name) for name, value in given.items() if shown[name] is not value]
+    if hidden:
+        logger.warning("Trackers do not get the secrets in %s of their configuration.", ", ".join(hidden))
+    return shown
 
 
 def _check_values(values: Any) -> None:
@@ -474,17 +481,6 @@ def _finish(tracker: Any, failed: bool) -> None:
     if isinstance(tracker, GeneralTracker):
         tracker.failed = failed
     getattr(tracker, "finish", _no_op)()
-
-
-def _without_secrets(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of a configuration whose secrets are hidden: trackers store it where others read it."""
-    if config is None:
-        return None
-    shown = hide_values(config)
-    hidden = [str(name) for name, value in config.items() if shown[name] is not value]
-    if hidden:
-        logger.warning("Trackers do not get the secrets in %s of their configuration.", ", ".join(hidden))
-    return shown
 
 
 def _switch_run(tracker: Any, run: Mapping[str, Any], is_empty: bool, config: dict[str, Any] | None) -> None:

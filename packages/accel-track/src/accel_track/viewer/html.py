@@ -35,7 +35,7 @@ def write_html(
         patterns: shell patterns of the values to list; empty lists all.
         weight: of past values in the moving average that the page shows at first; its slider changes it.
     """
-    configs = {run.name: flat_config(run) for run in runs}
+    configs = {run.name: flat_config(run.facts.get("config")) for run in runs}
     differing = differing_settings(configs.values())
     colors = {run.name: number for number, run in enumerate(runs)}
     names = short_names(list(colors))

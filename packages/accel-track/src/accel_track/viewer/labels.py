@@ -13,7 +13,7 @@ _SETTINGS, _LONGEST = 3, 24
 
 def run_labels(runs: Sequence[Run]) -> dict[str, str]:
     """Return a label for each run, by its name: at most three settings, with the name where they are not enough."""
-    configs = {run.name: flat_config(run) for run in runs}
+    configs = {run.name: flat_config(run.facts.get("config")) for run in runs}
     differing = differing_settings(configs.values())
     names = short_names(list(configs))
     ends = [key.rpartition(".")[2] for key in differing]
@@ -45,19 +45,14 @@ def differing_settings(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({repr(config.get(key)) for config in found}) > 1]
 
 
-def flat_config(run: Run) -> dict[str, Any]:
+def flat_config(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the nested configuration of a run, with keys joined by dots."""
-    return _flat(run.facts.get("config"))
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration, with keys joined by dots."""
     if not isinstance(config, dict):
         return {}
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_config(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
