@@ -12,7 +12,6 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -123,7 +122,14 @@ class Reporter:
         self._line_due = 0.0
         self._now: int | None = None
         self._started = False
-        self._live = self._make_live()
+        self._live: LiveRecord | None = None
+        try:
+            self._live = LiveRecord(recorder)
+            self._start["live"] = self._live.path
+        except OSError as error:
+            logger.warning(
+                f"the monitor has no shared memory ({error}): steps between the last report and a kill are lost"
+            )
         self._thread = threading.Thread(target=self._run, name="accel-monitor", daemon=True)
 
     def _launch(self, replica: int | None) -> str | None:
@@ -138,17 +144,6 @@ class Reporter:
             return None
         found = processes.identity(launcher)
         return None if found is None else f"{self._identity['host']}-{found}"
-
-    def _make_live(self) -> LiveRecord | None:
-        try:
-            live = LiveRecord(self.recorder)
-        except OSError as error:
-            logger.warning(
-                f"the monitor has no shared memory ({error}): steps between the last report and a kill are lost"
-            )
-            return None
-        self._start["live"] = live.path
-        return live
 
     def start(self) -> None:
         """Start the thread."""
@@ -183,27 +178,22 @@ class Reporter:
     def _run(self) -> None:
         while True:
             stop = self._stop
-            with self._explaining():
+            try:
                 self._report(stop)
+            except (OSError, ConfigurationError) as error:
+                if not self._warned:
+                    self._warned = True
+                    reason = getattr(error, "strerror", None) or error
+                    logger.warning(
+                        f"the monitor cannot write to {self._folder}: {reason}. Training continues, and the monitor "
+                        "tries again."
+                    )
             if stop:
                 return
             due = time.monotonic() + self._pause
             while (rest := due - time.monotonic()) > 0 and not self._wake.wait(min(rest, _ADD_UP_SECONDS)):
                 self.recorder.add_up()  # what is added up survives a kill
             self._wake.clear()
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ConfigurationError) as error:
-            if not self._warned:
-                self._warned = True
-                reason = getattr(error, "strerror", None) or error
-                logger.warning(
-                    f"the monitor cannot write to {self._folder}: {reason}. Training continues, and the monitor tries "
-                    "again."
-                )
 
     def _report(self, stop: bool) -> None:
         if not self._started:
@@ -330,10 +320,8 @@ class Reporter:
         if last.finished is None and not last.running and last.start["host"] == socket.gethostname():
             if last.samples:
                 # It may be from memory that is removed here, or from the file that is overwritten next.
-                sample = last.samples[-1]
-                counts = {
-                    name: getattr(sample, name) for name in ("at", "parts", "step", "step_at", "samples", "tokens")
-                }
+                sample, names = last.samples[-1], ("at", "parts", "step", "step_at", "samples", "tokens")
+                counts = {name: getattr(sample, name) for name in names}
                 self._append(encode({"kind": "sample", "id": last.start["id"], **counts}))
             remove_live(last.start.get("live") or "")
         return last.end
