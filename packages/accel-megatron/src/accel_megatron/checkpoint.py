@@ -24,7 +24,7 @@ from accel_state import PartialState
 from accel_state.errors import ConfigurationError
 from accel_state.safetensors_writer import safetensors_content
 
-from .weights import check_parts
+from .weights import aliases_of, check_parts
 
 
 def own_file(rank: int) -> str:
@@ -135,11 +135,8 @@ def _complete(engine: Any, weights: Any, path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(weights, dict):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} instead of the weights of a model.")
     names = {name for pair in engine.table.weights for name in pair.names}
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in engine.transformers_model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
     found = dict(weights)
-    for tied in aliases.values():
+    for tied in aliases_of(engine.transformers_model).values():
         known = [name for name in tied if name in weights]
         if known:
             found.update({name: weights[known[0]] for name in tied})

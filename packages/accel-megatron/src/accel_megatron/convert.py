@@ -23,7 +23,7 @@ from .layout import Sizes, sizes_for
 from .optimizer_file import MOMENTS, OptimizerFile, write_optimizer
 from .rank_files import RankFiles, read_content, write_rank_files
 from .torch_dist import COMMON, STATE, DistFiles, Full, is_torch_dist, write_torch_dist
-from .weights import Weight
+from .weights import Weight, aliases_of
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -74,12 +74,7 @@ class TransformersFiles:
             with self._open(single.name) as file:
                 self.files = dict.fromkeys(file.keys(), single.name)
         self.prefix: str = f"{model.base_model_prefix}."
-        self.aliases: dict[str, list[str]] = {}
-        by_id: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names = by_id.setdefault(id(parameter), [])
-            names.append(name)
-            self.aliases[name] = names
+        self.aliases: dict[str, list[str]] = {name: names for names in aliases_of(model).values() for name in names}
 
     def _open(self, name: str) -> Any:
         from safetensors import safe_open

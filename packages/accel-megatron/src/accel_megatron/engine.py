@@ -113,7 +113,9 @@ class MegatronEngine(nn.Module):
         plain = [bare(chunk) for chunk in chunks]
         self.table: ParameterTable = ParameterTable(plain, list(self.architecture.weights()), device, buffers=provided)
         self.table.check(self.architecture.unmapped)
-        self._zero_unmapped()
+        for name in self.architecture.unmapped:
+            for parameter in self.table.local.get(name, ()):
+                parameter.data.zero_()
         groups: Any = None
         if optimizer is not None and isinstance(self.architecture, Provided):
             groups = ProvidedGroups(self.architecture, optimizer)
@@ -246,13 +248,6 @@ class MegatronEngine(nn.Module):
                 )
         return Sharded(self.config_core, settings, CalledRoot(chunk), fsdp_unit_modules=units, device=self.device)
 
-    @torch.no_grad()
-    def _zero_unmapped(self) -> None:
-        for name, parameters in self.table.local.items():
-            if name in self.architecture.unmapped:
-                for parameter in parameters:
-                    parameter.zero_()
-
     def _take_weights(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Load the weights of the Transformers model, and move its parameters to the meta device."""
         if isinstance(self.architecture, Provided):
@@ -261,16 +256,11 @@ class MegatronEngine(nn.Module):
             state = model.state_dict()
             self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
             self.load_weights(lambda name: state[name])
-        meta = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in meta:
-                        empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                        meta[id(parameter)] = (empty, parameter)
-                    module._parameters[name] = meta[id(parameter)][0]
+        parameters = list(model.parameters())  # kept, so that no other object gets the id of one
+        meta = {id(item): nn.Parameter(item.detach().to("meta"), item.requires_grad) for item in parameters}
+        _exchange(model, meta)
         for group in [] if optimizer is None else optimizer.param_groups:
-            group["params"] = [meta[id(parameter)][0] for parameter in group["params"]]
+            group["params"] = [meta[id(parameter)] for parameter in group["params"]]
         self.__dict__["transformers_model"] = model  # not a submodule
 
     def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
@@ -331,18 +321,13 @@ class MegatronEngine(nn.Module):
         state = self.full_state_dict()
         model = self.transformers_model
         filled: dict[int, nn.Parameter] = {}
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = dict(model.named_parameters())
         for name, parameter in named.items():
-            if id(parameter) in filled:
-                continue
             tensor = state[name] if state else torch.empty(parameter.shape, dtype=parameter.dtype)
             moved = tensor.to(self.device)
             dist.broadcast(moved, 0)
             filled[id(parameter)] = nn.Parameter(moved.cpu(), requires_grad=parameter.requires_grad)
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = filled[id(parameter)]
+        _exchange(model, filled)
         return model
 
     def __getattr__(self, name: str) -> Any:
@@ -713,6 +698,14 @@ class MegatronEngine(nn.Module):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.core.zero_grad()
+
+
+def _exchange(model: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
+    """Put other parameters into a model, by the ids of its own."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = parameters[id(parameter)]
 
 
 def _check_wrapped(wrapped: list[Any], count: int, settings: Any) -> Any:

@@ -20,7 +20,7 @@ from accel_state.errors import ConfigurationError
 
 from ._megatron_compat import MainParameter, identity, main_parameters, sub_optimizers
 from .plugin import MegatronLMPlugin
-from .weights import ParameterTable, Weight, check_parts
+from .weights import ParameterTable, Weight, aliases_of, check_parts
 
 _REFUSED = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
 
@@ -54,20 +54,17 @@ class ParameterGroups:
     """Which group of the user's optimizer each parameter of Megatron-core belongs to."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, table: ParameterTable) -> None:
-        names = {id(item): name for name, item in reversed(list(model.named_parameters(remove_duplicate=False)))}
-        aliases: dict[int, list[str]] = {}
-        for name, item in model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(item), []).append(name)
+        aliases = aliases_of(model)
         groups: dict[str, int] = {}
         self.names: list[list[str]] = []
         for index, group in enumerate(optimizer.param_groups):
-            unknown = sum(id(item) not in names for item in group["params"])
+            unknown = sum(id(item) not in aliases for item in group["params"])
             if unknown:
                 raise ConfigurationError(
                     f"the optimizer has {unknown} parameters that the model does not have. Pass the model and an "
                     "optimizer of its parameters to one call of prepare()."
                 )
-            self.names.append([names[id(item)] for item in group["params"]])
+            self.names.append([aliases[id(item)][0] for item in group["params"]])
             for item in group["params"]:
                 groups.update(dict.fromkeys(aliases[id(item)], index))
         trained = {name for name, item in model.named_parameters(remove_duplicate=False) if item.requires_grad}
@@ -80,9 +77,7 @@ class ParameterGroups:
                     "optimizer (or only some of them are trained). Put them into one group."
                 )
             self.of_target.update(dict.fromkeys(pair.targets, found.pop()))
-        self.first_name: dict[str, str] = {
-            name: names[id(item)] for name, item in model.named_parameters(remove_duplicate=False)
-        }
+        self.first_name: dict[str, str] = {name: names[0] for names in aliases.values() for name in names}
 
     def trains(self, pair: Weight) -> bool:
         """Return True if the optimizer updates a weight."""

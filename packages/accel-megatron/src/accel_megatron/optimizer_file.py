@@ -16,6 +16,7 @@ from accel_checkpoint.safe_load import read as read_safely
 from accel_state.errors import ConfigurationError
 
 from .checkpoint import own_file
+from .weights import aliases_of
 
 FILE = f"{OPTIMIZER_NAME}.bin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,10 +43,7 @@ class OptimizerFile:
         keys = [key for group in self.groups for key in group["params"]]
         flat = [name for group in self.names for name in group]
         self.state: dict[str, Any] = {name: saved["state"].get(key, {}) for name, key in zip(flat, keys, strict=True)}
-        self.aliases: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.aliases.setdefault(id(parameter), []).append(name)
-        for tied in self.aliases.values():
+        for tied in aliases_of(model).values():
             known = [name for name in tied if name in self.state]
             self.state.update({name: self.state[known[0]] for name in tied if known})
 

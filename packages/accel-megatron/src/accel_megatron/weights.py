@@ -169,6 +169,14 @@ def weight(
     return Weight(one, other, transform or Same(), **options)
 
 
+def aliases_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its id; several of a tied one."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    return aliases
+
+
 def shard_group(parameter: torch.Tensor) -> Any:
     """Return the ranks that hold the parts of a parameter: those of tensor parallelism, or of the experts' own."""
     if getattr(parameter, "allreduce", True):
