@@ -74,9 +74,8 @@ def run(argv: list[str]) -> int:
     names = (*_FIRST, *_VALUES, *_SWITCHES)
     given = {name: options.pop(name) for name in names if name in options}
     config = _config_file(given.pop("config", None), given.pop("config_file", None), given.get("auto", False))
-    settings = (
-        load_settings({**options, "config_file": str(config)}) if config else check(resolve(load_groups(), options))
-    )
+    options |= {"config_file": str(config)} if config else {}
+    settings = load_settings(options) if config else check(resolve(load_groups(), options))
     for note in settings.notes():
         print(f"accel plan: {note}", file=sys.stderr)
     if "model" not in given:
@@ -232,13 +231,11 @@ def _parser() -> ConfigParser:
         help="torch's implementation of the optimizer (default: foreach, or for_loop on the CPU)",
     )
     _add_argument(parser, "memory", metavar="SIZE", help="memory of the device, such as 80GiB, to compare with")
-    text = (
-        "device for the time of a step and the memory to compare with: {}, or a file with the fields of such a profile"
-    )
-    _add_argument(parser, "hardware", metavar="NAME", help=text.format(", ".join(profiles())))
-    _add_argument(
-        parser, "html", metavar="FILE", help="write a page with the memory and the time of a step, and the mesh"
-    )
+    text = "device for the time of a step and the memory to compare with: "
+    text += f"{', '.join(profiles())}, or a file with the fields of such a profile"
+    _add_argument(parser, "hardware", metavar="NAME", help=text)
+    text = "write a page with the memory and the time of a step, and the mesh"
+    _add_argument(parser, "html", metavar="FILE", help=text)
     _add_argument(parser, "output", metavar="FILE", help="with --auto: write the best configuration for accel launch")
     for name, (_, metavar, text) in _VALUES.items():
         _add_argument(parser, name, metavar=metavar, help=text)

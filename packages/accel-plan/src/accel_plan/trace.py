@@ -123,11 +123,9 @@ def trace(task: TraceTask, shared: SharedSplit | None = None) -> tuple[RankTrace
         stack.enter_context(without_memory())
         if not task.on_cpu:
             stack.enter_context(attention_of_gpus())
-        tracker = (
-            stack.enter_context(MemoryTracker(task.axes, task.timed, task.on_cpu).watching())
-            if task.follow or task.timed
-            else None
-        )
+        tracker: MemoryTracker | None = None
+        if task.follow or task.timed:
+            tracker = stack.enter_context(MemoryTracker(task.axes, task.timed, task.on_cpu).watching())
         _allocate(model)
         if tracker is not None:
             tracker.categorize((*model.parameters(), *model.buffers()), WHOLE_MODEL)
