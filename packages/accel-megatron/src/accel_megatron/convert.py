@@ -123,9 +123,8 @@ def to_transformers(
     model = model_of(config)
     architecture = architecture_of(model)
     folder = iteration_folder(source)
-    files: DistFiles | RankFiles = (
-        DistFiles(folder, architecture) if is_torch_dist(folder) else RankFiles(folder, architecture, trust)
-    )
+    is_dist = is_torch_dist(folder)
+    files = DistFiles(folder, architecture) if is_dist else RankFiles(folder, architecture, trust)
     full: Callable[..., torch.Tensor] = files.full
     if optimizer:
         if not isinstance(files, DistFiles):

@@ -127,15 +127,10 @@ class MegatronEngine(nn.Module):
                     tensor.requires_grad_(groups is not None and groups.of_target.get(name) is not None)
         self.optimizer: Any = None
         if optimizer is not None:
-            settings = DistributedDataParallelConfig(
-                **{
-                    "grad_reduce_in_fp32": True,
-                    "use_distributed_optimizer": bool(plugin.use_distributed_optimizer),
-                    "use_megatron_fsdp": self.shards_parameters,
-                    **ddp,
-                    "data_parallel_sharding_strategy": plugin.sharding_strategy or "no_shard",
-                }
-            )
+            ddp = {"grad_reduce_in_fp32": True, "use_megatron_fsdp": self.shards_parameters, **ddp}
+            ddp.setdefault("use_distributed_optimizer", bool(plugin.use_distributed_optimizer))
+            ddp["data_parallel_sharding_strategy"] = plugin.sharding_strategy or "no_shard"
+            settings = DistributedDataParallelConfig(**ddp)
             chunks = self._optimised(chunks, settings, optimizer, groups, {**(scaler or {}), **core})
         self.chunks: Any = nn.ModuleList(chunks)
         self._take_weights(model, optimizer)
@@ -355,11 +350,8 @@ class MegatronEngine(nn.Module):
             raise ConfigurationError(f"the model was called without input_ids, with {', '.join(kwargs) or 'nothing'}.")
         training = self.training and torch.is_grad_enabled()
         if training and (("labels" not in batch and not free) or self.optimizer is None):
-            lacks = (
-                "labels"
-                if self.optimizer is not None
-                else "an optimizer, which belongs into the same call of prepare()"
-            )
+            optimizer = "an optimizer, which belongs into the same call of prepare()"
+            lacks = optimizer if self.optimizer is None else "labels"
             raise ConfigurationError(
                 f"forward and backward passes run in one call, which lacks {lacks}. For outputs only, use model.eval() "
                 "or torch.no_grad()."
@@ -393,9 +385,9 @@ class MegatronEngine(nn.Module):
                 "treats padding is unknown. Pass batches of a multiple (DataLoader(drop_last=True))."
             )
         cp_size = self.plugin.context_parallel_size
-        multiple = (self.plugin.tp_degree if self.plugin.sequence_parallelism else 1) * (
-            2 * cp_size if cp_size > 1 else 1
-        )
+        multiple = self.plugin.tp_degree if self.plugin.sequence_parallelism else 1
+        if cp_size > 1:
+            multiple *= 2 * cp_size
         padded = {}
         for name, tensor in inputs.items():
             fill = _FILL.get(name, 0)
@@ -582,9 +574,8 @@ class MegatronEngine(nn.Module):
             divisor = torch.ones_like(weights[0]) if architecture.normalised else weights[0].clamp(min=1)
             loss = self._share_loss([item[0] for item in results]) / divisor
         if wants_logits:
-            logits = self._share_logits(torch.cat([item[1] for item in results]) if results else None)[
-                :samples, :length
-            ]
+            joined = torch.cat([item[1] for item in results]) if results else None
+            logits = self._share_logits(joined)[:samples, :length]
         return MegatronOutput(loss, logits)
 
     def _share_logits(self, logits: torch.Tensor | None) -> torch.Tensor:

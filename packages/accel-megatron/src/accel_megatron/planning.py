@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -215,7 +215,7 @@ class _Work:
         else:  # chunks of layers rather than whole stages
             warm_up = (self.pp - self.stage - 1) * 2 + (chunks - 1) * self.pp + 1
             in_flight = min(warm_up, count * chunks) / chunks
-        layer, unit = self._mean_layer_bytes(), self.tokens * self.core["hidden_size"] // self.sp * self.bytes
+        layer, unit = self._layer_bytes(), self.tokens * self.core["hidden_size"] // self.sp * self.bytes
         head = self._head_bytes() if self.last else 0
         layers = in_flight * self.layers * layer
         if self.plugin.recompute_granularity == "full":
@@ -231,9 +231,6 @@ class _Work:
     def _input_bytes(self) -> float:
         """Return bytes of the ids of tokens."""
         return self.tokens * 8 if self.first else 0
-
-    def _mean_layer_bytes(self) -> float:
-        return self._layer_bytes()
 
     def _norm(self, values: float) -> float:
         """Return bytes that a norm of so many values of a token saves, beyond its input and its output."""
@@ -281,29 +278,28 @@ class _Work:
 
     def messages(self, calls: int) -> list[tuple[str, str, int, int, int]]:
         """Kind, axis, number of ranks, number of calls and bytes of the full tensors, in an optimizer step."""
-        found: list[tuple[str, str, int, int, int]] = []
-
-        def add(kind: str, axis: str, ranks: int, times: int, each: int) -> None:
-            if times and ranks > 1 and each >= 1024:
-                found.append((kind, axis, ranks, times, times * each))
-
+        self.sent: list[tuple[str, str, int, int, int]] = []
         batches = calls * self.plugin.num_micro_batches
         layer = self.tokens * self.core["hidden_size"] * self.bytes
-        self._tensor_parallel(add, batches, layer)
+        self._tensor_parallel(batches, layer)
         if self.cp > 1:
             groups = self.core.get("num_query_groups") or self.core["num_attention_heads"]
             gathered = 2 * self.cp * self.tokens * groups * self._head_size() // self.tp * self.bytes
-            add("all-gather", self._cp_axis, self.cp, batches * self._forwards(), gathered)
-            add("all-reduce", self._cp_axis, self.cp, batches * self.layers, gathered)
+            self._send("all-gather", self._cp_axis, self.cp, batches * self._forwards(), gathered)
+            self._send("all-reduce", self._cp_axis, self.cp, batches * self.layers, gathered)
         chunks = self.sizes.chunks
         passes = batches * chunks
         # The last stage of one chunk sends to the first stage of the next one.
         ahead = passes if not self.last else batches * (chunks - 1)
         back = passes if not self.first else batches * (chunks - 1)
         if self.pp > 1:
-            add("send", "pp", 2, ahead + back, self.sequences * layer // self.sp)
-        self._reductions(add)
-        return found
+            self._send("send", "pp", 2, ahead + back, self.sequences * layer // self.sp)
+        self._reductions()
+        return self.sent
+
+    def _send(self, kind: str, axis: str, ranks: int, times: int, each: int) -> None:
+        if times and ranks > 1 and each >= 1024:
+            self.sent.append((kind, axis, ranks, times, times * each))
 
     @property
     def _cp_axis(self) -> str:
@@ -313,10 +309,8 @@ class _Work:
     def _ep_axes(self) -> tuple[str, ...]:
         return ("ep",)
 
-    @property
-    def sequences(self) -> int:
-        """Sequences that are passed from stage to stage together."""
-        return 1
+    sequences: ClassVar[int] = 1
+    """Sequences that are passed from stage to stage together."""
 
     def _forwards(self) -> int:
         """Forward passes of layers in a micro batch, with those that are repeated."""
@@ -327,7 +321,7 @@ class _Work:
             return self.layers + self.sizes.chunks * min(self.plugin.recompute_num_layers or 1, per)
         return 2 * self.layers
 
-    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
+    def _tensor_parallel(self, batches: int, layer: int) -> None:
         again, columns, outputs = self._parts()
         repeated = self._forwards() / max(self.layers, 1)  # forward passes of a layer
         embeds = self._embeddings()
@@ -336,14 +330,14 @@ class _Work:
             whole = self._adds_to_embedding()
             gathers = repeated * columns + again + outputs + embeds + 2 * self.last
             scatters = repeated * outputs + columns + (0 if whole else embeds) + self.last
-            add("all-gather", "tp", self.tp, int(batches * gathers), layer)
-            add("reduce-scatter", "tp", self.tp, int(batches * scatters), layer)
-            add("all-reduce", "tp", self.tp, batches * (embeds if whole else 0), layer)
+            self._send("all-gather", "tp", self.tp, int(batches * gathers), layer)
+            self._send("reduce-scatter", "tp", self.tp, int(batches * scatters), layer)
+            self._send("all-reduce", "tp", self.tp, batches * (embeds if whole else 0), layer)
         else:
             count = repeated * outputs + columns + embeds + self.last
-            add("all-reduce", "tp", self.tp, int(batches * count), layer)
+            self._send("all-reduce", "tp", self.tp, int(batches * count), layer)
         if self.last:
-            add("all-reduce", "tp", self.tp, batches * 3, self.tokens * 4)
+            self._send("all-reduce", "tp", self.tp, batches * 3, self.tokens * 4)
 
     def _parts(self) -> tuple[int, int, int]:
         """Matrices of this rank's layers: whose input is gathered again, split by output, and split by input."""
@@ -355,29 +349,29 @@ class _Work:
     def _adds_to_embedding(self) -> bool:
         return not self._rotary()
 
-    def _reductions(self, add: Any) -> None:
+    def _reductions(self) -> None:
         """Of the gradients, once in a step."""
-        add("all-reduce", "tp", self.tp, 1, self.norms * 4)
+        self._send("all-reduce", "tp", self.tp, 1, self.norms * 4)
         if self.architecture.tied and self.pp > 1 and (self.first or self.last):
-            add("all-reduce", "pp", 2, 1, self.embedding * 4)
-        self._over_data(add, self.values, self.dp * self.cp, ("dp", "cp", "ep"))
+            self._send("all-reduce", "pp", 2, 1, self.embedding * 4)
+        self._over_data(self.values, self.dp * self.cp, ("dp", "cp", "ep"))
         others = [name for name in ("dp", "cp") if name not in self._ep_axes]
-        self._over_data(add, self.expert_values, self.dp * self.cp // self.ep, others)
+        self._over_data(self.expert_values, self.dp * self.cp // self.ep, others)
 
     def _joined(self, axes: Sequence[str]) -> str:
         """Return the name of axes that are flattened into one."""
         return "+".join(name for name in self.coordinates if name in axes and self.coordinates[name][1] > 1)
 
-    def _over_data(self, add: Any, values: int, ranks: int, axes: Sequence[str]) -> None:
+    def _over_data(self, values: int, ranks: int, axes: Sequence[str]) -> None:
         axis = self._joined(axes)
         chunks = self.sizes.chunks
         if self.plugin.use_distributed_optimizer:
-            add("reduce-scatter", axis, ranks, chunks, values * 4 // chunks)
+            self._send("reduce-scatter", axis, ranks, chunks, values * 4 // chunks)
             # The optimizers of dense and of expert parameters both gather all parameters.
             optimizers = 2 if self.ep > 1 else 1
-            add("all-gather", axis, ranks, optimizers * chunks, values * self.bytes // chunks)
+            self._send("all-gather", axis, ranks, optimizers * chunks, values * self.bytes // chunks)
         else:
-            add("all-reduce", axis, ranks, chunks, values * 4 // chunks)
+            self._send("all-reduce", axis, ranks, chunks, values * 4 // chunks)
 
 
 @dataclass
@@ -433,19 +427,19 @@ class _Experts(_Work):
     def _parts(self) -> tuple[int, int, int]:
         return self.layers, self.layers, self.layers  # attention
 
-    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
-        super()._tensor_parallel(add, batches, layer)
+    def _tensor_parallel(self, batches: int, layer: int) -> None:
+        super()._tensor_parallel(batches, layer)
         passes = batches * (self._forwards() + self.layers)
         weights = self.tokens * self._chosen * 4  # of the tokens
         if self.ep > 1:
             axis = self._joined(self._ep_axes)
-            add("all-to-all", axis, self.ep, 2 * passes, layer // self.sp * self._chosen)
-            add("all-to-all", axis, self.ep, passes, weights // self.sp)
+            self._send("all-to-all", axis, self.ep, 2 * passes, layer // self.sp * self._chosen)
+            self._send("all-to-all", axis, self.ep, passes, weights // self.sp)
         if self.sp > 1:
-            add("all-gather", "tp", self.tp, passes, layer * self._chosen)
-            add("all-gather", "tp", self.tp, batches * self._forwards(), weights)
-            add("reduce-scatter", "tp", self.tp, passes, layer * self._chosen)
-            add("reduce-scatter", "tp", self.tp, batches * self.layers, weights)
+            self._send("all-gather", "tp", self.tp, passes, layer * self._chosen)
+            self._send("all-gather", "tp", self.tp, batches * self._forwards(), weights)
+            self._send("reduce-scatter", "tp", self.tp, passes, layer * self._chosen)
+            self._send("reduce-scatter", "tp", self.tp, batches * self.layers, weights)
 
 
 @dataclass
@@ -462,15 +456,17 @@ class _Bert(_Work):
         hidden = self.core["hidden_size"] / self.sp
         return super()._head_bytes() + self.tokens * (3 * hidden * self.bytes + self._norm(hidden))
 
-    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
-        super()._tensor_parallel(add, batches, layer)
+    def _tensor_parallel(self, batches: int, layer: int) -> None:
+        super()._tensor_parallel(batches, layer)
         if self.sp > 1 and self.last:
-            add("all-gather", "tp", self.tp, batches, layer)  # for the first token, of the next sentence
+            self._send("all-gather", "tp", self.tp, batches, layer)  # for the first token, of the next sentence
 
 
 @dataclass
 class _T5(_Work):
     """Of a T5, whose encoder and decoder have the same number of tokens."""
+
+    sequences: ClassVar[int] = 2
 
     def _split_layers(self) -> None:
         hf, stages = self.architecture.hf, self.pp
@@ -488,10 +484,6 @@ class _T5(_Work):
             self.encoder *= self.stage < self.split
             self.decoder *= self.stage >= self.split
         self.layers = self.encoder + self.decoder
-
-    @property
-    def sequences(self) -> int:
-        return 2
 
     def _copies(self, target: str) -> int:
         if self.pp == 1 or "relative_pos_emb" in target:
@@ -512,7 +504,8 @@ class _T5(_Work):
         buckets = 8 * self.seq_length**2 * (int(self.encoder > 0) + int(self.decoder > 0))
         return 2 * super()._input_bytes() + buckets + (norm if self.pp == 1 or self.stage == self.split - 1 else 0)
 
-    def _mean_layer_bytes(self) -> float:
+    def _layer_bytes(self) -> float:
+        """Return the mean of the layers of encoder and decoder."""
         core, width, hidden = self.core, self.bytes, self.core["hidden_size"] / self.sp
         heads = core["num_attention_heads"] / self.tp
         attention = 4 * heads * self._head_size()
@@ -534,12 +527,12 @@ class _T5(_Work):
     def _adds_to_embedding(self) -> bool:
         return False
 
-    def _tensor_parallel(self, add: Any, batches: int, layer: int) -> None:
-        super()._tensor_parallel(add, batches, layer)
+    def _tensor_parallel(self, batches: int, layer: int) -> None:
+        super()._tensor_parallel(batches, layer)
         positions = self.seq_length**2 * self.core["num_attention_heads"] * self.bytes
-        add("all-gather", "tp", self.tp, batches * (int(self.encoder > 0) + int(self.decoder > 0)), positions)
+        self._send("all-gather", "tp", self.tp, batches * (int(self.encoder > 0) + int(self.decoder > 0)), positions)
 
-    def _reductions(self, add: Any) -> None:
-        super()._reductions(add)
+    def _reductions(self) -> None:
+        super()._reductions()
         positions = 2 * self.architecture.hf.relative_attention_num_buckets * self.core["num_attention_heads"]
-        add("all-reduce", "pp", self.pp, 1, positions * 4)
+        self._send("all-reduce", "pp", self.pp, 1, positions * 4)

@@ -181,16 +181,10 @@ class MegatronStrategy(Strategy):
             return loader
         from accel_data.adapter import loader_settings
 
-        order: dict[str, Any] = (
-            {} if isinstance(loader.dataset, torch.utils.data.IterableDataset) else {"sampler": loader.sampler}
-        )
-        return DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size * count,
-            drop_last=loader.drop_last,
-            **order,
-            **loader_settings(loader),
-        )
+        settings = {"batch_size": loader.batch_size * count, "drop_last": loader.drop_last, **loader_settings(loader)}
+        if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            settings["sampler"] = loader.sampler
+        return DataLoader(loader.dataset, **settings)
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         raise ConfigurationError("an optimizer was prepared without its model. Pass both to one call of prepare().")

@@ -112,17 +112,9 @@ class GPTTrainStep(_TrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
         def get_batch(iterator: Iterator[Batch]) -> Any:
             batch = next(iterator)
-            tokens = batch["input_ids"]
-            labels = batch["labels"]
-            mask = batch.get("attention_mask")
-            loss_mask = (labels >= 0).float()
-            return (
-                tokens,
-                labels.clamp(min=0),
-                loss_mask,
-                None if mask is None else self._attention_mask(mask, tokens),
-                batch["position_ids"],
-            )
+            tokens, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+            blocked = None if mask is None else self._attention_mask(mask, tokens)
+            return tokens, labels.clamp(min=0), (labels >= 0).float(), blocked, batch["position_ids"]
 
         return get_batch
 
@@ -155,16 +147,9 @@ class BertTrainStep(_TrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
         def get_batch(iterator: Iterator[Batch]) -> Any:
             batch = next(iterator)
-            labels = batch["labels"]
-            sentence = batch["next_sentence_label"]
-            return (
-                batch["input_ids"],
-                batch["token_type_ids"],
-                sentence,
-                (labels >= 0).float(),
-                labels.clamp(min=0),
-                batch["attention_mask"],
-            )
+            labels, mask = batch["labels"], batch["attention_mask"]
+            inputs = batch["input_ids"], batch["token_type_ids"], batch["next_sentence_label"]
+            return *inputs, (labels >= 0).float(), labels.clamp(min=0), mask
 
         return get_batch
 
@@ -207,17 +192,9 @@ class T5TrainStep(_TrainStep):
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
         def get_batch(iterator: Iterator[Batch]) -> Any:
             batch = next(iterator)
-            labels = batch["labels"]
-            mask = batch["attention_mask"][:, None, None, :]
-            return (
-                batch["input_ids"],
-                batch["decoder_input_ids"],
-                (labels >= 0).float(),
-                labels.clamp(min=0),
-                mask,
-                None,
-                mask,
-            )
+            labels, mask = batch["labels"], batch["attention_mask"][:, None, None, :]
+            ids = batch["input_ids"], batch["decoder_input_ids"]
+            return *ids, (labels >= 0).float(), labels.clamp(min=0), mask, None, mask
 
         return get_batch
 
