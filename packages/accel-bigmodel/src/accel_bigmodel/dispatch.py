@@ -22,12 +22,12 @@ from .device_map.infer import infer_auto_device_map
 from .device_map.memory import HOST_AND_DISK, MaxMemory, get_balanced_memory, get_max_memory
 from .hooks.align import AlignDevicesHook
 from .hooks.attach import (
+    align_hooks,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_prefetcher,
     forget_offload,
     has_offloaded_weights,
-    note_modules,
     return_outputs_to_inputs,
 )
 from .hooks.base import add_hook_to_module, check_conversions, remove_hook_from_submodules
@@ -143,10 +143,16 @@ def _offload_all(
         model, execution_device, True, weights, offload_buffers=offload_buffers, preload_module_classes=classes
     )
     return_outputs_to_inputs(model)
-    attach_prefetcher(model)
+    _complete_offload(model)
+
+
+def _complete_offload(model: nn.Module, room: int | None = None) -> None:
+    """Let a model whose modules have their hooks prefetch weights, and follow or refuse changes from outside."""
+    attach_prefetcher(model, room)
     check_conversions(model)
     accept_state_dicts(model)
-    note_modules(model)
+    for hook in align_hooks(model):
+        hook.known_modules = sum(1 for _ in model.modules())
 
 
 def dispatch_model(
@@ -208,13 +214,14 @@ def dispatch_model(
     _undo_dispatch(inner)
     whole_classes = tuple(preload_module_classes or ())
     flat_map = disjoint_device_map(inner, with_shared_modules(inner, device_map))
-    dispatcher = _Dispatcher(inner, flat_map, main_device, offload_buffers)
+    dispatcher = _Dispatcher(inner, flat_map, main_device, offload_buffers, offload_dir, offload_index)
     dispatcher.keep_too_large_on_host(max_memory, whole_classes)
-    if dispatcher.needs_hooks or force_hooks:
-        dispatcher.find_offloaded_weights(state_dict, offload_dir, offload_index)
+    is_split = len({str(location) for location in flat_map.values()}) > 1
+    if force_hooks or is_split or any(dispatcher.offload.values()):
+        dispatcher.find_offloaded_weights(state_dict)
         dispatcher.attach_hooks(skip_keys, whole_classes, dispatcher.room(max_memory))
     else:
-        dispatcher.read_weights(offload_dir, offload_index)
+        dispatcher.read_weights()
         dispatcher.refuse_empty(())
         tied = find_tied_parameters(inner)
         inner.to(as_device(next(iter(device_map.values()))))
@@ -240,11 +247,21 @@ class _Dispatcher:
     """Dispatches one model by a map without nested entries."""
 
     def __init__(
-        self, model: nn.Module, device_map: dict[str, Location], main: Location | None, offload_buffers: bool
+        self,
+        model: nn.Module,
+        device_map: dict[str, Location],
+        main: Location | None,
+        offload_buffers: bool,
+        offload_dir: str | os.PathLike[str] | None,
+        offload_index: Mapping[str, Any] | None,
     ) -> None:
         self.model = model
         self.device_map = device_map
         self.offload_buffers = offload_buffers
+        record = (offload_record(model) if offload_index is None else None) or OffloadRecord()
+        self.files = record.files
+        self.directory = Path(offload_dir) if offload_dir is not None else record.directory
+        self.index: dict[str, Any] = {**record.index, **(offload_index or {})}  # of weights in files
         accelerators = [location for location in device_map.values() if str(location) not in HOST_AND_DISK]
         if main is None:
             main = accelerators[0] if accelerators else "cpu"
@@ -276,11 +293,6 @@ class _Dispatcher:
                 self.execution[name] = "cpu"
                 self.offload[name] = str(self.device_map[name]) == "disk"
 
-    @property
-    def needs_hooks(self) -> bool:
-        """True if the model is on several devices, or offloaded."""
-        return len({str(location) for location in self.device_map.values()}) > 1 or any(self.offload.values())
-
     def _mapped_to(self, location: str) -> list[str]:
         return [name for name, mapped in self.device_map.items() if str(mapped) == location]
 
@@ -294,18 +306,13 @@ class _Dispatcher:
             if has_values(value)
         }
 
-    def find_offloaded_weights(
-        self,
-        state_dict: Mapping[str, torch.Tensor] | None,
-        offload_dir: str | os.PathLike[str] | None,
-        index: Mapping[str, Any] | None,
-    ) -> None:
+    def find_offloaded_weights(self, state_dict: Mapping[str, torch.Tensor] | None) -> None:
         """Find all weights that are offloaded, and write those that are only in memory and mapped to the disk."""
         in_memory: dict[str, torch.Tensor] = {}
         if any(self.offload[name] for name in self._mapped_to("cpu")):
             in_memory = self._part(self.model.state_dict() if state_dict is None else state_dict, "cpu")
-        self.read_weights(offload_dir, index)
-        record, directory, merged = self._disk_index(offload_dir, index)
+        self.read_weights()
+        directory, merged = self.directory, self.index
         on_disk = self._mapped_to("disk")
         if on_disk:
             if not merged and directory is None:
@@ -320,30 +327,22 @@ class _Dispatcher:
                     merged = {**OffloadedWeightsLoader(save_folder=directory).index, **merged}
             self._add_tied_names(in_memory, merged)
             self.weights = OffloadedWeightsLoader(in_memory, directory, merged)
-            self.weights.add_open_files(record.files)
+            self.weights.add_open_files(self.files)
         elif in_memory:
             self._add_tied_names(in_memory, {})
             self.weights = OffloadedWeightsLoader(state_dict=in_memory)
         self.refuse_empty(name for name in self.weights or () if location_of(name, self.offload))
 
-    def _disk_index(
-        self, offload_dir: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
-    ) -> tuple[OffloadRecord, Path | None, dict[str, Any]]:
-        """Return the record of loading, the directory of weights, and the index of those in files."""
-        record = (offload_record(self.model) if index is None else None) or OffloadRecord()
-        directory = Path(offload_dir) if offload_dir is not None else record.directory
-        return record, directory, {**record.index, **(index or {})}
-
-    def read_weights(self, offload_dir: str | os.PathLike[str] | None, offload_index: Mapping[str, Any] | None) -> None:
+    def read_weights(self) -> None:
         """Read from the offload index what an earlier map offloaded and this one keeps in memory."""
         empty = [name for name in on_meta(self.model) if not location_of(name, self.offload)]
-        record, directory, index = self._disk_index(offload_dir, offload_index)
+        directory, index = self.directory, self.index
         if empty and directory is not None and (directory / OFFLOAD_INDEX_NAME).is_file():
             index = {**OffloadedWeightsLoader(save_folder=directory).index, **index}
         if not empty or not index:
             return
         weights = OffloadedWeightsLoader({}, directory, index)
-        weights.add_open_files(record.files)
+        weights.add_open_files(self.files)
         tied = find_tied_parameters(self.model)
         for name in empty:
             if name in index:
@@ -384,9 +383,8 @@ class _Dispatcher:
             return None
         resident: dict[int, int] = {}
         for name, tensor in named_tensors(self.model):
-            stays = not location_of(name, self.offload) or not (
-                self.offload_buffers or isinstance(tensor, nn.Parameter)
-            )
+            may_leave = self.offload_buffers or isinstance(tensor, nn.Parameter)
+            stays = not (may_leave and location_of(name, self.offload))
             if stays and str(location_of(name, self.execution)) == str(self.main):
                 resident[id(tensor)] = tensor.nbytes
         return max(0, limit - sum(resident.values()))
@@ -412,10 +410,7 @@ class _Dispatcher:
         for group in tied:
             if len({str(location_of(name, self.device_map)) for name in group}) == 1:
                 retie_parameters(self.model, [group])
-        attach_prefetcher(self.model, room)
-        check_conversions(self.model)
-        accept_state_dicts(self.model)
-        note_modules(self.model)
+        _complete_offload(self.model, room)
 
     def _place_single_tensors(self, names: Sequence[str], preload_module_classes: Sequence[str]) -> None:
         """Place tensors with their own map entry: those that a module whose parts are split up reads itself."""

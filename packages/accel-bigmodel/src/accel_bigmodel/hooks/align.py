@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from accel_state.operations import find_device, send_to_device
 
 from .._torch_compat import in_transform, untraced, version_of
 from ..offload.prefetch import Prefetcher, WeightGroup
-from ..offload.store import OffloadedWeightsLoader, PrefixedDataset, with_values
+from ..offload.store import PrefixedDataset, dictionary_of, with_values
 from ..placeholder import has_values
 from ..tensors import (
     Location,
@@ -33,17 +32,6 @@ from ..tensors import (
 from .base import ModelHook
 from .forwards import FORWARDS, Frame
 from .slots import OffloadedWriteError, Slot, device_before, is_here
-
-
-@dataclass(frozen=True)
-class _WeightView:
-    """A view of an offloaded weight; ``offset`` counts elements from the weight's first one."""
-
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    version: int
 
 
 def without_weights(
@@ -65,20 +53,18 @@ def without_weights(
         if name is None or tensor.dtype != dtypes[name]:
             return tensor
         offset = (address - start) // tensor.element_size()
-        return _WeightView(name, tensor.size(), tensor.stride(), offset, version(name))
+        return functools.partial(view, name, tensor.size(), tensor.stride(), offset, version(name))
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _WeightView):
-            return packed
-        if version(packed.name) != packed.version:
+    def view(name: str, size: torch.Size, stride: tuple[int, ...], offset: int, writes: int) -> torch.Tensor:
+        if version(name) != writes:
             raise RuntimeError(
-                f"{packed.name} is offloaded, and was modified by an inplace operation after the forward that this "
+                f"{name} is offloaded, and was modified by an inplace operation after the forward that this "
                 "backward belongs to, so gradients would be wrong. Call backward() before writing into the weight."
             )
-        value = read(packed.name)
-        return value.as_strided(packed.size, packed.stride, value.storage_offset() + packed.offset)
+        value = read(name)
+        return value.as_strided(size, stride, value.storage_offset() + offset)
 
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, torch.Tensor) else packed())
 
 
 _HOOKS: weakref.WeakSet[AlignDevicesHook] = weakref.WeakSet()
@@ -416,7 +402,9 @@ class AlignDevicesHook(ModelHook):
         """
         target = device or self.device
         with self._lock:
-            if not read_anew and self._has_present(target):
+            on_host = target is None or target.type == "cpu"  # elsewhere each thread has a stream of its own
+            is_present = on_host and self._present_from is self._stored and self._present_on == target
+            if is_present and not read_anew:
                 values = self._present
                 if self.prefetcher is not None:
                     self.prefetcher.skip(self._prefetch_index)
@@ -434,11 +422,6 @@ class AlignDevicesHook(ModelHook):
                 self._is_filled = True
             self._users += 1
         return values
-
-    def _has_present(self, device: torch.device | None) -> bool:
-        """Return True if the values that another forward has put into the module serve a new one."""
-        on_host = device is None or device.type == "cpu"  # elsewhere each thread has a stream of its own
-        return on_host and self._present_from is self._stored and self._present_on == device
 
     def _fetch(self, device: torch.device | None, read_anew: bool) -> dict[str, torch.Tensor]:
         if self.prefetcher is None or read_anew:
@@ -474,17 +457,13 @@ class AlignDevicesHook(ModelHook):
         """Return how often a parameter in host memory was written to; 0 for buffers, which forwards change."""
         if any(slot.is_buffer for slot in self.slots if slot.name == name):
             return 0
-        while isinstance(weights, PrefixedDataset):
-            name, weights = f"{weights.prefix}{name}", weights.dataset
-        held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
-        value = held.get(name) if isinstance(held, dict) else None
+        value = self.held(name, weights)
         return 0 if value is None else version_of(value)
 
-    def held(self, name: str) -> torch.Tensor | None:
+    def held(self, name: str, weights: Any = None) -> torch.Tensor | None:
         """Return a weight that is in host memory, where it can be written to; None if it is elsewhere."""
-        source, (key,) = self.source([name])
-        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
-        return held.get(key) if isinstance(held, dict) else None
+        source, (key,) = self.source([name], weights)
+        return (dictionary_of(source) or {}).get(key)
 
     def hold(self, name: str, value: torch.Tensor) -> None:
         """Keep a weight in host memory from now on.
@@ -493,9 +472,10 @@ class AlignDevicesHook(ModelHook):
             OffloadedWriteError: the mapping of the weights takes none.
         """
         source, (key,) = self.source([name])
-        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
-        if not isinstance(held, dict):
-            raise OffloadedWriteError(f"{key} was written to, but {type(held).__name__} cannot hold the new values.")
+        held = dictionary_of(source)
+        if held is None:
+            kind = type(getattr(source, "state_dict", source)).__name__
+            raise OffloadedWriteError(f"{key} was written to, but {kind} cannot hold the new values.")
         held[key] = value.detach().to("cpu")
 
     def prefix(self) -> str:
@@ -507,17 +487,15 @@ class AlignDevicesHook(ModelHook):
         if device is None or not any((self.tied_params_map or {}).values()):
             return {}
         source, names = self.source()
-        held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
-        if not isinstance(held, dict):
-            return {}  # reading would make another tensor
+        held = dictionary_of(source) or {}  # reading from another mapping would make another tensor
         in_memory = [(slot.name, name) for slot, name in zip(self.slots, names, strict=True) if name in held]
         copies = {slot: (self.tied_params_map or {}).get(held[name].data_ptr(), {}) for slot, name in in_memory}
         return {name: found[device].detach() for name, found in copies.items() if device in found}
 
-    def source(self, names: Iterable[str] | None = None) -> tuple[Any, list[str]]:
+    def source(self, names: Iterable[str] | None = None, weights: Any = None) -> tuple[Any, list[str]]:
         """Return the mapping that holds the offloaded weights, and the names in it of all or some of them."""
         names = [slot.name for slot in self.slots] if names is None else list(names)
-        weights = self._stored
+        weights = self._stored if weights is None else weights
         while isinstance(weights, PrefixedDataset):
             names, weights = [f"{weights.prefix}{name}" for name in names], weights.dataset
         return weights, names

@@ -189,12 +189,6 @@ def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     return [hook for hook in all_hooks(module) if isinstance(hook, AlignDevicesHook)]
 
 
-def note_modules(model: nn.Module) -> None:
-    """Let a forward of an offloaded model notice which modules it gets later."""
-    for hook in align_hooks(model):
-        hook.known_modules = sum(1 for _ in model.modules())
-
-
 def forget_offload(model: nn.Module) -> None:
     """Remove the hooks that offload a model, but not the hooks of others. Its placeholders still answer."""
     for module in model.modules():

@@ -47,40 +47,20 @@ class Frame:
     autograd_context: Any = None
     values: dict[str, torch.Tensor] | None = None
 
-    def leave_autograd(self) -> None:
-        """Leave the context that autograd is in, if it is in one."""
-        context, self.autograd_context = self.autograd_context, None
-        if context is not None:
-            context.__exit__(None, None, None)
-
-
-class _Reads:
-    """Values that modules have read of other modules in this forward of the model, as many as there is room for."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[object, torch.Tensor] = OrderedDict()
-
-    def get(self, slot: object) -> torch.Tensor | None:
-        """Return the value that was read of a slot."""
-        return self._values.get(slot)
-
-    def keep(self, slot: object, value: torch.Tensor, room: int | None) -> None:
-        """Keep a value for the next read, and release the oldest ones beyond ``room`` bytes, but not this one."""
-        self._values[slot] = value
-        while len(self._values) > 1 and sum(held.nbytes for held in self._values.values()) > (room or 0):
-            self._values.popitem(last=False)
-
-    def clear(self) -> None:
-        """Release all values."""
-        self._values.clear()
-
 
 class _Thread(threading.local):
     """The forwards that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.reads = _Reads()
+        # What modules have read of the slots of others in this forward of the model.
+        self.reads: OrderedDict[object, torch.Tensor] = OrderedDict()
+
+    def keep_read(self, slot: object, value: torch.Tensor, room: int | None) -> None:
+        """Keep a value for the next read, and release the oldest ones beyond ``room`` bytes, but not this one."""
+        self.reads[slot] = value
+        while len(self.reads) > 1 and sum(held.nbytes for held in self.reads.values()) > (room or 0):
+            self.reads.popitem(last=False)
 
     def value_of(self, hook: OffloadingHook, name: str) -> torch.Tensor | None:
         """Return a weight that a forward of this thread has; None if none has it."""
@@ -94,8 +74,10 @@ class _Thread(threading.local):
         place = next((place for place in reversed(range(len(self.frames))) if self.frames[place].hook is hook), None)
         if place is None:
             return None
-        for frame in reversed(self.frames[place:]):
-            frame.leave_autograd()  # contexts end in reverse order
+        for frame in reversed(self.frames[place:]):  # contexts end in reverse order
+            context, frame.autograd_context = frame.autograd_context, None
+            if context is not None:
+                context.__exit__(None, None, None)
         frame = self.frames.pop(place)
         if not self.frames:
             self.reads.clear()

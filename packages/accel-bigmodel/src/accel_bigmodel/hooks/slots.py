@@ -67,14 +67,12 @@ class Slot:
     def read(self) -> torch.Tensor:
         """Return the values on the device where the module runs, read once in a forward of the model."""
         value = FORWARDS.value_of(self.hook, self.name)
-        if value is not None:
-            return value
-        reads = FORWARDS.reads
-        value = reads.get(self)
+        if value is None:
+            value = FORWARDS.reads.get(self)
         if value is None:
             value = self.hook.read(self.name, self.hook.device)
             if FORWARDS.frames:
-                reads.keep(self, value, self.hook.room)
+                FORWARDS.keep_read(self, value, self.hook.room)
         return value
 
     def check_writable(self) -> torch.Tensor:
@@ -134,12 +132,11 @@ class Slot:
         try:
             with torch.no_grad():
                 converted = convert(placeholder)
-            is_same, wanted = converted.dtype == placeholder.dtype and converted.is_meta, converted.dtype
+            if converted.dtype == placeholder.dtype and converted.is_meta:
+                return
+            change = "moved" if converted.dtype == placeholder.dtype else f"converted to {converted.dtype}"
         except NotImplementedError:  # torch: a tensor on the meta device has no values to move
-            is_same, wanted = False, placeholder.dtype
-        if is_same:
-            return
-        change = f"converted to {wanted}" if wanted != placeholder.dtype else "moved"
+            change = "moved"
         raise OffloadedConversionError(
             f"{type(module).__name__}.{self.name} is offloaded, so it cannot be {change}: the forward would use the "
             "stored values unchanged. Convert while loading, load_checkpoint_and_dispatch(..., dtype=...), or call "

@@ -278,24 +278,26 @@ def origins(source: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[Or
 
     Values that a mapping of another class than ``dict`` makes when it is asked have none: they count as unchanged.
     """
-    is_loader = isinstance(source, OffloadedWeightsLoader)
-    held = source.state_dict if isinstance(source, OffloadedWeightsLoader) else source
+    held = dictionary_of(source) or {}
     index = source.index if isinstance(source, OffloadedWeightsLoader) else {}
     found: list[Origin] = []
     for name in names:
-        value: Any = held.get(name) if isinstance(held, dict) else None
-        if value is None and is_loader:
-            value = index.get(name)
+        value: Any = held.get(name, index.get(name))
         has_version = isinstance(value, torch.Tensor) and not value.is_inference()
         found.append((value, value._version if has_version else 0))
     return found
 
 
+def dictionary_of(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Return the dictionary with those weights of a mapping that are in host memory; None if it has no dictionary."""
+    held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
+    return held if isinstance(held, dict) else None
+
+
 def are_same(first: Sequence[Origin], second: Sequence[Origin]) -> bool:
     """Return True if two lists of origins name the same objects in the same versions."""
-    if len(first) != len(second):
-        return False
-    return all(a is b and version == other for (a, version), (b, other) in zip(first, second, strict=True))
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(a is b and version == other for (a, version), (b, other) in pairs)
 
 
 def extract_submodules_state_dict(
