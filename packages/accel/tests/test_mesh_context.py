@@ -46,7 +46,8 @@ pytestmark = [
 def attention(rotation: str, dtype: torch.dtype, kv_heads: int, values: int = 8) -> list[float]:
     """The largest errors of output and of the gradients of queries, keys and values, against whole sequences."""
     size = dist.get_world_size()
-    ring = ContextParallel(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"], rotation)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    ring = ContextParallel(mesh, TorchContextParallelConfig(rotation))
     generator = torch.Generator().manual_seed(0)
     shapes = ((4, 8), (kv_heads, 8), (kv_heads, values), (4, values))
     whole = [torch.randn(2, heads, LENGTH, width, generator=generator).to(dtype) for heads, width in shapes]
@@ -138,7 +139,7 @@ def test_what_torchs_ring_cannot_merge_is_computed_in_products(
 
 
 def shared_memory() -> None:
-    ring = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
+    ring = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], TorchContextParallelConfig())
     tokens = torch.arange(18).view(2, 9)
     before = tokens.clone()
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -163,7 +164,7 @@ def test_buffers_that_share_memory_are_cut_and_restored() -> None:
 
 
 def refusals() -> None:
-    ring = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
+    ring = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], TorchContextParallelConfig())
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     for buffers, dims, kept, message in (
         (None, None, None, "got no buffers"),

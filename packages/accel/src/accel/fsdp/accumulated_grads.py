@@ -7,7 +7,9 @@ which counts as reduced from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_state.collectives.single import Collectives
 
-from .._torch_compat import shard_replicated
+from .._torch_compat import drop_unreduced_gradients, shard_replicated, unreduced_gradients
 from ..contract.accumulated_gradients import AccumulatedGradients
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes
 from ..core.unwrap import clean_name
@@ -40,27 +42,20 @@ class ShardedGradients(AccumulatedGradients):
     Args:
         averaging: collectives over the ranks whose gradients are averaged.
         everyone: collectives over all ranks.
-        pending: the gradients of a parameter that are not reduced yet.
-        drop_pending: discards them.
+        holders: weak references to what holds the state of each parameter in ``fully_shard``.
     """
 
-    def __init__(
-        self,
-        averaging: Collectives,
-        everyone: Collectives,
-        pending: Callable[[nn.Parameter], list[torch.Tensor]],
-        drop_pending: Callable[[nn.Parameter], None],
-    ) -> None:
+    def __init__(self, averaging: Collectives, everyone: Collectives, holders: Mapping[Any, weakref.ref[Any]]) -> None:
         super().__init__()
         self.averaging: Collectives = averaging
         self.everyone: Collectives = everyone
-        self.pending: Callable[[nn.Parameter], list[torch.Tensor]] = pending
-        self.drop_pending: Callable[[nn.Parameter], None] = drop_pending
+        self.holders = holders
 
     def drop(self, model: nn.Module) -> None:
         super().drop(model)
         for parameter in model.parameters():
-            self.drop_pending(parameter)
+            if parameter in self.holders:
+                drop_unreduced_gradients(self.holders[parameter]())
 
     def shapes(self, model: nn.Module) -> dict[str, torch.Size]:
         packed = packed_shapes(model)
@@ -68,7 +63,8 @@ class ShardedGradients(AccumulatedGradients):
 
     def gather(self, model: nn.Module) -> Gradients:
         shapes, named = packed_shapes(model), named_once(model)
-        unreduced = {name: gradients for name, parameter in named.items() if (gradients := self.pending(parameter))}
+        held = {name: self.holders[parameter]() for name, parameter in named.items() if parameter in self.holders}
+        unreduced = {name: gradients for name, holder in held.items() if (gradients := unreduced_gradients(holder))}
         reduced = [name for name, parameter in named.items() if parameter.grad is not None]
         # A gradient that any rank has takes part of all ranks.
         announced = self.everyone.all_gather_object((sorted(unreduced), reduced))

@@ -18,6 +18,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import has_ring_kernels, set_rotate_method
 from .attention_checks import window_of_layer
+from .axis_settings import TorchContextParallelConfig
 from .documents import FLEX_BLOCK, Documents, are_packed_positions
 from .ring_kernels import Ring, repeat_heads
 from .sequence_collectives import gather
@@ -209,10 +210,9 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
 class ContextParallel:
     """Splits sequences over the ranks of one mesh axis, with torch's ``context_parallel``."""
 
-    def __init__(self, mesh: DeviceMesh, rotation: str = "allgather", balance: str = "length") -> None:
+    def __init__(self, mesh: DeviceMesh, settings: TorchContextParallelConfig) -> None:
         self.mesh = mesh
-        self.rotation = rotation
-        self.balance = balance
+        self.settings = settings
         self.shard: SequenceShard | None = None
         self._left_by_work = False  # whether the last block split sequences by the work of their documents
         self._called = ""
@@ -284,7 +284,7 @@ class ContextParallel:
 
     def _documents_to_balance(self, full: Sequence[torch.Tensor], dims: Sequence[int]) -> Documents | None:
         """Return the documents that positions among the buffers tell apart, if their work is to be balanced."""
-        if self.balance != "documents":
+        if self.settings.cp_balance != "documents":
             return None
         whole = (tensor for tensor, dim in zip(full, dims, strict=True) if dim == tensor.ndim - 1)
         return next((Documents.of_positions(tensor) for tensor in whole if are_packed_positions(tensor)), None)
@@ -294,7 +294,7 @@ class ContextParallel:
         try:
             from torch.distributed.tensor.experimental import context_parallel
 
-            set_rotate_method(self.rotation)
+            set_rotate_method(str(self.settings.cp_comm_strategy))
         except ImportError as error:
             raise ConfigurationError(
                 f"context parallelism needs torch 2.7 or newer, and this is {torch.__version__}. Upgrade torch, or "

@@ -70,12 +70,8 @@ class DistributedDataParallel(TorchDDP):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.first_calls
-        if (
-            calls is not None
-            and self.training
-            and torch.is_grad_enabled()
-            and not calls.next((*args, *kwargs.values()))
-        ):
+        is_training = calls is not None and self.training and torch.is_grad_enabled()
+        if calls is not None and is_training and not calls.next((*args, *kwargs.values())):
             self.first_calls = None
         synchronises = arms = self.require_backward_grad_sync
         if self.gradients is not None and torch.is_grad_enabled():
@@ -129,21 +125,14 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
-            unused = self._named_in(str(error))
+            found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", str(error))
+            unused = [self._reduced_names[int(index)] for index in found[1].split()] if found is not None else []
+            more = f" and {len(unused) - _SHOWN_NAMES} more" if len(unused) > _SHOWN_NAMES else ""
             raise RuntimeError(
-                f"{unused or 'some parameters'} did not take part in the loss of the last step, and DDP waits for "
-                "their gradients. If that is intended: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-                f"find_unused_parameters=True)]). {error}"
+                f"{', '.join(unused[:_SHOWN_NAMES]) or 'some parameters'}{more} did not take part in the loss of the "
+                "last step, and DDP waits for their gradients. If that is intended: Accelerator(kwargs_handlers=["
+                f"DistributedDataParallelKwargs(find_unused_parameters=True)]). {error}"
             ) from None
-
-    def _named_in(self, message: str) -> str:
-        """Return the names of the parameters whose indices are in an error of the reducer; empty without indices."""
-        found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", message)
-        if found is None:
-            return ""
-        unused = [self._reduced_names[int(index)] for index in found[1].split()]
-        more = f" and {len(unused) - _SHOWN_NAMES} more" if len(unused) > _SHOWN_NAMES else ""
-        return ", ".join(unused[:_SHOWN_NAMES]) + more
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -270,19 +259,16 @@ class DDPStrategy(Strategy):
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
-    def join(self, models: list[Any]) -> AbstractContextManager[None]:
-        joinables = [model for model in models if isinstance(model, Joinable)]
-        return self._joined(Join(joinables, enable=True, throw_on_early_termination=False))
-
     @contextmanager
-    def _joined(self, join: Join) -> Iterator[None]:
+    def join(self, models: list[Any]) -> Iterator[None]:
+        joinables = [model for model in models if isinstance(model, Joinable)]
         for gradients in self._gradients.values():
             gradients.refuses = (
                 "in join_uneven_inputs, ranks that have left the loop only take part in DDP's own averages: parameters "
                 "must not be unfrozen or added after prepare(), and the loss must be computed with the prepared model."
             )
         try:
-            with join:
+            with Join(joinables, enable=True, throw_on_early_termination=False):
                 yield
         finally:
             for gradients in self._gradients.values():

@@ -45,7 +45,6 @@ from ..fsdp.unit_dtypes import check_requires_grad, parameters_of_units, unify_d
 from ..fsdp.wrap_policy import find_units, owned_by
 from ..kwargs.base import Handlers
 from . import forward_methods, outside_forward
-from .frozen import FrozenParameters
 from .gathered_parameters import gather_to_save, refusing_changes
 from .sharded import ShardedStrategy
 from .unit_order import UnitOrder
@@ -86,7 +85,8 @@ class FSDP1Strategy(ShardedStrategy):
         self._merged_into: Any = WeakIdKeyDictionary()
         self._spans: Any = WeakIdKeyDictionary()
         self._original_names: Any = WeakIdKeyDictionary()
-        self._frozen = FrozenParameters()
+        # Those of each model that are frozen now: only gradients of the others are synchronised.
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, nn.Parameter]]] = weakref.WeakKeyDictionary()
         self._order = UnitOrder(state)
         self.before_step = self._order.before_step
         # torch's own functions for state dicts call what it has deprecated.
@@ -132,8 +132,12 @@ class FSDP1Strategy(ShardedStrategy):
         if getattr(self.precision, "param_dtype", None) is not None:
             self._forwards[wrapped] = 0
             wrapped.register_forward_pre_hook(self._count_forward)
-        forward_methods.register(_units_of(wrapped), settings.forward_methods, lambda unit: nullcontext())
-        self._frozen.remember(wrapped, wrapped)
+        modules = FullyShardedDataParallel.fsdp_modules(wrapped)
+        units_with_inner: dict[nn.Module, nn.Module] = {
+            unit: unit.module for unit in modules if checkpointed_module(unit.module) is None
+        }
+        forward_methods.register(units_with_inner, settings.forward_methods, lambda unit: nullcontext())
+        self._frozen[wrapped] = [(name, item) for name, item in wrapped.named_parameters() if not item.requires_grad]
         self._refuse_pieces(wrapped)
         self.ties[wrapped] = ties
         self.guard(wrapped)
@@ -267,7 +271,14 @@ class FSDP1Strategy(ShardedStrategy):
         return isinstance(model, FullyShardedDataParallel)
 
     def backward(self, loss: torch.Tensor, in_window: bool, **kwargs: Any) -> None:
-        self._frozen.check("FSDP 1")
+        for wrapped, frozen in self._frozen.items():
+            thawed = next((name for name, parameter in frozen if parameter.requires_grad), None)
+            if thawed is not None and getattr(wrapped, "require_backward_grad_sync", True):
+                raise ConfigurationError(
+                    f"{thawed} was frozen when its {type(wrapped).__name__} was prepared and is trainable now, but "
+                    "FSDP 1 would not synchronise its gradients. Use FSDP 2 or DDP, which take parameters that are "
+                    "trained later."
+                )
         for model, forwards in self._forwards.items():
             if forwards > 1:
                 attach_reductions(model, outside_forward.accumulating_nodes(loss))
@@ -351,12 +362,6 @@ class FSDP1Strategy(ShardedStrategy):
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
         return self._groups.get(parameter, ())
-
-
-def _units_of(wrapped: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return the wrappers of a model, outer ones first, each with the module inside; without checkpointed ones."""
-    modules = FullyShardedDataParallel.fsdp_modules(wrapped)
-    return {unit: unit.module for unit in modules if checkpointed_module(unit.module) is None}
 
 
 def _refuse_gradient(name: str, advice: str, gradient: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import (
     checkpointed_module,
-    drop_unreduced_gradients,
     fsdp2_parameters,
     gathered_parameter,
     unreduced_gradients,
@@ -93,8 +92,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     @property
     def gradients(self) -> ShardedGradients:  # type: ignore[override]
-        everyone = self.state.collectives
-        return ShardedGradients(self.averaging_collectives, everyone, self._unreduced, self._drop_unreduced)
+        return ShardedGradients(self.averaging_collectives, self.state.collectives, self._holders)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -145,11 +143,19 @@ class FSDP2Strategy(ShardedStrategy):
             # Parameters in no unit (embeddings, the head) are needed first in the backward pass.
             model.set_reshard_after_forward(False, recurse=False)
             self._stays_gathered[model] = True
-        self._sync_unsharded(model, untouched)
+        # Buffers and ignored parameters start with rank 0's values.
+        tensors = [*(parameter for parameter in model.parameters() if parameter in untouched), *model.buffers()]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self.state.device)
+        if settings.sync_module_states:
+            self.model_collectives.broadcast_many([tensor.data for tensor in tensors])
         if not self.stages and not self._compiles(model):  # stages have units of their own
             names = {module: clean_name(name) for name, module in model.named_modules()}
             self._calls.follow(model, [(names[unit], unit) for unit in outer])
-            self._register_methods(model)
+            shards = [item for item in model.modules() if isinstance(item, FSDPModule)]
+            called: dict[nn.Module, nn.Module] = {unit: unit for unit in shards if checkpointed_module(unit) is None}
+            if model in called:
+                forward_methods.register(called, settings.forward_methods, self._keep_gathered)
             if blocks and self.settings.reshard_after_forward is not True:
                 self._gathered_uses = self._gathered_uses or GatheredUses()
                 parameters = {item: clean_name(name) for name, item in model.named_parameters()}
@@ -196,16 +202,11 @@ class FSDP2Strategy(ShardedStrategy):
             )
         holders = [(parameter, reference()) for parameter, reference in self._holders.items()]
         sharded = {id(gathered_parameter(holder)): parameter for parameter, holder in holders if holder is not None}
-        return gathered(module, lambda current: sharded.get(id(current), current), self._refuses_whole)
+        return gathered(module, sharded, self._refuses_whole)
 
     def _refuses_whole(self, module: nn.Module) -> bool:
         """Return True if a module cannot be called while its parameters are whole."""
         return isinstance(module, FSDPModule)
-
-    def _register_methods(self, model: nn.Module) -> None:
-        units = [item for item in model.modules() if isinstance(item, FSDPModule) and checkpointed_module(item) is None]
-        if model in units:
-            forward_methods.register({unit: unit for unit in units}, self.settings.forward_methods, self._keep_gathered)
 
     @contextmanager
     def _keep_gathered(self, unit: Any) -> Iterator[None]:
@@ -296,14 +297,6 @@ class FSDP2Strategy(ShardedStrategy):
             policies["ignored_params"] = untouched
         return policies
 
-    def _sync_unsharded(self, model: nn.Module, untouched: set[nn.Parameter]) -> None:
-        """Move buffers and ignored parameters to the device, and start with rank 0's values of them."""
-        tensors = [*(parameter for parameter in model.parameters() if parameter in untouched), *model.buffers()]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(self.state.device)
-        if self.settings.sync_module_states:
-            self.model_collectives.broadcast_many([tensor.data for tensor in tensors])
-
     def is_wrapped(self, model: nn.Module) -> bool:
         return isinstance(model, FSDPModule)
 
@@ -325,15 +318,13 @@ class FSDP2Strategy(ShardedStrategy):
             yield
             return
         before = self._reduces.get(model, True)
-        self._set_reducing(model, reduces)
+        self._reduces[model] = reduces
+        model.set_requires_gradient_sync(reduces)
         try:
             yield
         finally:
-            self._set_reducing(model, before)
-
-    def _set_reducing(self, model: FSDPModule, reduces: bool) -> None:
-        self._reduces[model] = reduces
-        model.set_requires_gradient_sync(reduces)
+            self._reduces[model] = before
+            model.set_requires_gradient_sync(before)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         if self._reduction is None:
@@ -377,12 +368,3 @@ class FSDP2Strategy(ShardedStrategy):
                 gradients += [gradient for gradient in [sharded.grad] if gradient is not None]
                 gradients += unreduced_gradients(holder)
         return [local(gradient) for gradient in gradients]
-
-    def _unreduced(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        reference = self._holders.get(parameter)
-        return [] if reference is None else unreduced_gradients(reference())
-
-    def _drop_unreduced(self, parameter: nn.Parameter) -> None:
-        reference = self._holders.get(parameter)
-        if reference is not None:
-            drop_unreduced_gradients(reference())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -25,13 +25,13 @@ _SAVED_PROMPT: Final = "get_prompt_embedding_to_save"
 
 @contextmanager
 def gathered(
-    module: nn.Module, sharded_of: Callable[[torch.Tensor], torch.Tensor], refuses: Callable[[nn.Module], bool]
+    module: nn.Module, sharded: Mapping[int, torch.Tensor], refuses: Callable[[nn.Module], bool]
 ) -> Iterator[None]:
     """Put whole tensors in the place of sharded parameters, inside the block.
 
     Args:
         module: a sharded model, or a module in it.
-        sharded_of: returns the sharded parameter for what a module has in its place now.
+        sharded: the sharded parameters, by the id of what modules may have in their place now.
         refuses: whether a module must not be called with whole parameters.
     """
     whole: dict[int, torch.Tensor] = {}
@@ -40,7 +40,7 @@ def gathered(
     with ExitStack() as ending:
         for prefix, owner in module.named_modules():
             for name, current in list(owner._parameters.items()):
-                source = None if current is None else sharded_of(current)
+                source = None if current is None else sharded.get(id(current), current)
                 if not isinstance(source, DTensor):
                     continue
                 if id(source) not in whole:

@@ -68,8 +68,8 @@ class GatheredUses:
         owners = {
             id(gathered_parameter(holder)): (name, self._calls[unit()]) for holder, (name, unit) in self._owners.items()
         }
-        for node, variable in outside_forward.uses_of_leaves(loss):
-            name, calls = owners.get(id(variable), ("", []))
+        for node, leaf in outside_forward.uses_of_leaves(loss):
+            name, calls = owners.get(id(leaf.variable), ("", []))
             running = sum(change for number, change in calls if number < node._sequence_nr())
             if len(calls) > 2 and not running:
                 raise ConfigurationError(outside_forward.message(name, advice))

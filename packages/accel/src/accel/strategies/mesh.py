@@ -101,10 +101,7 @@ class MeshStrategy(FSDP2Strategy):
         self.context: ContextParallel | None = None
         self.ulysses: SequenceParallel | None = None
         if mesh is not None and settings.cp_handler is not None and settings.cp_enabled:
-            handler = settings.cp_handler
-            self.context = ContextParallel(
-                mesh["cp"], handler.cp_comm_strategy or "allgather", handler.cp_balance or "length"
-            )
+            self.context = ContextParallel(mesh["cp"], settings.cp_handler)
         if mesh is not None and settings.sp_handler is not None and settings.sp_enabled:
             self.ulysses = SequenceParallel(mesh["sp"], settings.sp_handler)
         self.experts: ExpertParallel | None = None

@@ -60,7 +60,7 @@ def explain(
         used = _of_invalid_gradient(loss, str(error)) or used
     if _MIXED in str(error) or _OTHER_SIZE in str(error):
         # Otherwise a weight must be in the statement itself: outputs of the model are computed with weights, too.
-        used = [leaf for tensor in used for leaf in _leaves(tensor)]
+        used += [node.variable for tensor in used for node in accumulating_nodes(tensor)]
     name = next((names[tensor] for tensor in used if tensor in names), None)
     if name is not None:
         return ConfigurationError(message(name, advice))
@@ -83,17 +83,13 @@ def explain_at_exit(strategy: Any) -> None:
 def accumulating_nodes(loss: torch.Tensor) -> dict[Any, int]:
     """Return the nodes that accumulate gradients of a loss, with the lowest sequence number of those before them."""
     found: dict[Any, int] = {}
-    for node, following in _uses(loss):
+    for node, following in uses_of_leaves(loss):
         found[following] = min(found.get(following, node._sequence_nr()), node._sequence_nr())
     return found
 
 
-def uses_of_leaves(loss: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each node of a loss that has used a leaf, and the leaf."""
-    return ((node, following.variable) for node, following in _uses(loss))
-
-
-def _uses(loss: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+def uses_of_leaves(loss: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    """Yield each node of a loss that has used a leaf, and the node that accumulates the gradient of that leaf."""
     for node in _nodes_before(loss):
         for following, _ in node.next_functions:
             if hasattr(following, "variable"):
@@ -121,10 +117,6 @@ def _print(kind: type[BaseException], error: BaseException, trace: TracebackType
         explained.__cause__ = error
         kind, error, trace = type(explained), explained, None
     _print_before(kind, error, trace)
-
-
-def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor, *(node.variable for node in accumulating_nodes(tensor))]
 
 
 def _of_invalid_gradient(loss: torch.Tensor, text: str) -> list[torch.Tensor]:

@@ -172,9 +172,12 @@ class UnitOrder:
             if parameter.grad is not None:
                 done.append(f"has a gradient of {self._parameters[parameter][0]}")
         found = sorted(exchange(done, self._state.process_index, self._state.num_processes, f"{place}").items())
-        length = max(len(events) for _, events in found)
-        lines = [f"  rank {rank} {event}" for rank, event in _first_difference(found, length)]
-        known = "\n".join(lines) or "  The difference is older than this step, or in an earlier micro batch."
+        known = "  The difference is older than this step, or in an earlier micro batch."
+        for number in range(max(len(events) for _, events in found)):
+            events = [(rank, own[number] if number < len(own) else "does no more") for rank, own in found]
+            if len({event for _, event in events}) > 1:
+                known = "\n".join(f"  rank {rank} {event}" for rank, event in events)
+                break
         return (
             "Ranks have called different units of a model that FSDP shards, or used different parameters of a unit, "
             f"and have computed with each other's weights and gradients. It was found before {place}; the ranks last "
@@ -185,12 +188,3 @@ class UnitOrder:
 
 def _without_gradient(parameters: Iterable[torch.Tensor]) -> tuple[bool, ...]:
     return tuple([parameter.grad is None for parameter in parameters])
-
-
-def _first_difference(found: Sequence[tuple[int, list[str]]], length: int) -> list[tuple[int, str]]:
-    """Return what each rank did where the ranks first differ; empty if they do not."""
-    for place in range(length):
-        events = [(rank, own[place] if place < len(own) else "does no more") for rank, own in found]
-        if len({event for _, event in events}) > 1:
-            return events
-    return []

@@ -127,9 +127,7 @@ class UnreducedGradients:
         if not (getattr(model, "require_backward_grad_sync", self.sync) or is_armed or self.must_record(model)):
             self._is_pending = True
             return None
-        late: list[nn.Parameter] = []
-        if self._others:
-            late = self._late(model)
+        late = self._late(model) if self._others else []
         if not is_armed:
             others = [*self._parameters, *late]
             return Before(False, (), [], others, _marks(others))
@@ -167,13 +165,10 @@ class UnreducedGradients:
         """Return the parameters that are trained now and that the reducer does not know."""
         late = [(name, item) for name, item in self._others.items() if item.requires_grad]
         names = tuple(name for name, _ in late)
-        if names != self._agreed:
-            self._refuse_static_graph(model)
-            self._agree(names)
-            self._agreed = names
-        return [item for _, item in late]
-
-    def _agree(self, names: tuple[str, ...]) -> None:
+        items = [item for _, item in late]
+        if names == self._agreed:
+            return items
+        self._refuse_static_graph(model)
         for rank, others in enumerate(self._collectives.all_gather_object(names)):
             if others != names:
                 differing = sorted(set(names) ^ set(others))
@@ -188,6 +183,8 @@ class UnreducedGradients:
                 "their gradients are averaged after the backward pass, not during it. To overlap both, prepare the "
                 "model again with these parameters trainable.",
             )
+        self._agreed = names
+        return items
 
     def _refuse_static_graph(self, model: nn.Module) -> None:
         if getattr(model, "static_graph", False):
@@ -210,7 +207,7 @@ class UnreducedGradients:
         values = [parameter.detach() for parameter in new.values()]
         own = [] if before_use else [value.clone() for value in values]
         self._collectives.broadcast_many(values)
-        differs = torch.tensor(float(any(map(_differs, own, values))), device=values[0].device)
+        differs = torch.tensor(float(not all(map(torch.equal, own, values))), device=values[0].device)
         if not before_use and self._collectives.all_reduce(differs, "max"):
             raise ConfigurationError(
                 f"{next(iter(new))} was added to the model after prepare(), with other values on each rank, and was "
@@ -270,7 +267,3 @@ def _has_changed(parameter: nn.Parameter, mark: Mark) -> bool:
     """Return whether a backward pass has set a gradient, or added to it in place."""
     gradient, version = mark
     return parameter.grad is not gradient or (gradient is not None and tensor_version(gradient) != version)
-
-
-def _differs(own: torch.Tensor, value: torch.Tensor) -> bool:
-    return not torch.equal(own, value)
