@@ -53,21 +53,16 @@ def _is_sharded_without_optimizer(engine: Any) -> bool:
 
 @dataclass
 class _CheckpointEngine:
-    """Replaces a part of an engine's own checkpoint engine."""
+    """Replaces an engine's own checkpoint engine: keeps what is saved in memory, and runs no code from files."""
 
     original: Any
+    load_kwargs: dict[str, Any] | None = None
+    parts: list[Part] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         if name == "original":
             raise AttributeError(name)
         return getattr(self.original, name)
-
-
-@dataclass
-class _CapturingWriter(_CheckpointEngine):
-    """Replaces an engine's checkpoint writer; keeps the files in memory."""
-
-    parts: list[Part] = field(default_factory=list)
 
     def save(self, state_dict: Any, path: str) -> None:
         file = Path(path)
@@ -82,13 +77,6 @@ class _CapturingWriter(_CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Do nothing: a checkpoint is complete when its manifest is written."""
         return True
-
-
-@dataclass
-class _SafeReader(_CheckpointEngine):
-    """Replaces an engine's checkpoint reader; see :func:`read_engine_file`."""
-
-    load_kwargs: dict[str, Any] | None
 
     def load(self, path: str, map_location: Any = None, *_: Any, **__: Any) -> Any:
         location = "cpu" if map_location is None or callable(map_location) else map_location
@@ -108,17 +96,18 @@ def read_engine_file(
 
 
 @contextmanager
-def _replace_checkpoint_engine(engine: Any, replacement: Any) -> Iterator[None]:
-    original, engine.checkpoint_engine = engine.checkpoint_engine, replacement
+def _replace_checkpoint_engine(engine: Any, load_kwargs: dict[str, Any] | None = None) -> Iterator[_CheckpointEngine]:
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = _CheckpointEngine(original, load_kwargs)
     try:
-        yield
+        yield engine.checkpoint_engine
     finally:
         engine.checkpoint_engine = original
 
 
-def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
-    """Add the files of all models to ``gathered``. Every rank must call it."""
-    state = PartialState()
+def gather_engines(models: Sequence[nn.Module]) -> Gathered:
+    """Return the files of all models. Every rank must call it."""
+    state, gathered = PartialState(), Gathered()
     add_script = False
     for index, model in enumerate(models):
         tag = f"{MODEL_FOLDER}_{index}" if index else MODEL_FOLDER
@@ -135,6 +124,7 @@ def gather_engines(models: Sequence[nn.Module], gathered: Gathered) -> None:
             add_script |= bool(engine.zero_optimization())
     if add_script:
         gathered.finalizers.append(_add_recovery_script)
+    return gathered
 
 
 def _capture_parts(engine: Any, tag: str) -> list[Part]:
@@ -143,10 +133,9 @@ def _capture_parts(engine: Any, tag: str) -> list[Part]:
             "save_state cannot save optimizer states that are offloaded to NVMe. Offload them to cpu, or save with "
             "engine.save_checkpoint(directory), which copies the files from the drive."
         )
-    writer = _CapturingWriter(engine.checkpoint_engine)
-    with tempfile.TemporaryDirectory(prefix="accel-deepspeed-") as scratch, _replace_checkpoint_engine(engine, writer):
+    with tempfile.TemporaryDirectory(prefix="accel-deepspeed-") as scratch, _replace_checkpoint_engine(engine) as own:
         engine.save_checkpoint(scratch, tag=tag, client_state=universal.universal_info(engine), save_latest=False)
-    return writer.parts
+    return own.parts
 
 
 def _shard(parameter: Any) -> torch.Tensor:
@@ -231,7 +220,7 @@ class EngineLoader:
         return content
 
     def _load_engine(self, engine: Any, directory: Path, tag: str) -> None:
-        with _replace_checkpoint_engine(engine, _SafeReader(engine.checkpoint_engine, self.load_kwargs)):
+        with _replace_checkpoint_engine(engine, self.load_kwargs):
             try:
                 path, _ = engine.load_checkpoint(str(directory), tag=tag, load_module_strict=self.strict)
             except CheckpointError:

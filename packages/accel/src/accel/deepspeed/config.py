@@ -86,7 +86,11 @@ def read_config(source: Any, launcher_file: str | None) -> ConfigSource:
         return ConfigSource(read_deepspeed_file(str(launcher_file), where), str(launcher_file), by_launcher=True)
     if isinstance(source, (str, os.PathLike)):
         text = os.fspath(source)
-        if _is_file(text):
+        try:
+            is_file = expand(text).is_file()
+        except OSError:
+            is_file = False  # base64 text can be longer than a file name may be
+        if is_file:
             return ConfigSource(read_deepspeed_file(text, f"hf_ds_config={text!r}"), text)
         return ConfigSource(_decode_base64(text), "hf_ds_config (base64)")
     if isinstance(source, Mapping):
@@ -117,13 +121,6 @@ def _decode_base64(text: str) -> dict[str, Any]:
             f"hf_ds_config={shown!r} decodes to a JSON {type(config).__name__}; a DeepSpeed configuration is an object."
         )
     return config
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return expand(text).is_file()
-    except OSError:
-        return False  # base64 text can be longer than a file name may be
 
 
 # fp8 layers compute in bf16 where they are not replaced.

@@ -301,7 +301,10 @@ def group_models(objects: Sequence[Any], prepared: Sequence[Any]) -> list[ModelG
     for optimizer in objects:
         if not isinstance(optimizer, (Optimizer, DummyOptim)) or isinstance(optimizer, AcceleratedOptimizer):
             continue
-        group = _find_group(optimizer, groups)
+        ids = set(map(id, parameters_of(optimizer)))
+        group = next((group for group in groups if any(id(item) in ids for item in group.model.parameters())), None)
+        if group is None:
+            raise missing_model_error(optimizer)
         if group.optimizer is not None:
             raise ConfigurationError(
                 f"{type(group.model).__name__} was passed to prepare with two optimizers. A DeepSpeed engine has one: "
@@ -318,14 +321,6 @@ def group_models(objects: Sequence[Any], prepared: Sequence[Any]) -> list[ModelG
             )
         owners[0].scheduler = scheduler
     return groups
-
-
-def _find_group(optimizer: Optimizer | DummyOptim, groups: Sequence[ModelGroup]) -> ModelGroup:
-    parameter_ids = set(map(id, parameters_of(optimizer)))
-    for group in groups:
-        if any(id(parameter) in parameter_ids for parameter in group.model.parameters()):
-            return group
-    raise missing_model_error(optimizer)
 
 
 def missing_model_error(optimizer: Any) -> ConfigurationError:
@@ -416,7 +411,18 @@ class EngineBuilder:
         if group.optimizer is None:
             return engine, None, None
         optimizer = DeepSpeedOptimizerWrapper(engine.optimizer, DeepSpeedEngineWrapper(engine), group.optimizer)
-        return engine, optimizer, self._scheduler(group, engine, optimizer)
+        if group.scheduler is None:
+            return engine, optimizer, None
+        create = group.scheduler.lr_scheduler_callable
+        if create is None:
+            return engine, optimizer, DeepSpeedSchedulerWrapper(engine.lr_scheduler, optimizer)
+        scheduler = AcceleratedScheduler(
+            create(engine.basic_optimizer),
+            optimizer,
+            step_with_optimizer=self.preparation.step_scheduler_with_optimizer,
+            split_batches=self.preparation.loader_settings.split_batches,
+        )
+        return engine, optimizer, scheduler
 
     def _facts(self, group: ModelGroup, objects: Sequence[Any]) -> PreparedFacts:
         preparation = self.preparation
@@ -459,21 +465,6 @@ class EngineBuilder:
             return {"config": config, "model_parameters": groups_of(group.optimizer)}
         return {"config": config, "optimizer": optimizer_for_engine(group.optimizer, config)}
 
-    def _scheduler(
-        self, group: ModelGroup, engine: Any, optimizer: DeepSpeedOptimizerWrapper
-    ) -> AcceleratedScheduler | None:
-        if group.scheduler is None:
-            return None
-        create = group.scheduler.lr_scheduler_callable
-        if create is None:
-            return DeepSpeedSchedulerWrapper(engine.lr_scheduler, optimizer)
-        return AcceleratedScheduler(
-            create(engine.basic_optimizer),
-            optimizer,
-            step_with_optimizer=self.preparation.step_scheduler_with_optimizer,
-            split_batches=self.preparation.loader_settings.split_batches,
-        )
-
 
 def _check_batch_norms(model: nn.Module, device: torch.device) -> None:
     """Refuse layers whose weights DeepSpeed casts and whose statistics it keeps, which the CPU cannot compute with."""
@@ -488,9 +479,9 @@ def _check_batch_norms(model: nn.Module, device: torch.device) -> None:
 
 
 def _cast_inputs_to_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    cast: tuple[Any, Any] = recursively_apply(torch.Tensor.bfloat16, (args, kwargs), test_type=_is_floating)
+    cast: tuple[Any, Any] = recursively_apply(
+        torch.Tensor.bfloat16,
+        (args, kwargs),
+        test_type=lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
+    )
     return cast
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

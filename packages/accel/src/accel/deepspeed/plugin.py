@@ -167,7 +167,11 @@ class DeepSpeedPlugin:
         original = copy_config(config)
         ds_config.apply_mixed_precision(config, facts.mixed_precision, self._name)
         if facts.known_micro_batch_size is None:
-            facts = replace(facts, known_micro_batch_size=self._micro_batch_of_other_plugins())
+            plugins = AcceleratorState._shared_state.get("plugins", {}).get("deepspeed")
+            others = [plugin for plugin in plugins.values() if plugin is not self] if isinstance(plugins, dict) else []
+            sizes = [plugin.deepspeed_config.get(validation.COUNTS[1]) for plugin in others]
+            known = min((size for size in sizes if isinstance(size, int)), default=None)
+            facts = replace(facts, known_micro_batch_size=known)
         auto_values.fill_auto(config, facts, self._name, self.is_train_batch_min)
         validation.check_config(config, self._name)
         for text in validation.turn_off_unused(config, self._name):
@@ -176,12 +180,6 @@ class DeepSpeedPlugin:
         self._filled.fill(self.deepspeed_config, original, config)
         self._update_fields()
         return config
-
-    def _micro_batch_of_other_plugins(self) -> int | None:
-        plugins = AcceleratorState._shared_state.get("plugins", {}).get("deepspeed")
-        others = [plugin for plugin in plugins.values() if plugin is not self] if isinstance(plugins, dict) else []
-        sizes = [plugin.deepspeed_config.get(validation.COUNTS[1]) for plugin in others]
-        return min((size for size in sizes if isinstance(size, int)), default=None)
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Return True if the value of a dotted key is "auto"."""

@@ -81,8 +81,15 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
             raise ConfigurationError(
                 f"{name} has {path}: {device!r}, which is not one of {', '.join(OFFLOAD_DEVICES)}."
             )
-    if stage != AUTO:
-        _check_zero_plus_plus(config[ZERO], name)
+    if stage == AUTO:
+        return
+    zero = config[ZERO]
+    for key in QUANTIZED_KEYS:
+        if zero.get(key) not in (None, True, False, AUTO):
+            raise ConfigurationError(f"{name} has {ZERO}.{key}: {zero[key]!r}, which is neither true nor false.")
+    size = zero.get(GROUP_SIZE, 1)
+    if size != AUTO and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ConfigurationError(f"{name} has {ZERO}.{GROUP_SIZE}: {size!r}, which is not an integer of at least 1.")
 
 
 def turn_off_unused(config: dict[str, Any], name: str) -> list[str]:
@@ -144,12 +151,3 @@ def _check_number(config: Mapping[str, Any], key: str, name: str, kinds: tuple[t
         raise ConfigurationError(
             f'{name} has {key}: {value!r}, which is neither "auto" nor {kind} of at least {minimum}.'
         )
-
-
-def _check_zero_plus_plus(zero: Mapping[str, Any], name: str) -> None:
-    for key in QUANTIZED_KEYS:
-        if zero.get(key) not in (None, True, False, AUTO):
-            raise ConfigurationError(f"{name} has {ZERO}.{key}: {zero[key]!r}, which is neither true nor false.")
-    size = zero.get(GROUP_SIZE, 1)
-    if size != AUTO and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ConfigurationError(f"{name} has {ZERO}.{GROUP_SIZE}: {size!r}, which is not an integer of at least 1.")

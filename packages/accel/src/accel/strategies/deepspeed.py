@@ -105,12 +105,11 @@ class DeepSpeedStrategy(Strategy):
 
     def prepare_together(self, objects: list[Any], preparation: Any) -> list[Any]:
         models = [obj for obj in objects if isinstance(obj, nn.Module)]
-        has_model = bool(models)
         for model in models:
             check_nf4(model, self)
             if self.state.num_processes > 1:
                 refuse_max_norm(model)
-        if has_model and self.engines_scale_losses and not self._library.get_accelerator().is_fp16_supported():
+        if models and self.engines_scale_losses and not self._library.get_accelerator().is_fp16_supported():
             raise ConfigurationError(
                 f"mixed_precision='fp16' is not available: DeepSpeed does not compute in fp16 on "
                 f"{self.state.device.type}. Use 'bf16' or 'no', also in the DeepSpeed configuration."
@@ -305,9 +304,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> Gathered | None:
         from ..deepspeed.checkpoint import gather_engines
 
-        gathered = Gathered()
-        gather_engines(models, gathered)
-        return gathered
+        return gather_engines(models)
 
     def plan_state(self, reader: Any, models: Sequence[nn.Module], options: dict[str, Any]) -> list[Callable[[], Any]]:
         from ..deepspeed.checkpoint import EngineLoader
