@@ -101,15 +101,13 @@ def _gather_shares(data: Any, state: PartialState, loader: Any, samples: Collect
         if loader is not None and loader.end_of_dataloader and loader.remainder > 0:
             # The ranks that share a sample have the same place among those with different ones.
             places = shares.all_gather_object(samples.rank)
-            gathered = [_without_padding(rows, places, loader.remainder) for rows in gathered]
+            for number, padded in enumerate(gathered):
+                each = padded.shape[0] // len(places)
+                parts = zip(padded.split(each), places, strict=True)
+                kept = [part[: max(0, loader.remainder - place * each)] for part, place in parts]
+                gathered[number] = torch.cat(kept)
     found = iter(gathered)
     return replace_leaves(data, (next(found if leaf.ndim else values) for leaf in own))
-
-
-def _without_padding(rows: torch.Tensor, places: list[int], remainder: int) -> torch.Tensor:
-    each = rows.shape[0] // len(places)
-    parts = zip(rows.split(each), places, strict=True)
-    return torch.cat([part[: max(0, remainder - place * each)] for part, place in parts])
 
 
 def _only_tensors(data: Any) -> bool:

@@ -239,7 +239,12 @@ class Accumulation:
             windows = self._latest_windows if self._latest_loader() is loader else self._windows_of(loader)
         window = windows.get(models)
         if window is None:
-            window = windows[models] = self._left_behind(models) or Window(models, self.num_steps)
+            # The open window of a loader whose loop is over: its gradients are still in the models.
+            for other, left in self._by_loader.items():
+                if models in left and isinstance(other, PreparedLoader) and other.has_been_left:
+                    window = left.pop(models)
+                    break
+            window = windows[models] = window or Window(models, self.num_steps)
         window.position += 1
         if window.position > 1:
             window.with_gradient = next((one for one in window.parameters if one.grad is not None), None)
@@ -253,8 +258,10 @@ class Accumulation:
         sync = at_end or sync
         if sync:
             del windows[models]
-            if window.position < window.divisor:
-                self._close_short(window)
+            if window.position < window.divisor:  # the window is shorter than expected
+                if not window.by_items and window.position > 1:
+                    self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
+                window.divisor = window.position
         state.sync_gradients = sync
         state.micro_batch = MicroBatch(window.position, bool(sync))
         return bool(sync)
@@ -306,13 +313,6 @@ class Accumulation:
                 del self._without_loader[models]
                 self._windows_of(loader).setdefault(models, window)
 
-    def _left_behind(self, models: Models) -> Window | None:
-        """Take the open window of a loader whose loop is over: its gradients are still in the models."""
-        for loader, windows in self._by_loader.items():
-            if models in windows and isinstance(loader, PreparedLoader) and loader.has_been_left:
-                return windows.pop(models)
-        return None
-
     def _windows_of(self, loader: Any) -> dict[Models, Window]:
         """Return the windows of a loader, which the next step then finds without a lookup.
 
@@ -324,12 +324,6 @@ class Accumulation:
 
     def _forget_latest(self, _: Any = None) -> None:
         self._latest_loader, self._latest_windows = _no_loader, {}
-
-    def _close_short(self, window: Window) -> None:
-        """Rescale the gradients of a window that is shorter than expected, unless they are weighted by items."""
-        if not window.by_items and window.position > 1:
-            self.strategy.scale_gradients(window.parameters, window.divisor / window.position)
-        window.divisor = window.position
 
     def count_backward(self, batch: MicroBatch) -> None:
         """Count a backward pass of the current micro batch; see ``AcceleratedOptimizer.zero_grad``."""
@@ -348,12 +342,10 @@ class Accumulation:
         batch.backwards += 1
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        window = self.current
-        if window is None:
-            divisor = self.num_steps
-        else:
-            window.expect(by_items=False)
-            divisor = window.divisor
+        divisor = self.num_steps
+        if self.current is not None:
+            self.current.expect(by_items=False)
+            divisor = self.current.divisor
         return loss if divisor == 1 else loss / divisor
 
     def weigh_items(self, loss: torch.Tensor, num_items: int | torch.Tensor, reduction: ItemReduction) -> torch.Tensor:
@@ -374,21 +366,20 @@ class Accumulation:
         window.count(num_items)
         if not self.gradient_state.sync_gradients:
             return sum_of_items
+        # float64 is exact to 2**53 items a window; on devices without it, float32 to 2**24.
+        dtype = torch.float64 if self.process.device.type == "cpu" else torch.float32
+        items = torch.as_tensor(window.items, dtype=dtype).detach().clone().to(self.process.device)
+        everyone = self.strategy.averaging_collectives
+        # A window without items has zero gradients, which must not be divided by zero.
+        total = everyone.all_reduce(items).clamp_(min=1).float()
         # Gradients of sums were accumulated as they are, and synchronising averages over the ranks.
-        normaliser = self._over_all_ranks(window.items) / self.strategy.averaging_collectives.world_size
+        normaliser = total / everyone.world_size
         if has_gradients:
             self.strategy.scale_gradients(
                 window.parameters, (1.0 if window.normaliser is None else window.normaliser) / normaliser
             )
         window.normaliser = normaliser
         return sum_of_items / normaliser
-
-    def _over_all_ranks(self, items: float | torch.Tensor) -> torch.Tensor:
-        # float64 is exact to 2**53 items a window; on devices without it, float32 to 2**24.
-        dtype = torch.float64 if self.process.device.type == "cpu" else torch.float32
-        total = torch.as_tensor(items, dtype=dtype).detach().clone().to(self.process.device)
-        # A window without items has zero gradients, which must not be divided by zero.
-        return self.strategy.averaging_collectives.all_reduce(total).clamp_(min=1).float()
 
 
 class AccumulationStep:

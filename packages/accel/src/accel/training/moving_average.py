@@ -38,7 +38,11 @@ class Swap:
         self.average = average
         average.synchronise()
         parts = average.parts()
-        self._buffers = list(_buffers_of(average.model))
+        self._buffers = [
+            (module, name, buffer)
+            for module in average.model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         averaged = set(map(id, parts.values()))
         others = {id(buffer): buffer for *_, buffer in self._buffers if id(buffer) not in averaged}
         self._held = [*parts.values(), *others.values()]
@@ -222,10 +226,17 @@ class MovingAverage:
         for name, parameter in self._strategy.averaged_parameters(self.model).items():
             if parameter.requires_grad or name in self.averages:
                 found[name] = local(parameter).detach()
-        found.update(self._saved_buffers())
+        if self._use_buffers:
+            from accel_bigmodel import get_non_persistent_buffers
+
+            inner = innermost_model(self.model)
+            unsaved = get_non_persistent_buffers(inner, recurse=True, fqns=True)
+            found.update({clean_name(name): item for name, item in inner.named_buffers() if name not in unsaved})
         for name, part in found.items():
             if name not in self.averages:
-                self.averages[name] = part.to(_dtype_of_average(part), copy=True)
+                is_whole = not (part.is_floating_point() or part.is_complex())
+                dtype = part.dtype if is_whole else torch.promote_types(part.dtype, torch.float32)
+                self.averages[name] = part.to(dtype, copy=True)
         return found
 
     def plan_load(self, state: dict[str, Any], layout: Layout, num_updates: int, path: Path) -> Callable[[], Any]:
@@ -285,34 +296,21 @@ class MovingAverage:
         self._tracked.clear()
         self.parts()
 
-    def _saved_buffers(self) -> dict[str, torch.Tensor]:
-        if not self._use_buffers:
-            return {}
-        from accel_bigmodel import get_non_persistent_buffers
-
-        inner = innermost_model(self.model)
-        unsaved = get_non_persistent_buffers(inner, recurse=True, fqns=True)
-        return {clean_name(name): buffer for name, buffer in inner.named_buffers() if name not in unsaved}
-
     def _all_steps(self) -> list[int]:
         return [optimizer.steps_taken for optimizer in self._prepared.optimizers]
 
     def _own_optimizers(self) -> list[int]:
         """Return the numbers of the prepared optimizers that update the model."""
-        found = []
-        for number, optimizer in enumerate(self._prepared.optimizers):
-            if self._strategy.updates(optimizer, self.model):
-                found.append(number)
-        optimizers = [self._prepared.optimizers[number] for number in found]
-        if not found or fused_optimizers(optimizers):
-            reason = (
-                f"{optimizers[0]!r} updates it in the backward pass" if found else "no prepared optimizer updates it"
-            )
+        everyone = enumerate(self._prepared.optimizers)
+        own = {number: optimizer for number, optimizer in everyone if self._strategy.updates(optimizer, self.model)}
+        if not own or fused_optimizers(own.values()):
+            first = next(iter(own.values()), None)
+            reason = f"{first!r} updates it in the backward pass" if own else "no prepared optimizer updates it"
             raise ConfigurationError(
                 f"update() counts the steps of the optimizers of the {type(self.model).__name__}, but {reason}. Pass "
                 "an optimizer of its parameters, which has a step(), to prepare()."
             )
-        return found
+        return list(own)
 
     def _check_not_applied(self, call: str) -> None:
         if self._prepared.applied:
@@ -379,15 +377,3 @@ def _address(tensor: torch.Tensor) -> int | None:
         return local(tensor).untyped_storage().data_ptr()
     except RuntimeError:
         return None
-
-
-def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            yield module, name, buffer
-
-
-def _dtype_of_average(part: torch.Tensor) -> torch.dtype:
-    if part.is_floating_point() or part.is_complex():
-        return torch.promote_types(part.dtype, torch.float32)
-    return part.dtype

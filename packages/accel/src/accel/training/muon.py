@@ -149,22 +149,15 @@ class _Batch:
     to_holders: list[Transfer]
 
 
-@dataclass
-class _Matrices:
-    """Matrices that have gradients.
+def _matrices(
+    parameters: list[torch.Tensor], models: Sequence[nn.Module]
+) -> tuple[list[str], list[torch.Size], torch.Size | None]:
+    """Describe matrices that have gradients.
 
-    Attributes:
-        names: with the number of the model.
-        shapes: of whole matrices, as they are saved; a rank may hold a fused one in another.
-        strange: the shape of a matrix that belongs to no model.
+    Returns:
+        Their names with the number of the model; the shapes of whole ones as they are saved (a rank may hold a fused
+        one in another); and the shape of one that belongs to no model.
     """
-
-    names: list[str]
-    shapes: list[torch.Size]
-    strange: torch.Size | None = None
-
-
-def _matrices(parameters: list[torch.Tensor], models: Sequence[nn.Module]) -> _Matrices:
     from ..core.fused_dtensor import packed_shapes
 
     known: dict[int, tuple[str, torch.Size]] = {}
@@ -176,7 +169,7 @@ def _matrices(parameters: list[torch.Tensor], models: Sequence[nn.Module]) -> _M
             known[id(weight)] = f"{label} of model {number}", packed.get(label, weight.shape)
     strange = next((item.shape for item in parameters if id(item) not in known), None)
     found = [known.get(id(item), (f"a matrix of no model, {tuple(item.shape)}", item.shape)) for item in parameters]
-    return _Matrices([name for name, _ in found], [shape for _, shape in found], strange)
+    return [name for name, _ in found], [shape for _, shape in found], strange
 
 
 class SpreadMuon:
@@ -190,7 +183,7 @@ class SpreadMuon:
         self._collectives = strategy.matrix_collectives
         self._device = strategy.state.device
         self._models = models
-        self._found: dict[tuple[int, ...], _Matrices] = {}
+        self._found: dict[tuple[int, ...], tuple[list[str], list[torch.Size], torch.Size | None]] = {}
         self._batches: dict[tuple[int, ...], list[_Batch]] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         # torch rounds what it orthogonalises to this type (bfloat16) and returns it, so parts are sent in it.
@@ -222,8 +215,8 @@ class SpreadMuon:
         key = tuple(id(parameter) for parameter, _ in work)
         if key not in self._found:
             self._found[key] = _matrices([parameter for parameter, _ in work], self._models)
+        shapes = self._found[key][1]
         self._agree(optimizer, self._found[key])
-        shapes = self._found[key].shapes
         if key not in self._batches:
             self._batches[key] = self._plan(work, shapes)
         for batch in self._batches[key]:
@@ -246,31 +239,32 @@ class SpreadMuon:
                 for part, view in _parts(matrix, parameter, shapes[matrix]).items():
                     view.add_(returned[part].to(view.device), alpha=-muon_rate(rate, settings, shapes[matrix]))
 
-    def _agree(self, optimizer: Optimizer, found: _Matrices) -> None:
+    def _agree(self, optimizer: Optimizer, found: tuple[list[str], list[torch.Size], torch.Size | None]) -> None:
         """Raise on every rank unless all have gradients of the same matrices, that were reduced.
 
         What is exchanged has a size that does not depend on them, so that ranks which differ do not wait forever.
         """
+        names, _, strange = found
         chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
             if any(id(parameter) in chosen for parameter in model.parameters()):
                 self._strategy.check_reduced(model)
         rows = self._collectives.exchange_header(Call("Muon.step"), [Call("", options=repr(found)).digest])
         if any(row != rows[0] for row in rows):
-            ranks = self._collectives.all_gather_object(found.names)
+            ranks = self._collectives.all_gather_object(names)
             shared = set(ranks[0]).intersection(*ranks)
-            apart = [[name for name in names if name not in shared] for names in ranks]
-            listed = "; ".join(f"rank {rank}: {', '.join(names[:3]) or 'none'}" for rank, names in enumerate(apart))
+            apart = [[name for name in own if name not in shared] for own in ranks]
+            listed = "; ".join(f"rank {rank}: {', '.join(own[:3]) or 'none'}" for rank, own in enumerate(apart))
             what = f"Only some ranks have gradients of these: {listed}." if any(apart) else "Their order differs."
             raise ConfigurationError(
-                f"Muon found gradients of other matrices on some ranks ({[len(names) for names in ranks]} matrices, by "
+                f"Muon found gradients of other matrices on some ranks ({[len(own) for own in ranks]} matrices, by "
                 f"rank). {what} Compute a loss that depends on the same matrices on every rank: add 0 * "
                 "branch(x).sum() for a branch that a rank does not use. With DDP, DistributedDataParallelKwargs("
                 "find_unused_parameters=True) does it."
             )
-        if found.strange is not None:
+        if strange is not None:
             raise ConfigurationError(
-                f"Muon has a matrix of shape {tuple(found.strange)} that belongs to no prepared model, so its "
+                f"Muon has a matrix of shape {tuple(strange)} that belongs to no prepared model, so its "
                 "gradients are not those of all ranks. Pass the model to prepare()."
             )
 
@@ -296,19 +290,16 @@ class SpreadMuon:
             if size > AT_ONCE:
                 batches.append(_Batch([], {}, [], []))
                 size = shapes[matrix].numel()
-            self._add(batches[-1], matrix, owner, [parts[matrix] for parts in ranks])
+            batch, suppliers = batches[-1], dict[Part, int]()
+            for rank in (*range(owner, len(ranks)), *range(owner)):  # of copies, the owner's own comes first
+                for part in ranks[rank][matrix]:
+                    suppliers.setdefault(part, rank)
+            batch.matrices.append(matrix)
+            batch.to_owners += [(supplier, owner, part) for part, supplier in suppliers.items()]
+            batch.to_holders += [(owner, rank, part) for rank, parts in enumerate(ranks) for part in parts[matrix]]
+            if owner == self._collectives.rank:
+                batch.own[matrix] = list(suppliers)
         return batches
-
-    def _add(self, batch: _Batch, matrix: int, owner: int, held: list[list[Part]]) -> None:
-        suppliers: dict[Part, int] = {}
-        for rank in (*range(owner, len(held)), *range(owner)):  # of copies, the owner's own comes first
-            for part in held[rank]:
-                suppliers.setdefault(part, rank)
-        batch.matrices.append(matrix)
-        batch.to_owners += [(supplier, owner, part) for part, supplier in suppliers.items()]
-        batch.to_holders += [(owner, rank, part) for rank, parts in enumerate(held) for part in parts]
-        if owner == self._collectives.rank:
-            batch.own[matrix] = list(suppliers)
 
     def _moved(self, transfers: list[Transfer], parts: Parts) -> Parts:
         """Return the parts that this rank gets from the ranks, itself included."""
