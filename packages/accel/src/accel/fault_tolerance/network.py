@@ -25,11 +25,6 @@ class Network:
         self._servers: list[TunnelServer] = []
         self._clients: dict[str, TunnelClient] = {}
 
-    @property
-    def url_host(self) -> str:
-        """The address in a URL."""
-        return f"[{self.host}]" if ":" in self.host else self.host
-
     def port(self) -> int:
         """Return a port for a server on the loopback address; 0, for any, if no tunnel leads to it."""
         return get_free_port() if self._has_tunnels else 0

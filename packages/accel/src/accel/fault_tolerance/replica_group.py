@@ -165,7 +165,8 @@ class ReplicaGroup:
         manager_port = self._network.port()
         if processes.rank == 0:
             self._network.open(port, manager_port)
-        address = f"{self._network.host}:{port}"
+        host = self._network.host
+        address = f"{host}:{port}"
         self._keys = _FreshKeys(self.pg, self._network, address, self._limit)
         reach = functools.partial(self._network.reach, "manager")
         with managers_that_listen_at(f"{LOOPBACK}:{manager_port}", address, reach):
@@ -184,9 +185,9 @@ class ReplicaGroup:
                 store_port=port,
                 lighthouse_addr=env.read_str(LIGHTHOUSE),
                 replica_id=f"accel_{self.number}",
-                hostname=self._network.url_host,
+                hostname=f"[{host}]" if ":" in host else host,  # part of a URL
                 heartbeat_interval=timedelta(seconds=min(0.1, settings.heartbeat_timeout / 5)),
-                checkpoint_transport=StateTransport(self._network.host, self._network.token, patience),
+                checkpoint_transport=StateTransport(host, self._network.token, patience),
                 quorum_retries=_QUORUM_RETRIES,
             )
         self.rank: int = 0
@@ -271,9 +272,6 @@ class ReplicaGroup:
     def fail(self, error: Exception) -> None:
         """Abandon the step in progress: its vote will be no, and the others notice that this replica left."""
         self.manager.report_error(error)
-        self._leave_group(error)
-
-    def _leave_group(self, error: Any) -> None:
         logger.info("replica %d: the step is abandoned: %s", self.number, error)
         self.pg.abort()
 

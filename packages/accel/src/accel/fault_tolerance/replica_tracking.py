@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from accel_state import env
 from accel_track.tracking import Settings, TrackerRun
@@ -22,27 +22,6 @@ logger: Final = logging.getLogger(__name__)
 
 # Calls of log() that a replica remembers, for the case that the one that leads dies before its trackers have them.
 _REMEMBERED = 64
-
-
-class Member(Protocol):
-    """What is asked of the strategy."""
-
-    committed: bool
-
-    @property
-    def leads(self) -> bool:
-        """True if this replica logs."""
-
-    @property
-    def in_step(self) -> bool:
-        """True if a step is being computed, which may or may not be committed."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that were committed before the one in progress."""
-
-    def step_down(self) -> None:
-        """Let another replica lead."""
 
 
 class Row(NamedTuple):
@@ -106,9 +85,13 @@ class ReplicaTracking(TrackerRun):
     """The trackers of a replica, which log while it leads.
 
     What is logged for a step that was not committed is dropped: the step is repeated.
+
+    Args:
+        run: the trackers of this process.
+        member: the strategy, which knows whether this replica leads.
     """
 
-    def __init__(self, run: TrackerRun, member: Member) -> None:
+    def __init__(self, run: TrackerRun, member: Any) -> None:
         self.__dict__.update(run.__dict__)
         self._member = member
         self._arguments: tuple[Any, ...] | None = None

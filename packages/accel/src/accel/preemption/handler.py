@@ -10,12 +10,11 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
 from accel_data import PreparedLoader, loop_hooks
-from accel_state import PartialState
 from accel_state.env import parse_flag_from_env
 from accel_state.errors import ConfigurationError
 from accel_state.paths import as_location
@@ -23,7 +22,6 @@ from accel_state.preemption import PREEMPTED_EXIT_CODE, Note, launcher_directory
 from accel_state.storage.url import Location
 
 from ..core.project import ProjectConfiguration
-from ..setup.prepare import Preparation
 from .eval_rollback import LoopEnd
 from .stop_consensus import stop_agreement
 
@@ -128,26 +126,15 @@ class Preempted(SystemExit):
         self.checkpoint = checkpoint
 
 
-class TrainingRun(Protocol):
-    """What the handler needs of an Accelerator."""
-
-    prepared: Preparation
-    process_state: PartialState
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration: ...
-
-    @property
-    def _custom_objects(self) -> list[Any]: ...
-
-    def save_state(self, output_dir: Any = None) -> Location:
-        """Save the full state."""
-
-
 class PreemptionHandler:
-    """Handles signals, and ends the run between two steps; a new handler replaces the process's previous one."""
+    """Handles signals, and ends the run between two steps; a new handler replaces the process's previous one.
 
-    def __init__(self, settings: SaveOnSignal, run: TrainingRun) -> None:
+    Args:
+        settings: what ends the run, and where it is saved.
+        run: the Accelerator.
+    """
+
+    def __init__(self, settings: SaveOnSignal, run: Any) -> None:
         self.settings = settings
         self.signals: tuple[int, ...] = tuple(int(number) for number in settings.numbers)
         self.received: signal.Signals | None = None
@@ -300,7 +287,12 @@ class PreemptionHandler:
             elif not begins:
                 # Within a training loop, or after one that was left early: the next evaluation sees all of its data.
                 loader.abandon()
-        checkpoint = run.save_state(target_directory(self.settings, run.project_configuration))
+        project, target = run.project_configuration, None  # a numbered directory
+        if not project.automatic_checkpoint_naming and self.settings.output_dir is not None:
+            target = as_location("output_dir", self.settings.output_dir)
+        elif not project.automatic_checkpoint_naming:
+            target = as_location("project_dir", project.project_dir) / DEFAULT_FOLDER
+        checkpoint = run.save_state(target)
         self._leave_note(saved=str(checkpoint))
         if run.process_state.is_main_process:
             print(
@@ -312,7 +304,7 @@ class PreemptionHandler:
         raise Preempted(self.settings.exit_code, checkpoint)
 
 
-def _is_training(run: TrainingRun) -> bool:
+def _is_training(run: Any) -> bool:
     """Return True if the current loop trains: it computes gradients, and some model is in training mode."""
     models = run.prepared.models
     return torch.is_grad_enabled() and (not models or any(model.training for model in models))
@@ -329,16 +321,6 @@ def check_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> No
         raise ConfigurationError(
             "save_on_signal needs a directory. Give the Accelerator project_dir=..., or SaveOnSignal(output_dir=...)."
         )
-
-
-def target_directory(settings: SaveOnSignal, project: ProjectConfiguration) -> Location | None:
-    """Return the directory to save in; None for a numbered one."""
-    if project.automatic_checkpoint_naming:
-        return None
-    if settings.output_dir is not None:
-        return as_location("output_dir", settings.output_dir)
-    assert project.project_dir is not None
-    return as_location("project_dir", project.project_dir) / DEFAULT_FOLDER
 
 
 def exit_from_signal(code: int) -> NoReturn:

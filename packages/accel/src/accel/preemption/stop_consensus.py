@@ -58,16 +58,10 @@ class StopAgreement:
             self._announce()
         if not begins and self._steps_left > 0 and loop == self._loop:
             return False
-        return self._ask(loop, begins, wants_to_stop)
-
-    def _announce(self) -> None:
-        """Decide to stop at the next open point, unless another rank has passed it."""
-        if self._announced < self._lease:
-            self._announced = self._lease
-            self._decide(_STOP)
-
-    def _ask(self, loop: int, begins: bool, wants_to_stop: bool) -> bool:
-        length = 1 if begins or loop != self._loop else self._next_length()
+        length = 1
+        if not begins and loop == self._loop:
+            seconds_a_step = max((time.monotonic() - self._since) / self._length, 1e-6)
+            length = max(1, min(2 * self._length, LONGEST_LEASE, int(INTERVAL_SECONDS / seconds_a_step)))
         self._loop = loop
         decision = self._decide(_STOP if wants_to_stop else str(length))
         self._lease += 1
@@ -81,9 +75,11 @@ class StopAgreement:
             self._store.delete_key(_key(self._lease - _KEPT_DECISIONS))
         return False
 
-    def _next_length(self) -> int:
-        seconds_a_step = max((time.monotonic() - self._since) / self._length, 1e-6)
-        return max(1, min(2 * self._length, LONGEST_LEASE, int(INTERVAL_SECONDS / seconds_a_step)))
+    def _announce(self) -> None:
+        """Decide to stop at the next open point, unless another rank has passed it."""
+        if self._announced < self._lease:
+            self._announced = self._lease
+            self._decide(_STOP)
 
     def _decide(self, proposal: str) -> str:
         """Return the decision at the next open point: the proposal, or that of another rank that was there first."""

@@ -7,7 +7,7 @@ the gradients, so that their sum has the same bits on any number of processes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -210,21 +210,17 @@ class ElasticSteps:
         if counts:
             self._items = self._items + num_items
         if shard.ends_step:
-            factor = self._per_item()
+            device = self.strategy.state.device
+            dtype = torch.float64 if device.type == "cpu" else torch.float32
+            items = torch.as_tensor(self._items, dtype=dtype).detach().clone().to(device)
+            factor = (1 / self._averaging.all_reduce(items).clamp_(min=1)).float()
             if self.reduction is not None:
                 self.reduction.scale = factor
                 return total
             # What was accumulated so far is synchronised together with this micro batch.
             factor = factor * self._averaging.world_size
-            self.strategy.scale_gradients(self._trainable(), factor)
+            self.strategy.scale_gradients(
+                (parameter for model in self.models for parameter in model.parameters()), factor
+            )
             return total * factor if counts else total * 0
         return total if counts or self.reduction is not None else total * 0
-
-    def _per_item(self) -> torch.Tensor:
-        device = self.strategy.state.device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        items = torch.as_tensor(self._items, dtype=dtype).detach().clone().to(device)
-        return (1 / self._averaging.all_reduce(items).clamp_(min=1)).float()
-
-    def _trainable(self) -> Iterable[torch.Tensor]:
-        return (parameter for model in self.models for parameter in model.parameters())

@@ -125,7 +125,11 @@ class ShardReduction:
             if shard.weight:
                 weight = shard.weight * shard.batches * self.averaging.world_size
                 tree.add(shard.index // self.averaging.world_size, self._packed(weight))
-            self._restore_buffers(floating_only=shard.ends_step)
+            # Every shard begins with the buffers of the step's start. Counters, such as BatchNorm's, advance once a
+            # step.
+            for buffer, before in zip(self._buffers, self._before, strict=True):
+                if buffer.is_floating_point() or not shard.ends_step:
+                    buffer.copy_(before)
             if shard.ends_step:
                 self._unpack(self._exchange(self._trees.pop(self.calls), count), count)
         if shard.ends_step:
@@ -137,12 +141,6 @@ class ShardReduction:
     def _floating(self) -> list[tuple[torch.Tensor, int]]:
         """Return the floating point buffers, with their numbers among all buffers."""
         return [(buffer, number) for number, buffer in enumerate(self._buffers) if buffer.is_floating_point()]
-
-    def _restore_buffers(self, floating_only: bool) -> None:
-        # Every shard begins with the buffers of the step's start. Counters, such as BatchNorm's, advance once a step.
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            if buffer.is_floating_point() or not floating_only:
-                buffer.copy_(before)
 
     def _lay_out(self) -> None:
         tensors = [*self._parameters, *(buffer for buffer, _ in self._floating())]
@@ -163,7 +161,13 @@ class ShardReduction:
 
         The facts are whether each parameter has a gradient, whether the losses were weighted by items, and how many.
         """
-        pieces = [self._flat(parameter) for parameter in self._parameters]
+        pieces = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                pieces.append(torch.zeros(local(parameter).numel(), dtype=self._dtype, device=self._device))
+                continue
+            gradient = local(parameter.grad)
+            pieces.append((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).to(self._dtype))
         for buffer, number in self._floating():
             pieces.append(((buffer.detach() - self._before[number]) * weight).reshape(-1).to(self._dtype))
         present = [float(parameter.grad is not None) for parameter in self._parameters]
@@ -178,13 +182,6 @@ class ShardReduction:
         torch.cat(pieces, out=vector[:used])
         vector[used:].zero_()
         return vector
-
-    def _flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what this rank has of a parameter's gradient, in one dimension."""
-        if parameter.grad is None:
-            return torch.zeros(local(parameter).numel(), dtype=self._dtype, device=self._device)
-        gradient = local(parameter.grad)
-        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).to(self._dtype)
 
     def _empty_vector(self) -> torch.Tensor:
         return torch.empty(self._size, dtype=self._dtype, device=self._device)
@@ -203,8 +200,14 @@ class ShardReduction:
         for parameter, is_present, former, part in zip(parameters, present, self._former, parts, strict=False):
             gradient = former
             if is_present:
-                summed = part.view(local(parameter).shape).to(parameter.dtype)
-                gradient = _like(parameter, summed)
+                gradient = part.view(local(parameter).shape).to(parameter.dtype)
+                if local(parameter) is not parameter:
+                    sharded: Any = parameter
+                    mesh, placements = sharded.device_mesh, sharded.placements
+                    shape, stride = sharded.shape, sharded.stride()
+                    gradient = type(sharded.data).from_local(
+                        gradient, mesh, placements, run_check=False, shape=shape, stride=stride
+                    )
                 gradient = gradient if former is None else former.add_(gradient)
             parameter.grad = gradient
         for (buffer, number), change in zip(buffers, parts[len(parameters) :], strict=True):
@@ -249,17 +252,6 @@ class ShardReduction:
                 own.insert(key, piece)
             total[begin : begin + part * world].view(world, part).copy_(collectives.all_gather(own.total()))
         return total
-
-
-def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient, as a tensor of the parameter's kind."""
-    if local(parameter) is parameter:
-        return values
-    sharded: Any = parameter
-    shape, stride = sharded.shape, sharded.stride()
-    return type(sharded.data).from_local(
-        values, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
-    )
 
 
 class OrderedReduceScatter:
