@@ -67,16 +67,13 @@ def checkpoint_units(
     mode = settings.activation_checkpointing_mode
     alone = {id(module) for module in sharded}
 
-    def contexts_of(module: nn.Module) -> Contexts | None:
-        if mode == "full":
-            return None
-        has_sharded = any(id(inner) in alone for inner in module.modules() if inner is not module)
-        kept = _kept_in(module) if mode == "selective" else ()
-        return partial(_keeping, kept, has_sharded, KeptKinds(gathers=mode == "collectives"))
-
     def wrap(module: nn.Module) -> nn.Module:
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-        contexts = contexts_of(module)
+        contexts: Contexts | None = None
+        if mode != "full":
+            has_sharded = any(id(inner) in alone for inner in module.modules() if inner is not module)
+            kept = _kept_in(module) if mode == "selective" else ()
+            contexts = partial(_keeping, kept, has_sharded, KeptKinds(gathers=mode == "collectives"))
         norms = [part for part in module.modules() if isinstance(part, _BATCH_NORMS) and part.track_running_stats]
         if norms:
             contexts = partial(_with_statistics_of_one_pass, norms, contexts)

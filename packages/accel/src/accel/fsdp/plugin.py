@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -336,7 +337,9 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy == "transformer_based_wrap":
             return wrap_policy.transformer_policy(model, self.transformer_cls_names_to_wrap)
         if self.auto_wrap_policy == "size_based_wrap":
-            return wrap_policy.size_policy(int(self.min_num_params or 0))
+            from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+            return partial(size_based_auto_wrap_policy, min_num_params=int(self.min_num_params or 0))
         return None if self.auto_wrap_policy == "no_wrap" else self.auto_wrap_policy
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
@@ -451,7 +454,10 @@ class FullyShardedDataParallelPlugin:
                 dtypes["buffer_dtype"] = torch.float32
             return dtypes
         if isinstance(value, dict) and set(value) <= set(keys):
-            dtypes = {key: _as_dtype(dtype) for key, dtype in value.items() if dtype is not None}
+            dtypes = {key: dtype for key, dtype in value.items() if dtype is not None}
+            for key, name in dtypes.items():
+                if isinstance(name, str):
+                    dtypes[key] = _DTYPES.get(name, getattr(torch, name, name))
             if all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
                 return dtypes
         raise ConfigurationError(
@@ -481,7 +487,3 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Make every rank load its weights."""
     env.export(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
-
-
-def _as_dtype(value: Any) -> Any:
-    return _DTYPES.get(value, getattr(torch, value, value)) if isinstance(value, str) else value

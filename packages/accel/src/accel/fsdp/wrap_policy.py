@@ -131,10 +131,3 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def _blocks_hint(model: nn.Module) -> str:
     blocks = repeated_blocks(model)
     return f" to {blocks[0]}, which the model repeats" if blocks else " to the class of the model's largest layers"
-
-
-def size_policy(min_num_params: int) -> Callable[..., bool]:
-    """Return a policy that makes units of at least ``min_num_params`` parameter elements."""
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
-    return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)

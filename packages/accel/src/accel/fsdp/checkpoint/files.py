@@ -157,7 +157,16 @@ class ShardedReader:
             return state_dicts.read_model(directory, layout, self.source(directory))
         local_state = self._rank_state(own, index)
         if local_state is not None:
-            return {name: self._checked_part(layout, name, value) for name, value in local_state.items()}
+            parts = {name: _as_part(layout, name, value) for name, value in local_state.items()}
+            for name, part in parts.items():
+                like = layout.tensors.get(name)
+                if isinstance(part, torch.Tensor) and like is not None and part.shape != like.shape:
+                    raise CheckpointError(
+                        f"{self.directory} was saved with LOCAL_STATE_DICT, and its part of {name} has shape "
+                        f"{tuple(part.shape)}, which does not match how this strategy shards it. Load it with FSDP on "
+                        "the same ranks, or save with SHARDED_STATE_DICT."
+                    )
+            return parts
         for stem, suffix in files:
             name = numbered(stem, index, suffix)
             if name in self.names:
@@ -184,16 +193,6 @@ class ShardedReader:
             raise CheckpointError(f"{self.directory} has no state of optimizer {index}. Choose another checkpoint.")
         self.used.add(name)
         return state_dicts.optimizer_from_full(self.read(name), layout, names, self.directory / name)
-
-    def _checked_part(self, layout: Layout, name: str, value: Any) -> Any:
-        part = _as_part(layout, name, value)
-        if isinstance(part, torch.Tensor) and name in layout.tensors and part.shape != layout.tensors[name].shape:
-            raise CheckpointError(
-                f"{self.directory} was saved with LOCAL_STATE_DICT, and its part of {name} has shape "
-                f"{tuple(value.shape)}, which does not match how this strategy shards it. Load it with FSDP on the "
-                "same ranks, or save with SHARDED_STATE_DICT."
-            )
-        return part
 
     def _has_shards(self, stem: str, index: int) -> bool:
         if self.prefers_ranks and self._rank_namer(stem, index) is not None:
