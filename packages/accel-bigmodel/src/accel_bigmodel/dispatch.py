@@ -550,7 +550,10 @@ def load_checkpoint_and_dispatch(
     )
     if device_map is None:
         return model
-    if max_memory is None and _may_offload(device_map, main_device) and not _has_address_limit():
+    places = {str(place) for place in device_map.values()}
+    # Only where weights may have to move does it matter how much memory is free.
+    may_move = len(places) > 1 or "disk" in places or (main_device is not None and str(main_device) not in places)
+    if max_memory is None and may_move and not _has_address_limit():
         max_memory = {"cpu": devices.get("cpu").memory_free()}
     return dispatch_model(
         model,
@@ -563,12 +566,6 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         max_memory=max_memory,
     )
-
-
-def _may_offload(device_map: Mapping[str, Location], main_device: Location | None) -> bool:
-    """Return True if weights may have to move: only then does it matter how much memory is free."""
-    places = {str(place) for place in device_map.values()}
-    return len(places) > 1 or "disk" in places or (main_device is not None and str(main_device) not in places)
 
 
 def _has_address_limit() -> bool:

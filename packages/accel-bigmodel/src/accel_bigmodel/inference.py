@@ -178,7 +178,13 @@ def build_pipeline(
         )
 
     def make() -> PipelineSplit:
-        _check_has_weights(model)
+        empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        if empty:
+            raise ConfigurationError(
+                f"{len(empty)} tensors of the model have no values: they are on the meta device "
+                f"({', '.join(empty[:3])}, ...). Load the weights before the model is split, with "
+                "load_checkpoint_in_model for example."
+            )
         example = (args, kwargs or {})
         return split_model(model, forward, split_points, no_split_module_classes, example, state.num_processes)
 
@@ -203,16 +209,6 @@ def _from_rank_0(make: Callable[[], PipelineSplit]) -> PipelineSplit:
         raise
     collectives.broadcast_object(split)
     return split
-
-
-def _check_has_weights(model: nn.Module) -> None:
-    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if missing:
-        raise ConfigurationError(
-            f"{len(missing)} tensors of the model have no values: they are on the meta device "
-            f"({', '.join(missing[:3])}, ...). Load the weights before the model is split, with "
-            "load_checkpoint_in_model for example."
-        )
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:

@@ -167,7 +167,12 @@ class _CheckpointLoader:
                 )
             self.files.append(file)
             stored_files.update(dict.fromkeys(file.names() if names is None else names, file))
-        stored_names = self._convert_names(stored_files)
+        stored_names = {name: name for name in stored_files}  # by the name in the model
+        conversion = conversion_of(self.model, stored_files)
+        self.file_of.update(stored_files if conversion is None else conversion.files)
+        if conversion is not None:
+            self.files += conversion.converted
+            stored_names = conversion.stored_names
         tensors, unsaved_buffers = model_tensors(self.model)
         shapes = {name: file.shape(stored_names.get(name, name)) for name, file in self.file_of.items()}
         match = match_checkpoint(tensors, shapes, unsaved_buffers)
@@ -182,16 +187,6 @@ class _CheckpointLoader:
         self.file_of.update({stored: self.file_of[name] for name, stored in stored_names.items()})
         if self.directory is None:
             self._check_readable_in_place()
-
-    def _convert_names(self, stored_files: dict[str, CheckpointFile]) -> dict[str, str]:
-        """Find the file of each tensor by its name in the model; returns the stored names."""
-        conversion = conversion_of(self.model, stored_files)
-        if conversion is None:
-            self.file_of.update(stored_files)
-            return {name: name for name in stored_files}
-        self.file_of.update(conversion.files)
-        self.files += conversion.converted
-        return conversion.stored_names
 
     def _check_readable_in_place(self) -> None:
         on_disk = [

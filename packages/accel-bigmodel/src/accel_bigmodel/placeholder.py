@@ -223,7 +223,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function with the values of placeholders; what it writes into them lasts."""
     writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     target = next(iter((*args, *kwargs.values())), None) if writes else None
-    written = list(_placeholders([target, kwargs.get("out")]))
+    written = [tensor for tensor in _tensors([target, kwargs.get("out")]) if isinstance(tensor, Placeholder)]
     _check_operands(name, target, args, kwargs)
     if not written:
         return func(*_read(args), **_read(kwargs))
@@ -254,10 +254,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _placeholders(value: Any) -> Iterator[Placeholder]:
-    return (tensor for tensor in _tensors(value) if isinstance(tensor, Placeholder))
 
 
 def _read(value: Any, present: dict[int, Tensor] | None = None) -> Any:

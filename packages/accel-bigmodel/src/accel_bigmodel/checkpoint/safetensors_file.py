@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,15 @@ class SafetensorsFile:
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         self.version: tuple[int, int, int] = status.st_ino, status.st_size, status.st_mtime_ns
-        self.entries: dict[str, TensorEntry] = {
-            name: self._entry(name, item, data_start) for name, item in header.items()
-        }
-
-    def _entry(self, name: str, item: Any, data_start: int) -> TensorEntry:
-        if item["dtype"] not in DTYPES:
-            raise InvalidFileError(
-                f"{self.path}: {name} has dtype {item['dtype']}, which is not supported. Allowed: {', '.join(DTYPES)}."
-            )
-        start, stop = item["data_offsets"]
-        return TensorEntry(DTYPES[item["dtype"]], tuple(item["shape"]), data_start + start, data_start + stop)
+        self.entries: dict[str, TensorEntry] = {}
+        for name, item in header.items():
+            kind, (start, stop) = item["dtype"], item["data_offsets"]
+            if kind not in DTYPES:
+                raise InvalidFileError(
+                    f"{self.path}: {name} has dtype {kind}, which is not supported. Allowed: {', '.join(DTYPES)}."
+                )
+            shape = tuple(item["shape"])
+            self.entries[name] = TensorEntry(DTYPES[kind], shape, data_start + start, data_start + stop)
 
     def __deepcopy__(self, memo: Any) -> SafetensorsFile:
         return self
@@ -93,7 +91,11 @@ class SafetensorsFile:
         """
         wanted = {name: self.entries[name] for name in names}
         mapped: dict[str, torch.Tensor] = {}
-        for start, stop, inside in _byte_ranges(wanted):
+        ordered = sorted(wanted.items(), key=lambda item: item[1].start)
+        ranges, gap = _merged([(entry.start, entry.stop, [name]) for name, entry in ordered], 0), _FIRST_GAP
+        while len(ranges) > _MAX_RANGES:
+            ranges, gap = _merged(ranges, gap), 2 * gap
+        for start, stop, inside in ranges:
             aligned = start - start % mmap.ALLOCATIONGRANULARITY
             memory: mmap.mmap | None = None
             if stop > start:
@@ -101,10 +103,16 @@ class SafetensorsFile:
                 if read_now:
                     read_sequentially(memory)
             for name in inside:
-                data = _bytes(memory, wanted[name], wanted[name].start - aligned)
+                entry = wanted[name]
+                data = torch.empty(0, dtype=torch.uint8)
+                if memory is not None and entry.nbytes:
+                    offset = entry.start - aligned
+                    data = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=offset)
                 if read_now:
                     populate(data, self.path)
-                mapped[name] = _view(data, wanted[name])
+                if data.data_ptr() % entry.dtype.itemsize:
+                    data = data.clone()  # elements must begin at multiples of their size
+                mapped[name] = data.view(entry.dtype).view(entry.shape)
         return mapped
 
     def read(self, name: str) -> torch.Tensor:
@@ -139,30 +147,8 @@ def _reopen(path: Path, version: tuple[int, int, int]) -> SafetensorsFile:
     return file
 
 
-def _bytes(memory: mmap.mmap | None, entry: TensorEntry, offset: int) -> torch.Tensor:
-    if memory is None or not entry.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=offset)
-
-
-def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    if data.data_ptr() % entry.dtype.itemsize:
-        data = data.clone()  # elements must begin at multiples of their size
-    return data.view(entry.dtype).view(entry.shape)
-
-
-def _byte_ranges(wanted: Mapping[str, TensorEntry]) -> list[tuple[int, int, list[str]]]:
-    """(start, stop, names) of the ranges of a file that hold the wanted tensors."""
-    ordered = sorted(wanted.items(), key=lambda item: item[1].start)
-    ranges = _merged([(entry.start, entry.stop, [name]) for name, entry in ordered], 0)
-    gap = _FIRST_GAP
-    while len(ranges) > _MAX_RANGES:
-        ranges, gap = _merged(ranges, gap), 2 * gap
-    return ranges
-
-
 def _merged(ranges: list[tuple[int, int, list[str]]], gap: int) -> list[tuple[int, int, list[str]]]:
-    """Merge sorted ranges that are at most ``gap`` bytes apart."""
+    """Merge sorted ranges (start, stop, names) that are at most ``gap`` bytes apart."""
     merged: list[tuple[int, int, list[str]]] = []
     for start, stop, names in ranges:
         if merged and start <= merged[-1][1] + gap:

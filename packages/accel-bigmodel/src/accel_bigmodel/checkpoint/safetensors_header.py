@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from accel_state.errors import ConfigurationError
 
-# Bytes of an element. For the check without the library.
-_ELEMENT_BYTES = {
+# By dtype, as the format names it.
+ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -81,7 +81,7 @@ def _check_header(file: BinaryIO, length: int) -> dict[str, Any]:
             (start, stop), shape = entry["data_offsets"], entry["shape"]
             if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
                 raise ValueError(f"{name} has offsets or sizes that are not integers of 0 or more")
-            if start != end or stop - start != math.prod(shape) * _ELEMENT_BYTES[entry["dtype"]]:
+            if start != end or stop - start != math.prod(shape) * ELEMENT_BYTES[entry["dtype"]]:
                 raise ValueError(
                     f"the range {start} to {stop} of {name} leaves a gap, overlaps or does not fit its shape"
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +58,8 @@ class PlacementTree:
             unit = pending.pop()
             ordered.append(unit)
             member = unit.member
-            if isinstance(member, nn.Module) and children_of(member) and not _stays_whole(member, classes):
+            is_whole = isinstance(member, _FUSED) or type(member).__name__ in classes
+            if isinstance(member, nn.Module) and children_of(member) and not is_whole:
                 unit.children = [PlacementUnit(name, part, unit) for name, part in direct_members(unit.name, member)]
                 pending.extend(reversed(unit.children))
             else:
@@ -103,10 +104,6 @@ class PlacementTree:
 
 # Modules of torch that compute with the weights of their submodules, which must be on one device with them.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
-
-def _stays_whole(module: nn.Module, no_split: Collection[str]) -> bool:
-    return isinstance(module, _FUSED) or type(module).__name__ in no_split
 
 
 def _tensors(unit: PlacementUnit) -> Iterator[tuple[str, torch.Tensor]]:
@@ -275,7 +272,8 @@ class _Allocation:
             for weight in [weight for weight in member.tied if weight not in seen]:
                 seen.add(weight)
                 for owner in self.tree.tied_owners[weight]:
-                    if not any(_is_inside(owner, other) for other in group):
+                    enclosing = (other.name for other in group)
+                    if not any(name in ("", owner.name) or owner.name.startswith(f"{name}.") for name in enclosing):
                         group.append(owner)
         return [unit, *sorted(group[1:], key=lambda owner: owner.name)]
 
@@ -356,10 +354,6 @@ class _Allocation:
             if not unit.children and size <= limit:
                 largest = max(largest, size)
         return largest, buffers
-
-
-def _is_inside(unit: PlacementUnit, other: PlacementUnit) -> bool:
-    return other.name in ("", unit.name) or unit.name.startswith(f"{other.name}.")
 
 
 def fallback_allocate(

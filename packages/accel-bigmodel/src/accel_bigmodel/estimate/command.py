@@ -40,35 +40,12 @@ def as_json(
     return json.dumps(answer, indent=2)
 
 
-def loading_table(size: ModelSize, dtypes: Sequence[str]) -> str:
-    """Return the memory to load the model in each dtype."""
-    rows = []
-    for dtype in dtypes:
-        sizes = (size.largest_layer_in(dtype), size.total_in(dtype), size.adam_in(dtype))
-        rows.append([dtype, *map(convert_bytes, sizes)])
-    header = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    return f"Memory Usage for loading `{size.name}`:\n{_table(header, rows)}"
-
-
-def stages_table(stages: dict[str, dict[str, int]]) -> str:
-    """Return the memory in use at each stage of a training step on one process."""
-    header = ["dtype", *(name.capitalize() for name in next(iter(stages.values())))]
-    rows = [[dtype, *map(convert_bytes, values.values())] for dtype, values in stages.items()]
-    return f"Stages of a training step with Adam, without activations:\n{_table(header, rows)}"
-
-
-def training_table(training: Sequence[TrainingMemory], title: str) -> str:
-    """Return the memory of training on each process, for every strategy."""
-    columns = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
-    rows = [[item.strategy, *(convert_bytes(getattr(item, column)) for column in columns)] for item in training]
-    return f"{title}\n{_table(['strategy', *(column.capitalize() for column in columns)], rows)}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+def _table(header: Sequence[str], named: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return a Markdown table whose rows are a name and sizes in bytes."""
+    rows = [list(header), *([name, *map(convert_bytes, sizes)] for name, sizes in named)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in [header, *rows]:
+    for row in rows:
         lines.append("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
@@ -144,9 +121,19 @@ def run(argv: list[str], program: str = "accel estimate-memory") -> int:
     if options.json:
         print(as_json(size, options.dtypes, stages, training))
         return 0
-    print(loading_table(size, options.dtypes))
+    rows: list[tuple[str, Sequence[int]]] = []
+    for name in options.dtypes:
+        rows.append((name, (size.largest_layer_in(name), size.total_in(name), size.adam_in(name))))
+    header = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    print(f"Memory Usage for loading `{size.name}`:\n{_table(header, rows)}")
     if stages is not None and training is not None:
-        print(f"\n{stages_table(stages)}\n\n{training_table(training, _title(options))}")
+        header = ["dtype", *(name.capitalize() for name in next(iter(stages.values())))]
+        rows = [(dtype, list(values.values())) for dtype, values in stages.items()]
+        print(f"\nStages of a training step with Adam, without activations:\n{_table(header, rows)}")
+        columns = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
+        rows = [(item.strategy, [getattr(item, column) for column in columns]) for item in training]
+        header = ["strategy", *(column.capitalize() for column in columns)]
+        print(f"\n{_title(options)}\n{_table(header, rows)}")
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from accel_state.errors import ConfigurationError
 
 from ..checkpoint.files import files_of_index
-from ..checkpoint.safetensors_header import read_header
+from ..checkpoint.safetensors_header import ELEMENT_BYTES, read_header
 
 # Bytes of a parameter by the dtype that a model is loaded in.
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -59,18 +59,11 @@ class ModelSize:
 _FLOATING = ("F", "BF")  # the first letters of floating point dtypes
 # Matrices of these are quantized: one element may pack several values.
 _PACKED = {"I8", "U8", "I16", "U16", "I32", "U32"}
-_BYTES = {"I64": 8, "U64": 8, "C64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # "model.layers.12.mlp.up_proj.weight": the layer is "model.layers.12".
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?[^.]+\.\d+)\.")
 
 TensorHeaders = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype as safetensors names it, shape) by name."""
-
-
-def layer_of(tensor: str) -> str:
-    """Return the layer of a tensor: a numbered block ("h.3"), or else the module that holds it."""
-    block = _BLOCK.match(tensor)
-    return block[1] if block else tensor.rpartition(".")[0] or tensor
 
 
 def size_of_tensors(name: str, tensors: TensorHeaders) -> ModelSize:
@@ -87,7 +80,9 @@ def size_of_tensors(name: str, tensors: TensorHeaders) -> ModelSize:
                 f"{name}: {tensor} is quantized ({dtype}), so the files do not tell how large the model is in another "
                 "dtype. Give a directory or repository with a config.json, and --library_name transformers."
             )
-        layers[layer_of(tensor)] += math.prod(shape) * (4 if dtype.startswith(_FLOATING) else _BYTES.get(dtype, 1))
+        block = _BLOCK.match(tensor)
+        layer = block[1] if block else tensor.rpartition(".")[0] or tensor
+        layers[layer] += math.prod(shape) * (4 if dtype.startswith(_FLOATING) else ELEMENT_BYTES.get(dtype, 1))
         parameters += math.prod(shape)
         whole += math.prod(shape) if len(shape) < 2 else 0
     largest = max(layers, key=lambda layer: layers[layer])

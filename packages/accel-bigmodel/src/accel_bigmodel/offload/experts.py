@@ -122,15 +122,10 @@ def _read_bytes(piece: _Piece, out: torch.Tensor) -> None:
     if isinstance(piece.file, SafetensorsFile):
         piece.file.read_bytes(piece.start, memory)
         return
-    nbytes = len(memory)
-    with open(piece.file, "rb", buffering=0) as file:
+    with open(piece.file, "rb") as file:
         file.seek(piece.start)
-        done = 0
-        while done < nbytes:
-            count = file.readinto(memory[done:])
-            if not count:
-                raise ConfigurationError(f"{piece.file} has been truncated since the model was dispatched")
-            done += count
+        if file.readinto(memory) < len(memory):
+            raise ConfigurationError(f"{piece.file} has been truncated since the model was dispatched")
 
 
 class ExpertPool:

@@ -27,11 +27,6 @@ class _Fetched:
     arrival: Any  # the event of their arrival on an accelerator
     origins: list[Origin]  # what they were read from
 
-    @property
-    def were_written(self) -> bool:
-        """True if a forward has written into them."""
-        return any(value._version for value in self.values.values())
-
 
 @dataclass
 class WeightGroup:
@@ -141,8 +136,10 @@ class Prefetcher:
         present = origins(group.source, group.source_names)
         with self._lock:
             kept = self._kept.get(index)
-            if kept is not None and are_same(kept.origins, present) and not kept.were_written:
-                return kept
+            if kept is not None and are_same(kept.origins, present):
+                was_written = any(value._version for value in kept.values.values())  # by a forward
+                if not was_written:
+                    return kept
             future = self._ready.pop(index, None)
         fetched = None
         if future is not None:

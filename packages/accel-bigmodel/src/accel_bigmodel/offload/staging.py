@@ -46,8 +46,10 @@ class StagedCopies:
             The weights on the device, which are views of one block of memory, and the event of their arrival (None:
             they have arrived).
         """
-        current = None if self._module is None else self._module.current_stream(self.device)
-        with self._lock, self._on_stream():
+        current, on_stream = None, contextlib.nullcontext()
+        if self._module is not None:
+            current, on_stream = self._module.current_stream(self.device), self._module.stream(self._stream)
+        with self._lock, on_stream:
             plain = {
                 name: value.detach() for name, value in values.items() if type(value) in (torch.Tensor, nn.Parameter)
             }
@@ -90,9 +92,6 @@ class StagedCopies:
             self._stream.wait_stream(stream)
             for tensor in _tensors_in(sources):
                 tensor.record_stream(self._stream)
-
-    def _on_stream(self) -> Any:
-        return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
     def _event(self) -> Any:
         if self._module is None:

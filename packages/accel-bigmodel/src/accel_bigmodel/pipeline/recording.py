@@ -100,7 +100,13 @@ class _Recorder(TorchDispatchMode):
             output = forward(*args, **kwargs)
         finally:
             self._inside = False
-        _check_unchanged(name, before, _contents((args, kwargs)))
+        for kind, tensors in _contents((args, kwargs)).items():
+            if before.get(kind) != tensors:
+                raise ConfigurationError(
+                    f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline only its own "
+                    "rank would see the change. Call the model without one (for a cache of keys and values: "
+                    "use_cache=False)."
+                )
         self.recording.outputs.append(get_data_structure(output))
         return self._mark(output, len(self.recording.calls) - 1)
 
@@ -149,14 +155,11 @@ class _Recorder(TorchDispatchMode):
         tensors = leaves(result)
         if not tensors and sources and not func._schema.is_mutable:
             self.recording.read.append((len(self.recording.calls), sources))
-        if func._schema.is_mutable:
-            self._rewrite(tensors, sources)
-        elif sources:
-            for tensor in tensors:
+        if not func._schema.is_mutable:
+            for tensor in tensors if sources else ():
                 self._remember(tensor, sources)
-
-    def _rewrite(self, changed: list[torch.Tensor], sources: Sources) -> None:
-        for tensor in changed:
+            return
+        for tensor in tensors:
             # Covers views that were created earlier and are not tracked individually.
             self._written[storage_key(tensor)] = self._written.get(storage_key(tensor), _NONE) | sources
             for alias in [*self._sharing.get(storage_key(tensor), []), tensor]:
@@ -191,12 +194,3 @@ def _tensors_in(data: Any, depth: int) -> Iterator[torch.Tensor]:
         values = vars(data).values() if hasattr(data, "__dict__") else ()
     for value in values:
         yield from _tensors_in(value, depth - 1)
-
-
-def _check_unchanged(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    for kind, tensors in after.items():
-        if before.get(kind) != tensors:
-            raise ConfigurationError(
-                f"the module {name} writes into a {kind} that it gets as an argument. In a pipeline only its own rank "
-                "would see the change. Call the model without one (for a cache of keys and values: use_cache=False)."
-            )

@@ -73,18 +73,15 @@ def split_model(
     count: int,
 ) -> PipelineSplit:
     """Split a model into ``count`` stages."""
-    if split_points == "auto" or split_points is None:
-        return _split_evenly(model, forward, no_split, example, count)
-    points = _check_points(split_points, count)
-    units = choose_units(model, _blocks(model, no_split), points)
-    recording = record(model, forward, units, *example)
-    inside = {point: _units_inside(model, units, point) for point in points}
-    return _make_split(recording, units, _starts_at(recording.calls, points, inside), example)
-
-
-def _split_evenly(
-    model: nn.Module, forward: Callable[..., Any], no_split: Sequence[str] | None, example: Any, count: int
-) -> PipelineSplit:
+    if split_points != "auto" and split_points is not None:
+        points = _check_points(split_points, count)
+        units = choose_units(model, _blocks(model, no_split), points)
+        recording = record(model, forward, units, *example)
+        inside = {}
+        for point in points:
+            modules = set(map(id, model.get_submodule(point).modules()))
+            inside[point] = {name for name, unit in units.items() if id(unit) in modules}
+        return _make_split(recording, units, _starts_at(recording.calls, points, inside), example)
     # Without explicit classes, the assumed blocks are split when there are too few of them.
     attempts = [set(no_split)] if no_split is not None else [_blocks(model, None), set[str]()]
     for classes in attempts:
@@ -103,11 +100,9 @@ def _blocks(model: nn.Module, no_split: Sequence[str] | None) -> set[str]:
     if no_split is not None:
         return set(no_split)
     declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return declared or _repeated_blocks(model)
-
-
-def _repeated_blocks(model: nn.Module) -> set[str]:
-    """Classes that occur several times in a list or sequence: the layers of most models."""
+    if declared:
+        return declared
+    # Classes that occur several times in a list or sequence: the layers of most models.
     classes: set[str] = set()
     for module in model.modules():
         if isinstance(module, (*_CONTAINERS, nn.Sequential)):
@@ -124,7 +119,14 @@ def choose_units(model: nn.Module, no_split: Collection[str], split_points: Sequ
     positions, say) are not units: every stage computes them, instead of receiving their results.
     """
     for name in split_points:
-        _check_name(model, name)
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            known = [known for known, _ in model.named_modules() if known]
+            raise ConfigurationError(
+                f"split_points names {name!r}, which is not a submodule of {type(model).__name__}. Its submodules are "
+                f"{', '.join(known[:12])}{', ...' if len(known) > 12 else ''}; print(model) shows all of them."
+            ) from None
     units: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -227,11 +229,6 @@ def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
     return starts
 
 
-def _units_inside(model: nn.Module, units: dict[str, nn.Module], point: str) -> set[str]:
-    modules = {id(module) for module in model.get_submodule(point).modules()}
-    return {name for name, unit in units.items() if id(unit) in modules}
-
-
 def _check_points(split_points: str | Sequence[str], count: int) -> list[str]:
     if isinstance(split_points, str):
         raise ConfigurationError(
@@ -244,16 +241,3 @@ def _check_points(split_points: str | Sequence[str], count: int) -> list[str]:
             f"{count - 1} module(s), or start {len(points) + 1} processes."
         )
     return points
-
-
-def _check_name(model: nn.Module, name: str) -> None:
-    known = [known for known, _ in model.named_modules() if known]
-    if name in known:
-        return
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        raise ConfigurationError(
-            f"split_points names {name!r}, which is not a submodule of {type(model).__name__}. Its submodules are "
-            f"{', '.join(known[:12])}{', ...' if len(known) > 12 else ''}; print(model) shows all of them."
-        ) from None

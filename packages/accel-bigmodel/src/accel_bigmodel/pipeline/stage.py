@@ -235,9 +235,6 @@ class Stage:
             self._check_templates()
             tensors = tuple(values[value].contiguous() for value in self.sent)
             return self._join(tensors, received) if torch.is_grad_enabled() else tensors
-        return self._finish(output, received)
-
-    def _finish(self, output: Any, received: Sequence[torch.Tensor]) -> Any:
         if self._call != len(self.split.calls):
             raise self._other_path(f"the forward ended after {self._call} calls, not {len(self.split.calls)}")
         self._check_present(output, "the output")
