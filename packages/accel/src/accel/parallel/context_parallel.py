@@ -69,19 +69,29 @@ class RingAttention:
         """Causal attention of this rank's queries to all keys and values: shapes ``[B, H, length / cp, D]``."""
         self.calls += 1
         _check_call(query, key, attn_mask, dropout_p, is_causal)
-        shard = self.shard
-        documents = None if shard is None else self._documents(shard, query)
+        shard, width = self.shard, value.shape[-1]
+        documents = None if shard is None else self._documents(shard)
         if shard is not None and documents is not None:
-            out = self._within_documents(query, key, value, scale, shard, documents)
-        elif query.shape[-1] != value.shape[-1]:
-            out = self._over_equal_heads(query, key, value, is_causal, scale)
+            # The ring computes whole blocks, of which a mask would need a kernel of its own. So keys and values of all
+            # ranks are gathered as one tensor, and their gradients are summed where they come from.
+            assert shard.order is not None
+            both = gather(torch.cat([key, value], -1).transpose(1, 2), self.mesh, shard.length).transpose(1, 2)
+            keys, values = both.split([key.shape[-1], width], -1)
+            positions, order = shard.positions.to(query.device), shard.order.to(query.device)
+            out = documents.attend(query, keys, values, positions, order, scale, self._window)
         else:
+            is_latent = query.shape[-1] != width  # multi-head latent attention: zeros fill up what is shorter
+            if is_latent:
+                scale = query.shape[-1] ** -0.5 if scale is None else scale
+                size = max(query.shape[-1], width)
+                query, key, value = (functional.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
             out = self._round(query, key, value, is_causal, scale)
+            out = out[..., :width] if is_latent else out
         if out.requires_grad:
             out.register_hook(self._check_open)
         return out
 
-    def _documents(self, shard: SequenceShard, query: torch.Tensor) -> Documents | None:
+    def _documents(self, shard: SequenceShard) -> Documents | None:
         if shard.has_windows and not self._in_layer:
             raise ConfigurationError(
                 f"the model has windows (sliding_window) that are shorter than sequences of {shard.length} positions, "
@@ -100,37 +110,13 @@ class RingAttention:
         if not has_ring_kernels(query.device.type) or _sums_are_padded(query):
             out: torch.Tensor = Ring.apply(query, key, value, self.mesh.get_group(), is_causal, scale)
             return out
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         key, value = repeat_heads(key, query), repeat_heads(value, query)
-        with _fused_kernels():
+        # Only the kernels that the ring supports: others would attend to this rank's shard, without an error.
+        unknown = {"ERROR", "MATH", "OVERRIDEABLE"}
+        with sdpa_kernel([backend for name, backend in SDPBackend.__members__.items() if name not in unknown]):
             return self.inner(query, key, value, is_causal=is_causal, scale=scale)
-
-    def _over_equal_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
-    ) -> torch.Tensor:
-        """Attention whose values have another size than its keys (multi-head latent attention): zeros fill them up."""
-        size = max(query.shape[-1], value.shape[-1])
-        q, k, v = (functional.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
-        out = self._round(q, k, v, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
-        return out[..., : value.shape[-1]]
-
-    def _within_documents(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        shard: SequenceShard,
-        documents: Documents,
-    ) -> torch.Tensor:
-        """Attention with a mask: the ring computes whole blocks, of which a mask would need a kernel of its own.
-
-        Keys and values of all ranks are gathered as one tensor, and their gradients are summed where they come from.
-        """
-        assert shard.order is not None
-        both = gather(torch.cat([key, value], -1).transpose(1, 2), self.mesh, shard.length).transpose(1, 2)
-        keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
-        positions = shard.positions.to(query.device)
-        return documents.attend(query, keys, values, positions, shard.order.to(query.device), scale, self._window)
 
     def _check_open(self, gradient: torch.Tensor) -> None:
         if self.closed:
@@ -176,16 +162,6 @@ def _sums_are_padded(query: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _fused_kernels() -> Iterator[None]:
-    """Only the kernels that the ring supports: others would attend to this rank's shard, without an error."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    unknown = {"ERROR", "MATH", "OVERRIDEABLE"}
-    with sdpa_kernel([backend for name, backend in SDPBackend.__members__.items() if name not in unknown]):
-        yield
-
-
-@contextmanager
 def ring_attention(mesh: DeviceMesh) -> Iterator[RingAttention]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention``, within torch's own ``context_parallel``."""
     inner = functional.scaled_dot_product_attention
@@ -226,17 +202,6 @@ class ContextParallel:
             self._called = type(model).__name__
         return self.shard
 
-    def _warn_without_attention(self, ring: RingAttention) -> None:
-        if self._called and not ring.calls and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s has not called torch.nn.functional.scaled_dot_product_attention in a block of "
-                "maybe_context_parallel. If it computes attention in another way, each rank attended to its own shard "
-                "of the sequences only.",
-                self._called,
-                main_process_only=True,
-            )
-
     @contextmanager
     def block(
         self,
@@ -250,7 +215,10 @@ class ContextParallel:
         kept = {id(tensor) for tensor in no_restore or ()}
         full = [tensor.data for tensor in buffers]
         length, size = full[0].shape[dims[0]], self.mesh.size()
-        documents = self._documents_to_balance(full, dims)
+        documents: Documents | None = None  # that positions among the buffers tell apart, if their work is balanced
+        if self.settings.cp_balance == "documents":
+            whole = (tensor for tensor, dim in zip(full, dims, strict=True) if dim == tensor.ndim - 1)
+            documents = next((Documents.of_positions(one) for one in whole if are_packed_positions(one)), None)
         self._left_by_work = documents is not None
         if documents is not None:
             order = documents.split_evenly(size, FLEX_BLOCK if has_ring_kernels(full[0].device.type) else 1)
@@ -275,19 +243,20 @@ class ContextParallel:
             ring.shard = self.shard
             try:
                 yield
-                self._warn_without_attention(ring)
+                if self._called and not ring.calls and not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "%s has not called torch.nn.functional.scaled_dot_product_attention in a block of "
+                        "maybe_context_parallel. If it computes attention in another way, each rank attended to its "
+                        "own shard of the sequences only.",
+                        self._called,
+                        main_process_only=True,
+                    )
             finally:
                 self.shard = None
                 for tensor, data in zip(buffers, full, strict=True):
                     if id(tensor) not in kept:
                         tensor.data = data
-
-    def _documents_to_balance(self, full: Sequence[torch.Tensor], dims: Sequence[int]) -> Documents | None:
-        """Return the documents that positions among the buffers tell apart, if their work is to be balanced."""
-        if self.settings.cp_balance != "documents":
-            return None
-        whole = (tensor for tensor, dim in zip(full, dims, strict=True) if dim == tensor.ndim - 1)
-        return next((Documents.of_positions(tensor) for tensor in whole if are_packed_positions(tensor)), None)
 
     @contextmanager
     def _context(self, shards: list[torch.Tensor], seq_dims: list[int]) -> Iterator[RingAttention]:
@@ -337,10 +306,7 @@ class ContextParallel:
                 f"no_restore_buffers has tensors (shapes {unknown}) that are not in buffers. Pass them in both."
             )
         dims = [_check_dim(tensor, dim) for tensor, dim in zip(buffers, seq_dims or (), strict=True)]
-        self._check_lengths([tensor.shape[dim] for tensor, dim in zip(buffers, dims, strict=True)])
-        return dims
-
-    def _check_lengths(self, lengths: list[int]) -> None:
+        lengths = [tensor.shape[dim] for tensor, dim in zip(buffers, dims, strict=True)]
         size = self.mesh.size()
         if len(set(lengths)) > 1:
             raise ConfigurationError(
@@ -353,6 +319,7 @@ class ContextParallel:
                 f"two equal pieces. Pad them to a multiple of {2 * size}, for example with "
                 f"pad_to_multiple_of={2 * size} in the collator."
             )
+        return dims
 
     def unshard(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
         """Return the full sequences, in order, on every rank of the axis, without a gradient."""

@@ -129,18 +129,13 @@ class ExpertBalancer:
         everyone: Collectives,
         device: torch.device,
     ) -> None:
-        self._counters, self._routers, self._rate = counters, routers, rate
+        self.counters, self._routers, self._rate = counters, routers, rate
         self._everyone, self._device = everyone, device
-
-    def count_with_gradients(self) -> None:
-        """Leave out passes without gradients."""
-        for counter in self._counters.values():
-            counter.needs_gradients = True
 
     def load(self, reset: bool = True) -> ExpertLoad:
         """Return the load since the last call with ``reset``, of all ranks. Every rank must call it."""
         tokens, dropped = {}, 0
-        for name, counter in self._counters.items():
+        for name, counter in self.counters.items():
             counts = counter.counts
             if counts is None:
                 counts = torch.zeros(counter.experts + 1, dtype=torch.int64, device=self._device)
@@ -158,11 +153,11 @@ class ExpertBalancer:
             return
         counts = []
         for name in routers:
-            since_step = self._counters[name].since_step
+            since_step = self.counters[name].since_step
             if since_step is None:  # no forward pass on this rank
-                since_step = torch.zeros(self._counters[name].experts, dtype=torch.int64, device=self._device)
+                since_step = torch.zeros(self.counters[name].experts, dtype=torch.int64, device=self._device)
             counts.append(since_step.clone())
-            self._counters[name].since_step = None
+            self.counters[name].since_step = None
         for router, total in zip(routers.values(), self._everyone.all_reduce_many(counts), strict=True):
             bias: Any = router.e_score_correction_bias
             load = total.to(torch.float64)
@@ -175,7 +170,8 @@ class PipelineLoad:
     def __init__(self, stages: Sequence[ExpertBalancer], group: dist.ProcessGroup) -> None:
         self._stages, self._group = stages, group
         for stage in stages:
-            stage.count_with_gradients()
+            for counter in stage.counters.values():
+                counter.needs_gradients = True
 
     def load(self, reset: bool = True) -> ExpertLoad:
         """As of :class:`ExpertBalancer`."""

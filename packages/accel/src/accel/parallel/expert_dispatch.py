@@ -38,14 +38,17 @@ def dispatched(
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = torch.argsort(flat, stable=True)  # by expert, then by token: the same in every run
-    if isinstance(flat, FakeTensor):
-        counts, sent, got, received = _even_routing(flat, experts, mesh)
-    else:
-        counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
+    has_values = not isinstance(flat, FakeTensor)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts] if has_values else flat.new_zeros(experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    if has_values:
         sent = counts.view(ranks, -1).sum(1).tolist()
         got = received.view(ranks, -1).sum(1).tolist()
+    else:  # in a plan: all experts alike
+        each, more = divmod(flat.numel(), ranks)
+        sent = [each + (rank < more) for rank in range(ranks)]
+        got = [sent[mesh.get_local_rank()]] * ranks
     order = order[: sum(sent)]
     rows = exchanged(hidden[order // k], got, sent, group)
     numbers = torch.arange(experts // ranks, device=hidden.device).repeat(ranks)
@@ -53,19 +56,6 @@ def dispatched(
     back = exchanged(compute(rows, numbers), sent, got, group)
     outputs = back.new_zeros((tokens * k, back.shape[-1])).index_copy(0, order, back)
     return outputs.view(tokens, k, -1), counts
-
-
-def _even_routing(
-    flat: torch.Tensor, experts: int, mesh: DeviceMesh
-) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
-    """Return a rank's counts and message sizes where tokens have no values (``accel plan``): all alike."""
-    each, more = divmod(flat.numel(), mesh.size())
-    sizes = [each + (rank < more) for rank in range(mesh.size())]
-    counts = flat.new_zeros(experts)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=mesh.get_group())
-    own = sizes[mesh.get_local_rank()]
-    return counts, sizes, [own] * mesh.size(), received
 
 
 def exchanged(

@@ -49,7 +49,7 @@ COMPARED = frozenset(
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that hold the stacked weights of experts, by name."""
-    return {name: module for name, module in model.named_modules() if _is_stack(module)}
+    return {name: module for name, module in model.named_modules() if is_stack(module)}
 
 
 def parameters_of_experts(model: nn.Module) -> list[str]:
@@ -61,7 +61,8 @@ def parameters_of_experts(model: nn.Module) -> list[str]:
     ]
 
 
-def _is_stack(module: nn.Module) -> bool:
+def is_stack(module: nn.Module) -> bool:
+    """Return True if a module is one of :func:`experts_in`, below a checkpoint or not."""
     weight = module._parameters.get("down_proj")
     return isinstance(getattr(module, "num_experts", None), int) and weight is not None and weight.ndim == 3
 
@@ -183,10 +184,6 @@ class ExpertParallel:
         for model in self._models:
             BALANCERS[model].after_step(optimizer)
 
-    def holds(self, module: nn.Module) -> bool:
-        """Return True if a module is one of :func:`experts_in`, below a checkpoint or not."""
-        return _is_stack(module)
-
     def shard(self, module: nn.Module) -> None:
         """Keep this rank's experts of a module of :func:`experts_in`; its weights are the same on all ranks."""
         for name, parameter in list(module._parameters.items()):
@@ -263,9 +260,13 @@ class ExpertParallel:
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
                 local: Any = scaled_gradient(parameter.to_local(), self._factor)
+                # Every rank has an adapter's factors of all experts, and their gradients of its own; FSDP's mean over
+                # the ranks is right.
+                own = slice(begin := self._mesh.get_local_rank() * len(local), begin + len(local))
                 for adapter, names in self._active.get(module, ()):
-                    if adapter.parameter_name == name:
-                        local = self._adapted(local, adapter, names)
+                    for factors in names if adapter.parameter_name == name else ():
+                        left, right, scale = adapter.get_delta_factors(factors)
+                        local = torch.baddbmm(local, left[own], right[own], alpha=scale)
                 module._parameters[name] = local
         try:
             yield
@@ -281,17 +282,6 @@ class ExpertParallel:
             yield
         finally:
             active.pop()
-
-    def _adapted(self, weight: torch.Tensor, adapter: Any, names: Iterable[str]) -> torch.Tensor:
-        """Return the weights of this rank's experts with the changes of an adapter.
-
-        Every rank has the factors of all experts, and their gradients of its own; FSDP's mean over the ranks is right.
-        """
-        own = slice(begin := self._mesh.get_local_rank() * len(weight), begin + len(weight))
-        for name in names:
-            left, right, scale = adapter.get_delta_factors(name)
-            weight = torch.baddbmm(weight, left[own], right[own], alpha=scale)
-        return weight
 
 
 def _adapters_of(module: nn.Module, model: nn.Module) -> list[Any]:

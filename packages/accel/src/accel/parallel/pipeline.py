@@ -284,26 +284,25 @@ class TrainingPipeline:
 
     def _add_tied_gradients(self, checks: LateChecks) -> None:
         """Add the gradients of a tied parameter's uses in the first and the last stage."""
+        peer = self.size - 1 - self.rank
         for parameter, names in zip(self._tied(), self.ties.items(), strict=False):  # none in the stages between
             is_trained = parameter.requires_grad
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             own = local(gradient)
             flag = own.new_full((1,), float(is_trained))
-            received, its_flag = self._swapped(own, flag)
+            # What the other one of the first and the last rank sends in exchange.
+            received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (own, flag)]
+            sends = [
+                dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=peer) for tensor in (own, flag)
+            ]
+            receives = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor in received]
+            for work in dist.batch_isend_irecv([*sends, *receives] if self.rank == 0 else [*receives, *sends]):
+                work.wait()
+            gradient_there, its_flag = received
             checks.refuse_if((its_flag != flag).any(), functools.partial(_frozen_in_part, *names))
             if is_trained:
-                own.add_(received)
+                own.add_(gradient_there)
                 parameter.grad = gradient
-
-    def _swapped(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the other one of the first and the last rank sends in exchange for tensors."""
-        peer = self.size - 1 - self.rank
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        sends = [dist.P2POp(dist.isend, tensor.contiguous(), group=self.group, group_peer=peer) for tensor in tensors]
-        receives = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor in received]
-        for work in dist.batch_isend_irecv([*sends, *receives] if self.rank == 0 else [*receives, *sends]):
-            work.wait()
-        return received
 
     # Running
 

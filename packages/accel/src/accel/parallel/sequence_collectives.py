@@ -30,12 +30,12 @@ def rows_per_rank(length: int, mesh: DeviceMesh) -> int:
 
 def split(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return this rank's rows of a replicated tensor; the gradient is gathered."""
-    return differentiable(x, partial(_own_rows, mesh=mesh), _gathers(mesh, x.shape[1]))
+    return differentiable(x, partial(_own_rows, mesh=mesh), partial(_all_rows, mesh=mesh, length=x.shape[1]))
 
 
 def join(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
     """Return the rows of all ranks, for computations that are replicated; the gradient is this rank's rows of it."""
-    return differentiable(x, _gathers(mesh, length), partial(_own_rows, mesh=mesh))
+    return differentiable(x, partial(_all_rows, mesh=mesh, length=length), partial(_own_rows, mesh=mesh))
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
@@ -43,27 +43,19 @@ def gather(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
 
     The gradient is summed over the ranks and scattered.
     """
-    collective = _gathers(mesh, length)
-    forward = partial(_kept, collective) if is_keeping(gathers=True) else collective
+    forward: Collective = partial(_all_rows, mesh=mesh, length=length)
+    if is_keeping(gathers=True):
+        forward = partial(_kept_rows, mesh=mesh, length=length)
     return differentiable(x, forward, partial(summed_rows, mesh=mesh))
 
 
-def _kept(collective: Collective, x: torch.Tensor) -> torch.Tensor:
-    return keep(lambda: collective(x))
-
-
-def scatter(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Reduce-scatter: this rank's rows of the sum over the ranks; the gradient is gathered."""
-    return differentiable(x, *collectives_of_scatter(mesh, x.shape[1]))
+def _kept_rows(x: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
+    return keep(lambda: _all_rows(x, mesh, length))
 
 
 def collectives_of_scatter(mesh: DeviceMesh, length: int) -> tuple[Collective, Collective]:
-    """Return the collective of :func:`scatter` for ``length`` positions, and the collective of its gradient."""
-    return partial(summed_rows, mesh=mesh), _gathers(mesh, length)
-
-
-def _gathers(mesh: DeviceMesh, length: int) -> Collective:
-    return partial(_all_rows, mesh=mesh, length=length)
+    """Return the reduce-scatter of ``length`` positions, and the all-gather that computes its gradient."""
+    return partial(summed_rows, mesh=mesh), partial(_all_rows, mesh=mesh, length=length)
 
 
 def _padded(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -331,8 +331,8 @@ class ShardedCall:
                 f"{marks[0]} has the boundaries of documents: {error}. Pass the number of tokens before each document, "
                 "and before the end, of the whole sequence."
             ) from error
-        numbers = self._tensor("seq_idx")
-        if numbers is not None and not _begin_alike(numbers, documents.ids):
+        numbers, changes = self._tensor("seq_idx"), documents.ids.diff(dim=-1) != 0
+        if numbers is not None and not torch.equal(numbers.diff(dim=-1) != 0, changes.to(numbers.device)):
             raise _packed("seq_idx, which does not change where cu_seq_lens_q has boundaries, marks", self.shard)
         self.shard.pack(documents)
         for name in (*BOUNDARIES, "max_length_q", "max_length_k", "seq_idx"):
@@ -418,12 +418,6 @@ class ShardedCall:
                 "batch. Compute the loss outside of the model: call it without labels, and divide the sum of the "
                 "losses of this rank's tokens by the number of tokens of the batch."
             )
-
-
-def _begin_alike(numbers: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Return True if two numberings of the tokens of a sequence change at the same ones."""
-    same_shape = numbers.shape == ids.shape
-    return same_shape and torch.equal(numbers.diff(dim=-1) != 0, (ids.diff(dim=-1) != 0).to(numbers.device))
 
 
 def _packed(what: str, shard: SequenceShard) -> ConfigurationError:

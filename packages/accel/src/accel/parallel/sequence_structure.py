@@ -58,31 +58,28 @@ def find_structure(model: nn.Module, plan: Mapping[str, Any]) -> list[BlockStruc
     if len(lists) != 1 or None in lists:
         raise UnsupportedModelError("its row-wise layers are not in one nn.ModuleList or nn.ModuleDict of blocks")
     path = lists.pop()
-    blocks = {
-        name: block
-        for name, block in ((f"{path}.{index}", item) for index, item in enumerate(modules[str(path)].children()))
-        if not isinstance(block, SkippedModule)  # blocks of other stages of a pipeline
-    }
-    return [_structure(name, block, modules, plan) for name, block in blocks.items()]
+    structures = []
+    for index, block in enumerate(modules[str(path)].children()):
+        if not isinstance(block, SkippedModule):  # a block of another stage of a pipeline
+            structures.append(_structure(f"{path}.{index}", block, modules, plan))
+    return structures
 
 
 def _list_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the name of the outermost list that contains a module, or of a dictionary of blocks of one class."""
     parts = name.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
-    return next((prefix for prefix in prefixes if _holds_blocks(modules[prefix])), None)
+    for count in range(1, len(parts)):
+        prefix = ".".join(parts[:count])
+        kinds = [type(child) for child in modules[prefix].children()]
+        is_alike = isinstance(modules[prefix], nn.ModuleDict) and len(kinds) > 1 and len(set(kinds)) == 1
+        if is_alike or isinstance(modules[prefix], nn.ModuleList):
+            return prefix
+    return None
 
 
-def _holds_blocks(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return True
-    kinds = [type(child) for child in module.children()]
-    return isinstance(module, nn.ModuleDict) and len(kinds) > 1 and len(set(kinds)) == 1
-
-
-def _caller(name: str, modules: Mapping[str, nn.Module]) -> str:
+def caller_of(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the name of the module whose forward calls a module: containers have no forward."""
-    while type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
+    while name and type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
         pass
     return name
 
@@ -92,17 +89,21 @@ def _structure(
 ) -> BlockStructure:
     found = BlockStructure(block)
     inside = {key: item for key, item in modules.items() if key.startswith(f"{name}.")}
-    callers = {_caller(key, modules) for key in inside if isinstance(plan.get(key), Rows)}
+    callers = {caller_of(key, modules) for key in inside if isinstance(plan.get(key), Rows)}
     if not callers:
         raise UnsupportedModelError(f"{name} has no row-wise layer")
-    _check_own(name, block)
+    if block._parameters:
+        raise UnsupportedModelError(f"{name} has parameters of its own")
+    for key, value in vars(block).items():
+        if "dropout" in key and isinstance(value, float) and value > 0:
+            raise UnsupportedModelError(f"{name} drops activations outside of a module ({key}={value})")
     found.sharded = [modules[key] for key in callers if key != name]
     for key, module in inside.items():
         style = plan.get(key)
         holder = next((caller for caller in callers - {name} if key.startswith(f"{caller}.")), None)
         if isinstance(style, Rows) and not style.splits:
             found.rows.append(module)
-        elif isinstance(style, Columns) and not style.gathers and _caller(key, modules) in callers:
+        elif isinstance(style, Columns) and not style.gathers and caller_of(key, modules) in callers:
             layers = found.inline if holder is None else found.columns.setdefault(modules[holder], [])
             layers.append(module)
         elif isinstance(module, nn.Dropout):
@@ -116,14 +117,6 @@ def _structure(
                 raise UnsupportedModelError(f"{key}, a {type(module).__name__}, is not sharded")
             found.norms.append(module)
     return found
-
-
-def _check_own(name: str, block: nn.Module) -> None:
-    if block._parameters:
-        raise UnsupportedModelError(f"{name} has parameters of its own")
-    for key, value in vars(block).items():
-        if "dropout" in key and isinstance(value, float) and value > 0:
-            raise UnsupportedModelError(f"{name} drops activations outside of a module ({key}={value})")
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ plain tensors: replicated on the ranks of the axis, or sharded along the last di
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 
@@ -25,7 +25,7 @@ from ..core.kept_results import is_keeping, keep
 from ..core.nf4_weights import is_stored_in_nf4
 from .async_products import in_autocast_dtype
 from .differentiable import Collective, differentiable
-from .tp_collectives import SharedInput, collectives_of_sum, joined, part, share_of, shared, summed
+from .tp_collectives import collectives_of_sum, joined, part, share_of, shared, summed
 from .tp_four_bit import four_bit_product, is_four_bit, parts_of_nf4, shard_four_bit
 
 LINEAR_LAYERS: Final = (
@@ -63,11 +63,6 @@ def is_scaled(module: nn.Module) -> bool:
         and type(module).__name__.endswith("ScaledWordEmbedding")
         and hasattr(module, "embed_scale")
     )
-
-
-def _scale_of(module: nn.Module, dtype: torch.dtype) -> Any:
-    scale: Any = module.embed_scale
-    return scale.to(dtype) if isinstance(scale, torch.Tensor) else scale
 
 
 class Style:
@@ -120,32 +115,20 @@ class ParameterSharder:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._made: dict[nn.Parameter, tuple[nn.Parameter, tuple[int, torch.Size]]] = {}
-        self._inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self._regions: dict[nn.Module, Region] = {}
+        self.inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """How layers mark their input, if not as replicated."""
+        self.regions: dict[nn.Module, Region] = {}
+        """How layers between which hidden states are sharded along the sequence compute their products."""
         self.outputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
         """What layers with gathered outputs do with their columns, if not that."""
 
-    def share_inputs(self, parent: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """All-reduce the gradient of a common input of these layers of ``parent`` once."""
-        self._inputs.update(dict.fromkeys(layers, SharedInput(parent, self.mesh)))
-
-    def shard_sequences(
-        self,
-        region: Region,
-        layers: Iterable[nn.Module],
-        inputs_of: Callable[[dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]], dict[nn.Module, Any]],
-    ) -> None:
-        """Let layers work on hidden states that are sharded along the sequence between them."""
-        self._regions.update(dict.fromkeys(layers, region))
-        self._inputs.update(inputs_of(self._inputs))
-
     def input_of(self, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that marks a layer's input as replicated."""
-        return self._inputs.get(module) or partial(shared, mesh=self.mesh)
+        return self.inputs.get(module) or partial(shared, mesh=self.mesh)
 
     def region_of(self, module: nn.Module) -> Region:
         """Return how a layer computes its products, and what happens to them."""
-        return self._regions.get(module) or WholeSequences(self.mesh)
+        return self.regions.get(module) or WholeSequences(self.mesh)
 
     def __call__(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Replace a module's parameter by its shard along a dimension."""
@@ -318,7 +301,10 @@ class VocabularyRows(Style):
             else:
                 rows = nn.functional.embedding((ids - begin).masked_fill(is_elsewhere, 0), weight, local_padding)
             out = summed(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), mesh)
-            return out * _scale_of(layer, out.dtype) if scaled else out
+            if not scaled:
+                return out
+            scale: Any = layer.embed_scale
+            return out * (scale.to(out.dtype) if isinstance(scale, torch.Tensor) else scale)
 
         _replace_forward(module, forward)
 

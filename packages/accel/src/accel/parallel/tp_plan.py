@@ -75,9 +75,17 @@ def plan_of(
     if given is not None:
         plan = _resolve(model, given, must_match=True)
     elif own:
-        prefix, inner = _owner_of_plan(model)
+        # PEFT's models wrap the module that the plan belongs to, after the beginning of the names in it.
+        owners = (
+            (name, item) for name, item in model.named_modules() if inspect.getattr_static(item, "_tp_plan", None)
+        )
+        path, inner = next(owners, ("", model))
+        prefix = f"{path}." if path else ""
         plan = {f"{prefix}{name}": style for name, style in _resolve(inner, own, must_match=False).items()}
-        _check_heads_of_config(model, size)
+        config = getattr(model, "config", None)
+        text = getattr(config, "get_text_config", lambda: config)()
+        for heads in ("num_attention_heads", "num_key_value_heads"):
+            _check_heads(type(model).__name__, heads, getattr(text, heads, None), size)
     else:
         plan = dict(_derived(model, size))
     if not plan:
@@ -87,17 +95,6 @@ def plan_of(
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.q_proj': 'colwise', ...}))."
         )
     return plan_with_adapters(model, _with_ties(model, plan)), given is None and not own
-
-
-def _owner_of_plan(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the module that a model's own plan belongs to, after the beginning of the names in it.
-
-    PEFT's models wrap that module.
-    """
-    for name, module in model.named_modules():
-        if inspect.getattr_static(module, "_tp_plan", None):
-            return f"{name}." if name else "", module
-    return "", model
 
 
 def _without(plan: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -156,13 +153,6 @@ def _check_style(name: str, module: nn.Module, style: Any, given: Any) -> None:
             f"the plan shards {name} by 'packed_colwise', and the number of packed matrices is known for gate_up_proj "
             "only. Pass a plan without it, or with Columns(pieces=n) of accel.parallel.tp_layers."
         )
-
-
-def _check_heads_of_config(model: nn.Module, size: int) -> None:
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        _check_heads(type(model).__name__, name, getattr(text, name, None), size)
 
 
 def _check_heads(where: str, name: str, heads: Any, size: int) -> None:

@@ -79,8 +79,12 @@ class SequenceRegion:
         self._fresh = False  # whether a call of the model has not reached the first block yet
         self._marks: Any = WeakTensorKeyDictionary()
         self._first, self._last = blocks[0].block, blocks[-1].block
-        names = {item.block: type(item.block).__name__.removeprefix("FSDP") for item in blocks}
-        self._unverified = {block for block, name in names.items() if not _is_verified(block, name)}
+        self._unverified: set[nn.Module] = set()
+        for item in blocks:
+            kind = type(item.block)
+            is_known = kind.__name__.removeprefix("FSDP") in VERIFIED and kind.__module__.startswith("transformers.")
+            if not is_known:
+                self._unverified.add(item.block)
 
     def attach(self, model: nn.Module, blocks: Sequence[BlockStructure]) -> None:
         """Add the hooks. The layers that are sharded get :meth:`input_of` and :meth:`reduce` from their styles."""
@@ -168,7 +172,8 @@ class SequenceRegion:
             self._mark(x, self._length)
         else:
             if known is None or self._fresh:
-                known = x.shape[1] if self._splits(x) else 0
+                splits = self._enabled and not self._suspended and x.ndim == 3 and x.shape[1] > 1
+                known = x.shape[1] if splits else 0
                 self._mark(x, known)
             self._fresh, self._length = False, known
             if known:
@@ -213,9 +218,6 @@ class SequenceRegion:
                 f"enable_async_tp=True does not support {type(module).__name__}, which does not call all of its "
                 "column-wise layers with its input. Leave it out."
             )
-
-    def _splits(self, x: torch.Tensor) -> bool:
-        return self._enabled and not self._suspended and x.ndim == 3 and x.shape[1] > 1
 
     # Marks
 
@@ -273,10 +275,6 @@ class SequenceRegion:
         logger.warning("%s. Its hidden states stay whole on every rank of tp.", message)
         self._enabled = False
         return False
-
-
-def _is_verified(block: nn.Module, name: str) -> bool:
-    return name in VERIFIED and type(block).__module__.startswith("transformers.")
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -349,11 +347,10 @@ def region_inputs(
     Args:
         fallback: how they do where hidden states are whole.
     """
-    inline = SharedInput(item.block, region.mesh, region.gathered) if item.inline else None
     inputs: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
     for holder in item.sharded:
         for layer in holder.modules():
             inputs[layer] = partial(region.input_of, fallback.get(layer) or partial(shared, mesh=region.mesh))
-    if inline is not None:
-        inputs.update(dict.fromkeys(item.inline, inline))
+    if item.inline:
+        inputs.update(dict.fromkeys(item.inline, SharedInput(item.block, region.mesh, region.gathered)))
     return inputs

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,11 +49,12 @@ from ..parallel.axes import SHARDING_AXES
 from ..parallel.config import ParallelismConfig
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.expert_balance import reduce_auxiliary_loss
-from ..parallel.experts import ExpertParallel, experts_in, parameters_of_experts
+from ..parallel.experts import ExpertParallel, experts_in, is_stack, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh, share_generators
-from ..parallel.sequence_structure import UnsupportedModelError, find_structure
+from ..parallel.sequence_structure import UnsupportedModelError, caller_of, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.tp_adapters import has_adapters, input_name
+from ..parallel.tp_collectives import SharedInput
 from ..parallel.tp_layers import Columns, ParameterSharder, Style, apply_torch_style, is_in_blocks
 from ..parallel.tp_plan import TensorParallelPlan, count_parts, plan_of
 from ..parallel.tp_sequence import SequenceRegion, region_inputs
@@ -281,13 +281,12 @@ class MeshStrategy(FSDP2Strategy):
         for own, layer in modules.items():
             name = input_name(own)
             if name is not None and isinstance(self._styles.get(layer), Columns):
-                # Lists of modules are never called themselves.
-                while name and type(modules[name := name.rpartition(".")[0]]).forward is nn.Module.forward:
-                    pass
-                callers.setdefault(name, []).append(layer)
+                callers.setdefault(caller_of(name, modules), []).append(layer)
         for name, layers in callers.items():
             if self._sharder is not None and len(layers) > 1:
-                self._sharder.share_inputs(modules[name], layers)
+                # The gradient of the input is all-reduced once.
+                shared = SharedInput(modules[name], self._sharder.mesh)
+                self._sharder.inputs.update(dict.fromkeys(layers, shared))
 
     def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Shard hidden states between the layers that tp shards along the sequence, where the model allows it."""
@@ -320,7 +319,8 @@ class MeshStrategy(FSDP2Strategy):
         region.attach(model, blocks)
         for item in blocks:
             layers = [*item.rows, *(layer for layers in item.columns.values() for layer in layers)]
-            self._sharder.shard_sequences(region, layers, partial(region_inputs, region, item))
+            self._sharder.regions.update(dict.fromkeys(layers, region))
+            self._sharder.inputs.update(region_inputs(region, item, self._sharder.inputs))
 
     def _shard_logits(self, model: nn.Module, plan: TensorParallelPlan) -> ShardedLogits | None:
         """Let the loss of a model of Transformers be computed from sharded logits."""
@@ -373,7 +373,7 @@ class MeshStrategy(FSDP2Strategy):
         }
         self._start(list(before.values()))
         sharding, dimension = self._sharding, self._dimension
-        stack = next((module for module in own if self.experts is not None and self.experts.holds(module)), None)
+        stack = next(filter(is_stack, own), None)
         if self.experts is not None and stack is not None:
             self.experts.shard(stack)
             sharding, dimension = self.experts.sharding, self.experts.placement
