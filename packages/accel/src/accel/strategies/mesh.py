@@ -36,7 +36,6 @@ from accel_state.errors import ConfigurationError
 from accel_state.numa import get_cpu_distributed_information
 
 from .._torch_compat import shard_replicated
-from ..core.fused_dtensor import full_tensor
 from ..core.grad_norm import Groups
 from ..core.nf4_weights import has_nf4
 from ..fsdp.accumulated_grads import ShardedGradients
@@ -439,17 +438,7 @@ class MeshStrategy(FSDP2Strategy):
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         if not unwrap or not self.is_wrapped(model):
             return super().state_dict(model, unwrap)
-        tied = {name: number for number, names in enumerate(self.ties.get(model, ())) for name in names}
-        gathered: dict[Any, Any] = {}
-        state: dict[str, Any] = {}
-        for name, value in model_state(model).items():
-            key = tied.get(name, name)
-            if key not in gathered:
-                full = full_tensor(value)
-                kept = full.detach().to("cpu", copy=True) if isinstance(full, torch.Tensor) else full
-                gathered[key] = kept if self.state.is_main_process else None
-            state[name] = gathered[key]
-        return state if self.state.is_main_process else {}
+        return self._gathered(model, model_state(model))
 
 
 def _as_parameter(parameter: torch.Tensor) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_checkpoint.names import FSDP_MODEL_NAME as MODEL_STEM
-from accel_checkpoint.names import OPTIMIZER_NAME
 from accel_state import AcceleratorState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
@@ -24,12 +21,12 @@ from .._torch_compat import FakeTensor, checkpointed_module, flatten_mesh
 from ..core.grad_norm import scale_to_norm
 from ..core.local_part import local
 from ..core.torch_clipping import refuse_torchs_clipping
-from ..core.types import Gathered, Layout
+from ..core.types import Layout
 from ..core.unwrap import clean_name, is_compiled_module
 from ..fsdp.accumulated_grads import ShardedGradients
-from ..fsdp.checkpoint.files import gather_one, on_disk
+from ..fsdp.checkpoint.files import on_disk
 from ..fsdp.checkpoint.pipeline_state import collect, rename_optimizer_state
-from ..fsdp.checkpoint.state_dicts import model_state, optimizer_state, owner_of
+from ..fsdp.checkpoint.state_dicts import model_state
 from ..kwargs.base import Handlers
 from ..parallel.axis_settings import SPLIT_BACKWARD, PipelineParallelConfig
 from ..parallel.mesh import collectives_over
@@ -64,7 +61,12 @@ class PipelineStrategy(MeshStrategy):
         self._group_names: Any = WeakIdKeyDictionary()
         self._model_plan: tuple[dict[str, tuple[nn.Module, Any]], bool] = {}, False
         self._scaler: SharedGradScaler | None = None
-        self._stage = _stage_collectives(self.mesh, state)
+        # The ranks with shards or copies of the same stage.
+        others = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
+        if len(others) > 1:
+            self._stage = state.collectives.over(flatten_mesh(self.mesh[others], "stage").get_group())
+        else:
+            self._stage = collectives_over(self.mesh, others[0], state) if others else Collectives()
         if self.experts is not None:
             self.experts.everyone = self._stage  # the ranks with tokens of the same layers
 
@@ -259,8 +261,7 @@ class PipelineStrategy(MeshStrategy):
         return norm
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        pipeline = self._pipelines.get(model)
-        if pipeline is None or not unwrap:
+        if model not in self._pipelines or not unwrap:
             return super().state_dict(model, unwrap)
         return self._gathered(model, model_state(model))
 
@@ -285,26 +286,17 @@ class PipelineStrategy(MeshStrategy):
         own = {layout.local_names.get(name, name): value for name, value in state.items() if name in layout.tensors}
         super().load_average(average, own, layout)
 
-    def gather_state(
-        self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
-    ) -> Gathered | None:
-        kind, everyone, gathered = self.settings.state_dict_type, self.state.collectives, Gathered()
-        for index, state in enumerate(weights):
-            shard_format = self.settings.sharded_state_format
-            gather_one(kind, MODEL_STEM, index, state, everyone, into=gathered, shard_format=shard_format)
-        for index, optimizer in enumerate(optimizers):
-            model = owner_of(optimizer, models, f"optimizer {index}")
-            names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]
-            state = rename_optimizer_state(optimizer_state(model, optimizer), names, groups)
-            if kind is StateDictType.FULL_STATE_DICT:
-                entries = state["state"].items()
-                flat = {(name, key): value for name, values in entries for key, value in values.items()}
-                full: dict[str, dict[str, Any]] = {}
-                for (name, key), value in collect(flat, self.mesh, self.state.device, on_disk).items():
-                    full.setdefault(name, {})[key] = value
-                state = {**state, "state": full}
-            gather_one(kind, OPTIMIZER_NAME, index, state, everyone, into=gathered)
-        return gathered
+    def state_of_optimizer(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        names, groups = self._pipelines[model].saved_names(), self._group_names[optimizer]
+        state = rename_optimizer_state(super().state_of_optimizer(model, optimizer), names, groups)
+        if self.settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            entries = state["state"].items()
+            flat = {(name, key): value for name, values in entries for key, value in values.items()}
+            full: dict[str, dict[str, Any]] = {}
+            for (name, key), value in collect(flat, self.mesh, self.state.device, on_disk).items():
+                full.setdefault(name, {})[key] = value
+            state = {**state, "state": full}
+        return state
 
     def layout(self, model: nn.Module) -> Layout:
         pipeline = self._pipelines.get(model)
@@ -333,14 +325,3 @@ def _is_reentrant(module: nn.Module) -> bool:
     """Return True if a model of Transformers checkpoints this module by the reentrant function."""
     keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     return _is_recomputed(module) and keywords.get("use_reentrant") is True
-
-
-def _stage_collectives(mesh: DeviceMesh, state: PartialState) -> Collectives:
-    """Return the collectives of the ranks with shards or copies of the same stage; a collective call."""
-    others = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
-    if not others:
-        return Collectives()
-    if len(others) == 1:
-        return collectives_over(mesh, others[0], state)
-    flat = flatten_mesh(mesh[others], "stage")
-    return state.collectives.over(flat.get_group())

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_checkpoint.names import AVERAGE_NAME
+from accel_checkpoint.names import AVERAGE_NAME, FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_state import AcceleratorState, DistributedType, PartialState, get_logger
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
@@ -26,8 +26,8 @@ from ..core.max_norm import refuse_max_norm
 from ..core.quantized_layers import add_scales, check_sharded, start_with_scales_of_rank_0
 from ..core.types import Gathered, Layout
 from ..core.unwrap import clean_name, names_in_order
-from ..fsdp.checkpoint.files import gather, gather_one
-from ..fsdp.checkpoint.state_dicts import layout_of, model_state, owner_of
+from ..fsdp.checkpoint.files import gather_one
+from ..fsdp.checkpoint.state_dicts import layout_of, model_state, optimizer_state, owner_of
 from ..fsdp.param_remap import Replacements, step_kinds_apart
 from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.quantized_states import decide_by_whole
@@ -235,9 +235,21 @@ class ShardedStrategy(Strategy):
         self, models: Sequence[nn.Module], weights: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> Gathered | None:
         owners = [owner_of(optimizer, models, f"optimizer {index}") for index, optimizer in enumerate(optimizers)]
-        pairs = list(zip(owners, optimizers, strict=True))
-        settings = self.settings
-        return gather(settings.state_dict_type, weights, pairs, self.state.collectives, settings.sharded_state_format)
+        states = (self.state_of_optimizer(*pair) for pair in zip(owners, optimizers, strict=True))  # one at a time
+        gathered = Gathered()
+        self._gather_each(FSDP_MODEL_NAME, weights, gathered)
+        self._gather_each(OPTIMIZER_NAME, states, gathered)
+        return gathered
+
+    def state_of_optimizer(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's parts of an optimizer's state by parameter name. Every rank must call it."""
+        return optimizer_state(model, optimizer)
+
+    def _gather_each(self, stem: str, states: Iterable[dict[str, Any]], gathered: Gathered) -> None:
+        """Prepare models, averages or optimizers for writing. Every rank must call it."""
+        kind, shard_format = self.settings.state_dict_type, self.settings.sharded_state_format
+        for index, state in enumerate(states):
+            gather_one(kind, stem, index, state, self.state.collectives, into=gathered, shard_format=shard_format)
 
     def average_state(self, average: Any) -> dict[str, Any]:
         parameters, shapes = self.averaged_parameters(average.model), packed_shapes(average.model)
@@ -254,22 +266,19 @@ class ShardedStrategy(Strategy):
         return self._gathered(average.model, state)
 
     def _gathered(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return whole tensors on rank 0, in CPU memory. Every rank must call it."""
-        gathered = {}
+        """Return whole tensors on rank 0, in CPU memory, tied ones once. Every rank must call it."""
+        tied = {name: number for number, names in enumerate(self.ties.get(model, ())) for name in names}
+        whole: dict[Any, Any] = {}
         for name, value in state.items():
-            full = full_tensor(value)
-            if self.state.is_main_process:
-                gathered[name] = full.to("cpu", copy=True)
-        return gathered
+            key = tied.get(name, name)
+            if key not in whole:
+                full = full_tensor(value)
+                kept = full.detach().to("cpu", copy=True) if isinstance(full, torch.Tensor) else full
+                whole[key] = kept if self.state.is_main_process else None
+        return {name: whole[tied.get(name, name)] for name in state} if self.state.is_main_process else {}
 
     def gather_averages(self, states: Sequence[dict[str, Any]], gathered: Gathered) -> None:
-        kind, everyone, shard_format = (
-            self.settings.state_dict_type,
-            self.state.collectives,
-            self.settings.sharded_state_format,
-        )
-        for index, state in enumerate(states):
-            gather_one(kind, AVERAGE_NAME, index, state, everyone, into=gathered, shard_format=shard_format)
+        self._gather_each(AVERAGE_NAME, states, gathered)
 
     def load_average(self, average: Any, state: dict[str, Any], layout: Layout) -> None:
         parts = {name: local(unpack(value)) for name, value in state.items()}

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,23 +46,6 @@ from .state_dicts import State
 
 _OF_MODELS: Final = ((MODEL_STEM, "bin"), (SAFE_MODEL_NAME, "safetensors"), (MODEL_NAME, "bin"))
 OF_AVERAGES: Final = ((AVERAGE_NAME, "safetensors"), (AVERAGE_NAME, "bin"))
-
-
-def gather(
-    kind: StateDictType,
-    weights: Sequence[State],
-    optimizers: Sequence[tuple[nn.Module, Optimizer]],
-    collectives: Collectives,
-    shard_format: str = "dcp",
-) -> Gathered:
-    """Prepare models and optimizers for writing. Every rank must call it."""
-    gathered = Gathered()
-    for index, state in enumerate(weights):
-        gather_one(kind, MODEL_STEM, index, state, collectives, into=gathered, shard_format=shard_format)
-    for index, (model, optimizer) in enumerate(optimizers):
-        state = state_dicts.optimizer_state(model, optimizer)
-        gather_one(kind, OPTIMIZER_NAME, index, state, collectives, into=gathered)
-    return gathered
 
 
 def gather_one(
