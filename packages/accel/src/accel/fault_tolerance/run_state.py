@@ -76,14 +76,12 @@ def restore(accelerator: Any, state: dict[str, Any]) -> None:
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Any]:
-    buffers = {id(buffer) for buffer in model.buffers()}
-    state = model.state_dict(keep_vars=True)
-    return {
-        name: value.detach().clone()
-        if id(value) in buffers
-        else _local(getattr(value, "detach", lambda value=value: value)())
-        for name, value in state.items()
-    }
+    buffers = set(map(id, model.buffers()))
+    weights = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        own = _local(value.detach() if isinstance(value, torch.Tensor) else value)
+        weights[name] = own.clone() if id(value) in buffers else own
+    return weights
 
 
 def _local(value: Any) -> Any:

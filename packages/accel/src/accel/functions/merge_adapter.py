@@ -78,12 +78,11 @@ def merge_adapter_weights(
     """
     state = PartialState()
     check_shard_size(max_shard_size)
-    wanted = None if dtype is None else _dtype(dtype)
-    source, low_rank, target = (
-        as_path("base", base),
-        as_path("adapter", adapter),
-        as_location("output_path", output_path),
-    )
+    wanted = dtype if dtype is None or isinstance(dtype, torch.dtype) else DTYPES.get(dtype)
+    if dtype is not None and wanted not in DTYPES.values():
+        raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}. Leave it out to keep the base's.")
+    source, low_rank = as_path("base", base), as_path("adapter", adapter)
+    target = as_location("output_path", output_path)
     if isinstance(target, Path) and target.resolve() in (source.resolve(), low_rank.resolve()):
         raise ConfigurationError(f"output_path={target} would overwrite what is merged. Give another directory.")
     written: list[str] = []
@@ -94,13 +93,6 @@ def merge_adapter_weights(
             _copy_the_rest(source, folder, merge.config, wanted)
     state.wait_for_everyone()
     return written
-
-
-def _dtype(value: str | torch.dtype) -> torch.dtype:
-    found = value if isinstance(value, torch.dtype) else DTYPES.get(value)
-    if found is None or found not in DTYPES.values():
-        raise ConfigurationError(f"dtype={value!r} is not one of {', '.join(DTYPES)}. Leave it out to keep the base's.")
-    return found
 
 
 class _Tensors:
@@ -264,7 +256,13 @@ class _Merge:
         given = embedding or bool(self.settings.get("fan_in_fan_out"))
         if len(fits) == 1 and given != fits[0] and not embedding:
             # PEFT decides by layer and saves the last decision, which square layers of a mixed model do not tell.
-            self._refuse_square(weight)
+            for name in self.adapter.names():
+                other = name.replace("_A", "_B")
+                if ".lora_A." in name and self.adapter.shape(name)[1] == self.adapter.shape(other)[0]:
+                    raise ConfigurationError(
+                        f"fan_in_fan_out={given} of the adapter does not fit {weight}, so it is unknown whether {name} "
+                        "is transposed. Merge this adapter with PEFT's merge_and_unload()."
+                    )
         if embedding:
             self._refuse_tied(weight)
         scale = _scale(self.settings, module, rows[0])
@@ -289,17 +287,6 @@ class _Merge:
                 "on, saved with save_pretrained by the version of Transformers that the adapter was trained with; "
                 "weights of tied embeddings are saved under one name only."
             )
-
-    def _refuse_square(self, weight: str) -> None:
-        squares = [name for name in self.adapter.names() if ".lora_A." in name and self._is_square(name)]
-        if squares:
-            raise ConfigurationError(
-                f"fan_in_fan_out={bool(self.settings.get('fan_in_fan_out'))} of the adapter does not fit {weight}, so "
-                f"it is unknown whether {squares[0]} is transposed. Merge this adapter with PEFT's merge_and_unload()."
-            )
-
-    def _is_square(self, first: str) -> bool:
-        return self.adapter.shape(first)[1] == self.adapter.shape(first.replace("_A", "_B"))[0]
 
     def _refuse_tied(self, weight: str) -> None:
         if self.config.get("tie_word_embeddings") is not False:

@@ -10,7 +10,7 @@ from accel_data.batch_ops import count_samples
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
 from accel_state.logging import warn_once
-from accel_state.operations import gather, gather_object, recursively_apply
+from accel_state.operations import gather, gather_object
 from accel_state.operations.nested import is_container, leaves, replace_leaves
 from accel_state.operations.ragged import gather_ragged
 
@@ -41,7 +41,8 @@ def gather_for_metrics(
     """
     loader = loader_of(data, loader, gradient_state)
     collectives = collectives or state.collectives
-    as_objects = use_gather_object or not _only_tensors(data)
+    others = leaves(data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item))
+    as_objects = use_gather_object or bool(others)
     if getattr(loader, "has_padding", False):
         if as_objects:
             _warn_about_objects_of_ranks(data)
@@ -108,14 +109,6 @@ def _gather_shares(data: Any, state: PartialState, loader: Any, samples: Collect
                 gathered[number] = torch.cat(kept)
     found = iter(gathered)
     return replace_leaves(data, (next(found if leaf.ndim else values) for leaf in own))
-
-
-def _only_tensors(data: Any) -> bool:
-    others: list[Any] = []
-    recursively_apply(
-        others.append, data, test_type=lambda item: not isinstance(item, torch.Tensor) and not is_container(item)
-    )
-    return not others
 
 
 def _gather_ragged(data: Any, real_samples: int | None, collectives: Collectives, as_objects: bool) -> Any:

@@ -116,20 +116,16 @@ def _not_hidden(model: Any) -> Iterable[tuple[str, str, torch.Tensor]]:
         if weight is None:
             continue
         label = clean_name(f"{name}.weight" if name else "weight")
+        # The model's own linear layer, outside of blocks, called or shaped like a head.
+        is_own = isinstance(module, nn.Linear) and name and not name.startswith(repeated)
+        is_named = name.rpartition(".")[2] in HEADS
         if module in tables:
             yield "an embedding", label, weight
-        elif module is last or _is_head(name, module, repeated, shapes):
+        elif module is last or (is_own and (is_named or tuple(weight.shape) in shapes)):
             yield "the output layer", label, weight
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             yield "a vector", clean_name(name), parameter
-
-
-def _is_head(name: str, module: Any, repeated: tuple[str, ...], shapes: set[tuple[int, ...]]) -> bool:
-    """Return True if a module is the model's own linear layer, outside of blocks, called or shaped like a head."""
-    if not isinstance(module, nn.Linear) or not name or name.startswith(repeated):
-        return False
-    return name.rpartition(".")[2] in HEADS or tuple(module.weight.shape) in shapes
 
 
 @dataclass
