@@ -86,7 +86,7 @@ def test_the_version_is_that_of_the_interface() -> None:
 def test_modules_are_those_of_accel() -> None:
     import accelerate
     import accelerate.utils.fsdp_utils
-    from accelerate.accelerator import Accelerator, AcceleratorState
+    from accelerate.accelerator import Accelerator, AcceleratorState, get_state_dict_offloaded_model
     from accelerate.commands.config import default_config_file
     from accelerate.utils import set_seed
 
@@ -96,6 +96,7 @@ def test_modules_are_those_of_accel() -> None:
         module = importlib.import_module(f"accelerate.{name}")
         assert module is importlib.import_module(f"accel.{name}")
         assert module.__spec__.name == f"accel.{name}"  # importing it under the other name did not change it
+    assert get_state_dict_offloaded_model is accel.utils.modeling.get_state_dict_offloaded_model  # of llmcompressor
     assert set_seed is accel.utils.set_seed and default_config_file.endswith(".yaml")
     with pytest.raises(ModuleNotFoundError, match="accelerate.no_such_module"):
         importlib.import_module("accelerate.no_such_module")

@@ -21,7 +21,7 @@ _TEST_UTILS = ("accelerate.test_utils", "accelerate.test_utils.testing")
 # Where to find names that a module of the reference has only because it imports them from another one.
 _HOMES = (
     "accel.utils", "accel.state", "accel.data_loader", "accel.checkpointing", "accel.tracking", "accel.big_modeling",
-    "accel.utils.constants", "accel", "accel.commands.config.config_args", "accel_compat.names",
+    "accel.utils.modeling", "accel.utils.constants", "accel", "accel.commands.config.config_args", "accel_compat.names",
     "accel_compat.parsers",
 )  # fmt: skip
 

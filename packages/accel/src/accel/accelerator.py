@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import sys
@@ -1900,18 +1899,3 @@ def _tensors(parameters: Any, call: str) -> list[torch.Tensor]:
     if chosen and not isinstance(chosen[0], torch.Tensor):
         check_type(chosen[0], torch.Tensor, call, hint)
     return chosen
-
-
-def __getattr__(name: str) -> Any:
-    # Libraries import helpers from this module, too: `from accelerate.accelerator import AcceleratorState`.
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module("accel.state" if name.endswith("State") else "accel.utils")
-    try:
-        return getattr(home, name)
-    except AttributeError:
-        # llmcompressor takes get_state_dict_offloaded_model from here.
-        modeling = importlib.import_module("accel.utils.modeling")
-        if name not in dir(modeling):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        return getattr(modeling, name)
