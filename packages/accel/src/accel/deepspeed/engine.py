@@ -20,6 +20,7 @@ from accel_state.operations import recursively_apply
 from ..contract.optimizer import AcceleratedOptimizer
 from ..contract.scheduler import AcceleratedScheduler
 from ..core.compile import compile_model, compile_regions
+from ..core.elementwise import refuse_unless_elementwise
 from ..core.unwrap import is_compiled_wrapper
 from . import gradients, master_weights
 from .config import PreparedFacts
@@ -390,6 +391,8 @@ class EngineBuilder:
                 "the other stages keep within 0.03 of bf16 autocast after many. Set zero_stage=1, which shards the "
                 "optimizer state alone, or train with DDP."
             )
+        if stage > 0 and isinstance(group.optimizer, Optimizer):
+            refuse_unless_elementwise(group.optimizer, f"ZeRO stage {stage}", "fsdp_version=2 or DDP")
         if stage == 3 and is_compiled_wrapper(group.model):
             raise ConfigurationError(
                 "ZeRO stage 3 gathers the parameters of the model's own modules, and cannot do so inside the wrapper "

@@ -34,6 +34,7 @@ from .._torch_compat import (
     set_sync_gradients,
 )
 from ..contract.accumulated_gradients import AccumulatedGradients
+from ..core.elementwise import refuse_unless_elementwise
 from ..core.grad_norm import Groups
 from ..core.torch_clipping import refuse_torchs_clipping
 from ..core.types import Layout
@@ -49,8 +50,6 @@ from .gathered_parameters import gather_to_save, refusing_changes
 from .sharded import ShardedStrategy
 from .unit_order import UnitOrder
 
-# Optimizers that use the shapes of parameters, not only single elements.
-_NEED_SHAPES = ("Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW")
 logger: Final = get_logger(__name__)
 
 
@@ -204,17 +203,12 @@ class FSDP1Strategy(ShardedStrategy):
                 "first step (some optimizers, such as Adagrad, have state from the start), or set "
                 "use_orig_params=True (--fsdp_use_orig_params true)."
             )
+        if any(item in self._groups or item in self._flattened for item in parameters):
+            refuse_unless_elementwise(optimizer, "fsdp_version=1", "fsdp_version=2 or DDP")
         for parameter in parameters:
             if parameter in self._spans:
                 self._shard_state(parameter, optimizer.state.get(parameter, {}))
         super().remap_optimizer(optimizer)
-        if type(optimizer).__name__ in _NEED_SHAPES and any(item in self._groups for item in parameters):
-            logger.warning(
-                "%s uses the rows and columns of parameters, but fsdp_version=1 gives it pieces of flat parameters: "
-                "training will differ from one process. Use fsdp_version=2 or an element-wise optimizer such as AdamW.",
-                type(optimizer).__name__,
-                main_process_only=True,
-            )
         for group in optimizer.param_groups:
             group["params"] = self._merged(group["params"])
         self._order.watch(optimizer)

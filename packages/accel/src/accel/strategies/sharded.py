@@ -19,6 +19,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import check_before_loading, has_gradient_hooks
 from ..contract.strategy import Strategy
+from ..core.elementwise import refuse_global_statistics
 from ..core.fused_dtensor import full_tensor, pack, packed_shapes, unpack
 from ..core.grad_norm import Groups, distinct, norm_of, power_sum, scale_to_norm
 from ..core.local_part import local
@@ -128,6 +129,7 @@ class ShardedStrategy(Strategy):
                 f"LBFGS cannot be used with {type(self).__name__}: it computes with products of all gradients, of "
                 "which a rank holds a part. Use DDP, or another optimizer, such as torch.optim.AdamW."
             )
+        refuse_global_statistics(optimizer, type(self).__name__)
         self.replacements.apply(optimizer)
         decide_by_whole(optimizer, self.state.collectives)
         if optimizer not in self._stepped_apart:
