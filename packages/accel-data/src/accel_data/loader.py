@@ -303,12 +303,24 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
             num_processes=self.layout.num_processes,
             num_workers=self.base_dataloader.num_workers,
         )
-        if clock.current is None or not clock.current.open:
+        iteration = clock.current
+        if iteration is None or not iteration.open:
             self._describe_next_epoch(point)
         else:
-            self._describe_iteration(point, clock.current)
+            point.finished = iteration.finished
+            point.position = self._position(iteration)
+            point.order = {} if iteration.progress is None else iteration.progress.origin or {}
+            point.begin = iteration.begin
+            if iteration.tracker is not None:
+                point.read_ahead = iteration.tracker.read_ahead()
+                point.source = iteration.tracker.source()
+            if iteration.workers is not None and self._sharded is None:
+                # Iterable data is read again from the start of the epoch, with the random numbers of its workers.
+                point.workers = iteration.workers.to_plain_at_start()
+            elif iteration.workers is not None:
+                point.workers = iteration.workers.to_plain(self._batches_out(iteration))
         if self.use_stateful_dataloader and not point.source:
-            point.source = self._state_of_torchdata(clock.current)
+            point.source = self._state_of_torchdata(iteration)
         return point.to_state()
 
     def _state_of_torchdata(self, iteration: Iteration | None) -> dict[str, Any]:
@@ -326,21 +338,6 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         # A resumed epoch begins at its position, which torchdata does not count.
         scale = self._sharded.step_size * self.layout.position_scale
         return with_steps(state, -(-self._position(iteration) // scale))
-
-    def _describe_iteration(self, point: ResumePoint, iteration: Iteration) -> None:
-        point.finished = iteration.finished
-        point.position = self._position(iteration)
-        point.order = {} if iteration.progress is None else iteration.progress.origin or {}
-        point.begin = iteration.begin
-        if iteration.tracker is not None:
-            point.read_ahead = iteration.tracker.read_ahead()
-            point.source = iteration.tracker.source()
-        if iteration.workers is not None:
-            if self._sharded is None:
-                # Iterable data is read again from the start of the epoch, with the random numbers of its workers.
-                point.workers = iteration.workers.to_plain_at_start()
-            else:
-                point.workers = iteration.workers.to_plain(self._batches_out(iteration))
 
     def _describe_next_epoch(self, point: ResumePoint) -> None:
         """Fill in the generators of this loader at the start of the next epoch; global generators are not its own."""
