@@ -53,12 +53,13 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, torch.Tensor]) -> dic
     owners: dict[tuple[torch.device, int, int], str] = {}
     cleaned: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
-        identity = (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = id_tensor_storage(tensor)
+        identity = (*memory, tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.numel() and tensor.device.type != "meta" and names.setdefault(identity, name) != name:
             continue
         contiguous = tensor.detach().contiguous()
         # Different views of the same memory are copied: the format has no views.
-        if contiguous.numel() and owners.setdefault(id_tensor_storage(contiguous), name) != name:
+        if contiguous.numel() and tensor.is_contiguous() and owners.setdefault(memory, name) != name:
             contiguous = contiguous.clone()
         cleaned[name] = contiguous
     return cleaned
