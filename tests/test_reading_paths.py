@@ -13,7 +13,7 @@ LIMITS = {
     "training step": (11, 25, 25),
     "Accelerator()": (21, 60, 105),
     "prepare": (19, 60, 95),
-    "save_state": (18, 69, 160),
+    "save_state": (17, 63, 140),
     "load_state": (16, 56, 140),
     "launch of 2 processes": (32, 150, 900),
 }

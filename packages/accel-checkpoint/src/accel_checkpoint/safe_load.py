@@ -139,15 +139,13 @@ def read_safetensors(path: str | os.PathLike[str], map_location: Any = "cpu") ->
     return weights if device.type == "cpu" else {name: weight.to(device) for name, weight in weights.items()}
 
 
-def _is_plain(value: Any) -> bool:
-    """Return True if a value holds only tensors, numbers, strings and containers, which always load without code.
-
-    False, too, for what holds very many things, or itself.
-    """
+def check_readable(path: Path, value: Any, what: str) -> None:
+    """Raise CheckpointError if a file to which a value was just written cannot be loaded without running code."""
+    # Tensors, numbers, strings and containers of them always can. What holds very many things, or itself, is read.
     pending = [value]
     for _ in range(_MOST):
         if not pending:
-            return True
+            return
         one = pending.pop()
         kind = type(one)
         if kind is dict:
@@ -157,16 +155,9 @@ def _is_plain(value: Any) -> bool:
             pending += one
         elif kind in (torch.Tensor, nn.Parameter):
             if one.__dict__ or one.layout is not torch.strided or one.is_quantized:
-                return False
+                break
         elif kind not in _PLAIN:
-            return False
-    return False
-
-
-def check_readable(path: Path, value: Any, what: str) -> None:
-    """Raise CheckpointError if a file to which a value was just written cannot be loaded without running code."""
-    if _is_plain(value):
-        return
+            break
     try:
         with allowing_harmless():
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -53,28 +53,25 @@ _sums_lock: Final = threading.Lock()
 _sums_before: Final[list[bool]] = []  # the option of torch.save before each block in progress
 
 
-class HashingFile(io.RawIOBase):
+class HashingFile(io.FileIO):
     """A file to write to, whose blocks are hashed as they are written.
 
     Small parts should be written through an :class:`io.BufferedWriter`.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = open_for_writing(path)
+        super().__init__(open_for_writing(path), "wb")
         self._size = 0
         self._digest = xxhash.xxh3_128()
         self._digests: list[str] = []
         self.error: BaseException | None = None
         """What went wrong while writing: torch replaces this error by one of its own."""
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         left = view = memoryview(data).cast("B")
         while left:
             try:
-                written = left[: os.write(self._descriptor, left[:BLOCK_BYTES])]
+                written = left[: os.write(self.fileno(), left[:BLOCK_BYTES])]
             except BaseException as error:
                 self.error = error
                 raise
@@ -91,16 +88,10 @@ class HashingFile(io.RawIOBase):
 
     def finish(self) -> FileRecord:
         """Close the file after everything was written."""
-        self.abandon()
+        self.close()
         if self._size % BLOCK_BYTES or not self._size:
             self._digests.append(self._digest.hexdigest())
         return FileRecord(self._size, tuple(self._digests))
-
-    def abandon(self) -> None:
-        """Close the file."""
-        # torch may write once more, when another file has this descriptor.
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
 
 
 @contextmanager
@@ -136,7 +127,7 @@ def write_parts(
                 part.write_value(on_host(part.value) if on_device else part.value, target)
                 target.flush()
             except BaseException as error:
-                file.abandon()
+                file.close()  # torch may write once more: a closed file refuses that
                 if file.error is not None and file.error is not error:
                     raise file.error from error  # torch's error does not say why it could not write
                 raise
@@ -191,11 +182,8 @@ def write_manifest(
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         files=dict(sorted(records.items())),
     )
-    file = HashingFile(directory / MANIFEST_NAME)
-    try:
+    with HashingFile(directory / MANIFEST_NAME) as file:
         file.write(manifest.text().encode("ascii"))
-    finally:
-        file.abandon()
     sync(directory / MANIFEST_NAME)
     sync(directory)
     return manifest
@@ -329,7 +317,18 @@ class StateWriter:
                 error: Exception | None = None
                 try:
                     yield
-                    written = self._write()
+                    directory, packed = self.directory, self._pack() if self._packs else {}
+                    own_folder = self.parts and not (self.is_writer or self._joined)
+                    if own_folder and isinstance(directory, CheckpointDirectory):
+                        directory.stage(self.rank)
+                        self._staged = True
+                    with directory.explaining_write_errors():
+                        write = write_parts if self.process is None else self.process.write_parts
+                        records = write(directory.partial, self.parts, self.workers, self.on_device)
+                        if isinstance(directory, RemoteDirectory):
+                            records = directory.hand_over(records)
+                    self.parts = ()
+                    written = _Written(records, packed, [])
                 except Exception as raised:
                     error = raised
                 # A rank that has failed takes part too, unless it has lost the others.
@@ -353,21 +352,6 @@ class StateWriter:
             self.directory.abandon()  # what is left of a directory of its own
         if not self.each_node:
             self.target = outcome.reports[0].value[0]
-
-    def _write(self) -> _Written:
-        """Write the files of this rank."""
-        packed = self._pack() if self._packs else {}
-        directory = self.directory
-        if isinstance(directory, CheckpointDirectory) and self.parts and not (self.is_writer or self._joined):
-            directory.stage(self.rank)
-            self._staged = True
-        with directory.explaining_write_errors():
-            write = write_parts if self.process is None else self.process.write_parts
-            records = write(directory.partial, self.parts, self.workers, self.on_device)
-            if isinstance(directory, RemoteDirectory):
-                records = directory.hand_over(records)
-        self.parts = ()
-        return _Written(records, packed, [])
 
     def _pack(self) -> dict[str, bytes]:
         """Take the small files from those to write, and return what they would hold."""

@@ -40,7 +40,7 @@ from ..core.project import ProjectConfiguration
 from ..setup.prepare import Preparation
 from ..training.gradient_accumulation import Accumulation
 from . import accumulation_state
-from .contents import TrainingObjects, collect
+from .contents import TrainingObjects, collect, refuse_each_node, refuse_unsavable
 from .loader import StateReader
 
 logger: Final = get_logger(__name__)
@@ -142,7 +142,7 @@ class Checkpointer:
         """Return the path of the next state; raises ConfigurationError for settings that no state can be saved with."""
         project = self.project
         if self._strategy.shards_parameters or self._strategy.uses_engine:
-            weights_io.refuse_each_node(self._process, project.save_on_each_node)
+            refuse_each_node(self._process, project.save_on_each_node)
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError(
@@ -183,17 +183,18 @@ class Checkpointer:
         communicates = strategy.shards_parameters or strategy.uses_engine
         weights = list(map(strategy.weights_to_save, prepared.models))
         for model, state in zip(prepared.models, weights, strict=True):
-            weights_io.refuse_unsavable(model, state)
+            refuse_unsavable(model, state)
         hooks, hooked = list(self.save_hooks.values()), [False]
         if communicates or hooks:
             hooked = writer.begin_together(collectives, bool(hooks))
         else:
             writer.begin(collectives)
-        # A rank whose hook fails must not leave others waiting for it.
-        agreed = on_all_ranks(collectives, f"saving {writer.target}") if communicates and any(hooked) else nullcontext()
-        with agreed, writer.directory.explaining_write_errors():
-            for hook in hooks:
-                hook(list(prepared.models), weights, str(writer.directory.partial))
+        if any(hooked):
+            # A rank whose hook fails must not leave others waiting for it.
+            agreed = on_all_ranks(collectives, f"saving {writer.target}") if communicates else nullcontext()
+            with agreed, writer.directory.explaining_write_errors():
+                for hook in hooks:
+                    hook(list(prepared.models), weights, str(writer.directory.partial))
         objects = self._objects()
         gathered = strategy.gather_state(objects.models, weights, objects.optimizers)
         averages = list(map(strategy.average_state, objects.averages))
@@ -311,7 +312,7 @@ class Checkpointer:
         max_shard_size: int | str,
         safe_serialization: bool,
     ) -> None:
-        weights_io.refuse_unsavable(model, state_dict)
+        refuse_unsavable(model, state_dict)
         if self._is_writer:
             place = as_location("save_directory", save_directory)
             with written_directory(place, weights_io.is_weights_file) as directory:
@@ -325,7 +326,7 @@ class Checkpointer:
                 f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
         if self._strategy.shards_parameters:
-            weights_io.refuse_each_node(self._process, self.project.save_on_each_node)
+            refuse_each_node(self._process, self.project.save_on_each_node)
 
     def register(self, objects: tuple[Any, ...]) -> None:
         wrong = []

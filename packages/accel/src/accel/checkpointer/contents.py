@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from accel_checkpoint.names import (
     LOADER_NAME,
@@ -22,7 +23,9 @@ from accel_checkpoint.parts import Part, WeightsPart
 from accel_checkpoint.rng_state import capture_rng
 from accel_checkpoint.safe_load import MANIFEST_MARK
 from accel_data import SeedableRandomSampler, get_sampler
+from accel_state import PartialState
 from accel_state.devices.base import Device
+from accel_state.errors import ConfigurationError
 from accel_state.safetensors_writer import safetensors_content
 
 from ..core.weights_io import MODEL_NAME, SAFE_MODEL_NAME, average_part
@@ -111,3 +114,30 @@ def seeded_samplers(dataloaders: Sequence[Any]) -> dict[int, SeedableRandomSampl
     """Return the samplers whose order follows from a seed and the epoch, by the index of their loader."""
     samplers = {index: get_sampler(loader) for index, loader in enumerate(dataloaders)}
     return {index: sampler for index, sampler in samplers.items() if isinstance(sampler, SeedableRandomSampler)}
+
+
+def refuse_each_node(state: PartialState, each_node: bool) -> None:
+    """Refuse to save a model on each of several nodes if it is sharded over all of their ranks."""
+    if each_node and state.environment.num_nodes > 1:
+        raise ConfigurationError(
+            f"save_on_each_node=True saves everything on each node, and this model is sharded over the ranks of "
+            f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without "
+            "save_on_each_node."
+        )
+
+
+class EmptyWeightsError(ConfigurationError, RuntimeError):
+    """A model is to be saved whose weights are on the meta device."""
+
+
+def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Refuse to save a model if some of its tensors have no values."""
+    empty = []
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            empty.append(name)
+    if empty:
+        raise EmptyWeightsError(
+            f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta "
+            f"device), among them {', '.join(empty[:3])}. Load its weights first."
+        )

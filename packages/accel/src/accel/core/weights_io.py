@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from accel_checkpoint.atomic_file import write_atomically
 from accel_checkpoint.names import AVERAGE_NAME, numbered
@@ -151,30 +150,3 @@ def save_model_weights(
 def is_weights_file(name: str) -> bool:
     """Return True if :func:`save_model_weights` gives files this name."""
     return _WEIGHTS_FILE.fullmatch(name) is not None
-
-
-def refuse_each_node(state: PartialState, each_node: bool) -> None:
-    """Refuse to save a model on each of several nodes if it is sharded over all of their ranks."""
-    if each_node and state.environment.num_nodes > 1:
-        raise ConfigurationError(
-            f"save_on_each_node=True saves everything on each node, and this model is sharded over the ranks of "
-            f"{state.environment.num_nodes} nodes. Save to a file system that all nodes share, without "
-            "save_on_each_node."
-        )
-
-
-class EmptyWeightsError(ConfigurationError, RuntimeError):
-    """A model is to be saved whose weights are on the meta device."""
-
-
-def refuse_unsavable(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuse to save a model if some of its tensors have no values."""
-    empty = []
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            empty.append(name)
-    if empty:
-        raise EmptyWeightsError(
-            f"{type(model).__name__} cannot be saved: {len(empty)} tensors have no values (they are on the meta "
-            f"device), among them {', '.join(empty[:3])}. Load its weights first."
-        )
