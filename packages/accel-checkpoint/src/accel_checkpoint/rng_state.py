@@ -63,40 +63,36 @@ def restoring_rng(state: Any, device: Device, path: Path, new_rank: int | None =
         torch.Generator().set_state(state["torch_manual_seed"])
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
+    of_device = state.get(f"torch_{device.name}_manual_seed")
     if device.name != "cpu":
-        _check_device_rng(state, device, path)
+        if of_device is None:
+            raise CheckpointError(
+                f"{path} has no state of the generators of {device.name} devices: it was saved on another kind of "
+                "device, so training cannot continue with the same random numbers. Load it on that kind, or load only "
+                "the model."
+            )
+        index = require_number(state.get("device_index", 0), f"{path}: device_index")
+        is_list = isinstance(of_device, (list, tuple))
+        if not is_list or not (index < len(of_device) or len(of_device) == device.device_count()):
+            raise CheckpointError(
+                f"{path} holds a damaged state of the random number generators of {device.name} devices."
+            )
 
     def restore() -> None:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         torch.set_rng_state(state["torch_manual_seed"])
-        if device.name != "cpu":
-            _restore_device_rng(state, device, path)
+        if device.name == "cpu":
+            return
+        try:
+            if len(of_device) == device.device_count():
+                device.set_rng_state_all(of_device)
+            else:  # this process sees another number of devices than when it was saved, and uses its own
+                device.set_rng_state(of_device[state.get("device_index", 0)])
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
 
     return restore
-
-
-def _check_device_rng(state: dict[str, Any], device: Device, path: Path) -> None:
-    states = state.get(f"torch_{device.name}_manual_seed")
-    if states is None:
-        raise CheckpointError(
-            f"{path} has no state of the generators of {device.name} devices: it was saved on another kind of device, "
-            "so training cannot continue with the same random numbers. Load it on that kind, or load only the model."
-        )
-    index = require_number(state.get("device_index", 0), f"{path}: device_index")
-    if not isinstance(states, (list, tuple)) or not (index < len(states) or len(states) == device.device_count()):
-        raise CheckpointError(f"{path} holds a damaged state of the random number generators of {device.name} devices.")
-
-
-def _restore_device_rng(state: dict[str, Any], device: Device, path: Path) -> None:
-    states = state[f"torch_{device.name}_manual_seed"]
-    try:
-        if len(states) == device.device_count():
-            device.set_rng_state_all(states)
-        else:  # this process sees another number of devices than when it was saved, and uses its own
-            device.set_rng_state(states[state.get("device_index", 0)])
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise CheckpointError(f"{path} holds a damaged state of random number generators: {error}") from error
 
 
 def _seeding_new_rank(base: Any, rank: int, device: Device, path: Path) -> Callable[[], None]:

@@ -89,7 +89,10 @@ class SaveProcess:
         """
         content = dumps((list(memory.segments), function, arguments), memory)
         try:
-            self._send_segments(memory)
+            for number, segment in memory.segments.items():
+                if self._sent.get(number) is not segment:
+                    self._channel.send(struct.pack("<QQ", number, segment.nbytes), (segment.descriptor,))
+            self._sent = dict(memory.segments)
             self._channel.send(content)
             outcome, *details = pickle.loads(self._channel.receive()[0])
         except (EOFError, OSError) as error:
@@ -104,12 +107,6 @@ class SaveProcess:
             raise details[0] from _TracebackError(details[1])
         result: T = details[0]
         return result
-
-    def _send_segments(self, memory: SharedMemory) -> None:
-        for number, segment in memory.segments.items():
-            if self._sent.get(number) is not segment:
-                self._channel.send(struct.pack("<QQ", number, segment.nbytes), (segment.descriptor,))
-        self._sent = dict(memory.segments)
 
     @property
     def pid(self) -> int:

@@ -191,7 +191,8 @@ def copy_checkpoint(path: Path, target: RemotePath, keep: int | None) -> None:
         raise CheckpointError(
             f"{path} is not complete: it lacks {lacking}. Upload a checkpoint that save has returned."
         )
-    if not is_copy(target, manifest):
+    there = read_manifest(target)
+    if there is None or (there.saved_at, there.files) != (manifest.saved_at, manifest.files):
         save = RemoteSave(target, new_save_id())
         try:
             save.begin()
@@ -202,12 +203,6 @@ def copy_checkpoint(path: Path, target: RemotePath, keep: int | None) -> None:
             raise
     if keep is not None and NUMBERED.fullmatch(target.name):
         rotate(target.parent, keep, target)
-
-
-def is_copy(target: RemotePath, manifest: Manifest) -> bool:
-    """Return True if a place in a store has the checkpoint of a manifest."""
-    there = read_manifest(target)
-    return there is not None and (there.saved_at, there.files) == (manifest.saved_at, manifest.files)
 
 
 def newest(directory: str | os.PathLike[str], url: str | os.PathLike[str] | None = None) -> Location | None:

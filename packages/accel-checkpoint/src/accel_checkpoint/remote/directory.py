@@ -15,8 +15,8 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -206,11 +206,9 @@ class RemoteDirectory:
         if self._is_writer:
             self._save.abandon()
 
-    @contextmanager
-    def explaining_write_errors(self) -> Iterator[None]:
+    def explaining_write_errors(self) -> AbstractContextManager[None]:
         """Raise the block's file system errors as CheckpointError with the free space."""
-        with self._local.explaining_write_errors():
-            yield
+        return self._local.explaining_write_errors()
 
 
 def _staging_folder() -> Path:

@@ -95,24 +95,14 @@ def described(content: memoryview, description: bytes, known: Descriptions) -> t
     return known[description]
 
 
-def map_tensor(content: memoryview, known: Descriptions) -> torch.Tensor | None:
-    """Return a tensor that shares the memory of an archive; None for anything but a contiguous tensor."""
+def load_tensor(content: memoryview, known: Descriptions) -> torch.Tensor:
+    """Return the tensor of an archive, in its memory if it is a plain, contiguous one."""
     found = data_range(content)
-    if found is None:
-        return None
-    begin, end, description = found
-    kind = described(content, description, known)
-    if kind is None or end - begin != kind[1].numel() * kind[0].itemsize:
-        return None
+    kind = None if found is None else described(content, found[2], known)
+    if found is None or kind is None or found[1] - found[0] != kind[1].numel() * kind[0].itemsize:
+        tensor: torch.Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return tensor
     dtype, shape = kind
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(content[begin:end], dtype=dtype).view(shape)
-
-
-def load_tensor(content: memoryview, known: Descriptions) -> torch.Tensor:
-    """Return the tensor of an archive, in its memory where that is possible."""
-    tensor = map_tensor(content, known)
-    if tensor is None:
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    return tensor
+    return torch.frombuffer(content[found[0] : found[1]], dtype=dtype).view(shape)
