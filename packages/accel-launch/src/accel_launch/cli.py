@@ -126,22 +126,18 @@ def version() -> str:
 
 
 def _print_help() -> int:
-    print(help_text())
-    return 0
-
-
-def help_text() -> str:
-    """Return the output of ``accel --help``: every installed command."""
+    """Print every installed command."""
     names = COMMANDS.names()
     width = max(len(name) for name in names)
     lines = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in names)
-    return (
+    print(
         f"usage: {PROGRAM} COMMAND [options]\n\n"
         "Start PyTorch scripts on one or many processes and machines.\n\n"
         f"commands:\n{lines}\n\n"
         "options:\n  -h, --help     show this help; `accel COMMAND --help` shows the options of a command\n"
         "  -V, --version  show the version\n"
     )
+    return 0
 
 
 def _summary(name: str) -> str:

@@ -117,7 +117,12 @@ def detect_context(settings: Resolution, environ: Mapping[str, str]) -> LaunchCo
     requested = variables.integer(TASKS_VARIABLE, minimum=1)
     if process is not None and process.world_size > 1:
         if process.local_world_size > 1 or process.world_size != process.num_nodes:
-            _check_process_count(settings, process)
+            if settings["num_processes"] not in (None, process.world_size):
+                raise ConfigurationError(
+                    f"{settings.where('num_processes')}, but {process.name} started {process.world_size} launchers, "
+                    f"{process.local_world_size} on this node, each of which becomes one process. Start one launcher "
+                    "on each node (srun --ntasks-per-node=1, mpirun -ppn 1), or leave num_processes out."
+                )
             return LaunchContext(Role.RANK, process.name, process)
         if is_explicit(settings, "num_machines") and settings["num_machines"] != process.num_nodes:
             return LaunchContext()
@@ -152,15 +157,6 @@ def is_explicit(settings: Resolution, name: str) -> bool:
 
 def _gives_place(settings: Resolution) -> bool:
     return is_explicit(settings, "machine_rank") or is_explicit(settings, "main_process_ip")
-
-
-def _check_process_count(settings: Resolution, process: Environment) -> None:
-    if settings["num_processes"] not in (None, process.world_size):
-        raise ConfigurationError(
-            f"{settings.where('num_processes')}, but {process.name} started {process.world_size} launchers, "
-            f"{process.local_world_size} on this node, each of which becomes one process. Start one launcher on each "
-            "node (srun --ntasks-per-node=1, mpirun -ppn 1), or leave num_processes out."
-        )
 
 
 def _spans_nodes(settings: Resolution, allocation: Allocation) -> bool:

@@ -12,7 +12,7 @@ from accel_state.humanize import counted
 from accel_state.options.launch import HardwareOptions, ScriptOptions
 from accel_state.options.registry import all_options
 from accel_state.options.rendezvous import RendezvousOptions
-from accel_state.options.resolution import Resolution, Setting, Source
+from accel_state.options.resolution import Resolution, Source
 from accel_state.options.resources import MachineRange
 from accel_state.ports import loopback_variables
 
@@ -34,7 +34,6 @@ from .launch_context import (
 )
 from .torchrun_options import with_torchrun_options
 
-_PRECEDENCE = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.CONFIG_FILE, Source.DEFAULT]
 # Options of the agent, without effect where another program starts the ranks.
 _AGENT_OPTIONS: tuple[str, ...] = ("tee", "redirects", "log_dir", "local_ranks_filter", "max_restarts")
 # Those that --ft, which has no agents either, neither uses nor refuses.
@@ -246,23 +245,13 @@ def _is_alone(settings: Resolution, context: LaunchContext, mode: LaunchMode) ->
     return mode is LaunchMode.LOCAL and int(settings["num_machines"]) == 1
 
 
-def overriding_setting(settings: Resolution, first: str, second: str) -> Setting | None:
-    """Of two contradicting options, the one with the higher precedence; None if both have the same."""
-    pair = settings.settings[first], settings.settings[second]
-    if pair[0].source is pair[1].source:
-        return None
-    return min(pair, key=lambda setting: _PRECEDENCE.index(setting.source))
-
-
 def _uses_cpu(settings: Resolution) -> bool:
-    if not (settings["cpu"] and settings["multi_gpu"]):
-        return bool(settings["cpu"])
-    winner = overriding_setting(settings, "cpu", "multi_gpu")
-    if winner is None:
-        raise ConfigurationError(
-            f"{settings.where('cpu')} and {settings.where('multi_gpu')} contradict each other. Give one of them."
-        )
-    return winner.option.name == "cpu"
+    cpu, gpus = settings.settings["cpu"], settings.settings["multi_gpu"]
+    if not (cpu.value and gpus.value):
+        return bool(cpu.value)
+    if cpu.source is gpus.source:
+        raise ConfigurationError(f"{cpu.where} and {gpus.where} contradict each other. Give one of them.")
+    return cpu.source.strength > gpus.source.strength
 
 
 def _select_devices(settings: Resolution, variables: Mapping[str, str], environment: dict[str, str]) -> VisibleDevices:

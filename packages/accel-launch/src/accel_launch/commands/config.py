@@ -11,13 +11,12 @@ from typing import Any
 
 from accel_state.command import Command
 from accel_state.errors import ConfigurationError
-from accel_state.options.config_file import default_path, expand, find_default
-from accel_state.options.launch import ScriptOptions
+from accel_state.options.config_file import default_path, find_default
 from accel_state.options.registry import all_options, load_groups
 from accel_state.options.resolution import Resolution, resolve
 from accel_state.secrets import HIDDEN, hide, hide_in_text
 
-from ..config.read import load_settings, read_config
+from ..config.read import given_path, load_settings, read_config
 from ..config.update import update_file
 from ..config.write import basic_values, check_file_name, nest, write_file
 from ..errors import suggest
@@ -77,18 +76,11 @@ def build_parser(action: str = "") -> ConfigParser:
     return parser
 
 
-def _given_path(options: Mapping[str, Any]) -> Path | None:
-    """Return the file named by the command line or the environment."""
-    given = {name: text for name, text in options.items() if name == "config_file"}
-    path = resolve([ScriptOptions], given)["config_file"]
-    return None if path is None else expand(path)
-
-
 def _ask(argv: list[str]) -> int:
     """Run the questionnaire."""
     from ..questionnaire.flow import MenuPrompts, TextPrompts, ask_all, complete, is_terminal
 
-    path = _given_path(parse_options(argv, build_parser())) or default_path()
+    path = given_path(parse_options(argv, build_parser())) or default_path()
     check_file_name(path)
     prompts = MenuPrompts() if is_terminal() else TextPrompts()
     known = _known(path, prompts.confirm)
@@ -130,7 +122,7 @@ def _known(path: Path, confirm: Callable[[str], bool]) -> dict[str, Any]:
 def _default(argv: list[str]) -> int:
     """Run ``accel config default``."""
     options = parse_options(argv, build_parser("default"))
-    path = _given_path(options) or default_path()
+    path = given_path(options) or default_path()
     values = basic_values(options["mixed_precision"])
     if os.path.exists(path):
         raise ConfigurationError(
@@ -143,7 +135,7 @@ def _default(argv: list[str]) -> int:
 
 def _update(argv: list[str]) -> int:
     """Run ``accel config update``."""
-    given = _given_path(parse_options(argv, build_parser("update")))
+    given = given_path(parse_options(argv, build_parser("update")))
     source = given or find_default()
     if source is None:
         raise ConfigurationError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.errors import ConfigurationError
-from accel_state.options.config_file import ConfigFile, Entry, find_default, migrate
+from accel_state.options.config_file import ConfigFile, Entry, expand, find_default, migrate
 from accel_state.options.conflicts import check
 from accel_state.options.declaration import Option
 from accel_state.options.launch import ScriptOptions
@@ -23,10 +23,15 @@ _SHOWN_CHARACTERS = 60
 
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
     """Return every setting, from the command line, the environment, the configuration file and the defaults."""
-    groups, given = load_groups(), dict(options or {})
-    file = {"config_file": given["config_file"]} if "config_file" in given else {}
-    path = resolve([ScriptOptions], file, environ)["config_file"]
-    return check(resolve(groups, given, environ, read_config(path, environ)))
+    given = dict(options or {})
+    return check(resolve(load_groups(), given, environ, read_config(given_path(given, environ), environ)))
+
+
+def given_path(options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the configuration file that the command line or the environment names."""
+    given = {"config_file": options["config_file"]} if "config_file" in options else {}
+    path = resolve([ScriptOptions], given, environ)["config_file"]
+    return None if path is None else expand(path)
 
 
 def read_config(
