@@ -73,17 +73,21 @@ def _job_spec(job: PodJob) -> dict[str, Any]:
     pod = _pod(job)
     if job.nodes > 1:
         pod["subdomain"] = job.name
+    return _indexed(job, pod, "Ignore", {"backoffLimitPerIndex": job.max_restarts, "maxFailedIndexes": 0})
+
+
+def _indexed(job: PodJob, pod: Mapping[str, Any], action: str, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return an indexed Job, and what it does when a pod was evicted, or a run was saved on a signal."""
     saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED_EXIT_CODE]}
     rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": saved},
+        {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": action, "onExitCodes": saved},
     ]
     return {
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimitPerIndex": job.max_restarts,
-        "maxFailedIndexes": 0,
+        **limits,
         "podFailurePolicy": {"rules": rules},
         "template": {"spec": pod},
     }
@@ -91,20 +95,8 @@ def _job_spec(job: PodJob) -> dict[str, Any]:
 
 def _job_set(job: PodJob) -> dict[str, Any]:
     """Return a JobSet of one Job, which is started again as a whole."""
-    saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED_EXIT_CODE]}
-    # A Job that fails for one of these reasons is started again without being counted.
-    rules = [
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": saved},
-    ]
-    spec = {
-        "completionMode": "Indexed",
-        "completions": job.nodes,
-        "parallelism": job.nodes,
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": rules},
-        "template": {"spec": _pod(job)},
-    }
+    # A Job that fails by its policy is started again without being counted.
+    spec = _indexed(job, _pod(job), "FailJob", {"backoffLimit": 0})
     uncounted = {
         "name": "evicted_or_saved",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
