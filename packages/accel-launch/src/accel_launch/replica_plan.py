@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_state.env import read_str
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
-from accel_state.ports import get_free_port
+from accel_state.ports import LOOPBACK, get_free_port
 
 from .accelerators.registry import VisibleDevices, find_visible
 from .launch_plan import LaunchPlan
@@ -15,23 +15,19 @@ from .network.interfaces import own_address
 def variables(plan: LaunchPlan, number: int, restarts: int) -> list[dict[str, str]]:
     """Return the variables of each process of a replica."""
     options = plan.settings.group(FaultToleranceOptions)
-    own_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    common = {**replica_variables(number, restarts), **own_port}
-    if plan.num_machines > 1:
-        common["ACCELERATE_FT_HOST"] = own_address(str(plan.rendezvous.main_process_ip))
-    devices = visible_devices(plan, number)
-    return [{**common, **ranks, **own} for ranks, own in zip(rank_variables(options), devices, strict=True)]
-
-
-def replica_variables(number: int, restarts: int) -> dict[str, str]:
-    """Return the variables of all processes of a replica, wherever it runs."""
-    return {
+    common = {
         # torchft would write ten lines per step, and torch the C++ frames of each lost connection.
         "RUST_LOG": read_str("RUST_LOG", "error") or "",
         "TORCH_CPP_LOG_LEVEL": read_str("TORCH_CPP_LOG_LEVEL", "FATAL") or "",
         "ACCELERATE_FT_REPLICA": str(number),
         "ACCELERATE_FT_RESTARTS": str(restarts),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(get_free_port()),
     }
+    if plan.num_machines > 1:
+        common["ACCELERATE_FT_HOST"] = own_address(str(plan.rendezvous.main_process_ip))
+    devices = visible_devices(plan, number)
+    return [{**common, **ranks, **own} for ranks, own in zip(rank_variables(options), devices, strict=True)]
 
 
 def numbers_here(plan: LaunchPlan) -> range:

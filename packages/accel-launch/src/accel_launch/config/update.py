@@ -11,7 +11,7 @@ from accel_state.options.config_file import ConfigFile, default_path
 from accel_state.options.registry import all_options, load_groups
 from accel_state.options.resolution import resolve
 
-from .read import check_keys, read_config
+from .read import read_config
 from .write import BASE, keep_comments, nest, to_text, write_text
 
 # Where a file does not set these, the machine or the script decides; writing a default would change the meaning.
@@ -24,21 +24,14 @@ def update_file(source: Path, target: Path) -> tuple[str, ...]:
     if config is None:
         raise ConfigurationError(f"{source} does not exist.")
     content = updated(config)
-    check_keys(config)
     notes = [note.partition("; `accel config update`")[0] for note in config.notes]
-    notes += _retired_notes(config)
+    for opt in all_options().values():
+        entries = [entry for key in opt.keys if opt.retired and (entry := config.entry(key)) is not None]
+        notes += [f"{entry.location}: {entry.key} is left out: {opt.retired}" for entry in entries]
     text = to_text(target, content)
     notes += keep_comments(source, target)
     write_text(target, text)
     return tuple(notes)
-
-
-def _retired_notes(config: ConfigFile) -> list[str]:
-    """Return notes on the keys that no longer have an effect."""
-    retired = [
-        (config.entry(key), key, opt.retired) for opt in all_options().values() if opt.retired for key in opt.keys
-    ]
-    return [f"{entry.location}: {key} is left out: {reason}" for entry, key, reason in retired if entry is not None]
 
 
 def updated(config: ConfigFile) -> dict[str, Any]:
