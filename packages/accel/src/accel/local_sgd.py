@@ -95,7 +95,7 @@ class LocalSGD:
         """Restore the state that this rank has saved."""
         self.num_steps = state_dict["steps"]
         parameters = dict(self.model.named_parameters())
-        self._trained.update(parameters[name] for name in state_dict.get("trained", ()))
+        self._trained.update(parameters[name] for name in state_dict["trained"])
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state_dict["weights"][name])

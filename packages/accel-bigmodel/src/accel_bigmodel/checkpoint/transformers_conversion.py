@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,11 @@ class ConvertedFile:
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
-    @property
+    @cached_property
     def results(self) -> dict[str, torch.Tensor]:
         """The tensors without values."""
-        if "_results" not in self.__dict__:
-            # Conversions stack, concatenate, split and permute, which tensors on the meta device do without reading.
-            empty = self._convert(
-                lambda file, name: torch.empty(file.shape(name), dtype=file.dtype(name), device="meta")
-            )
-            self.__dict__["_results"] = empty
-        results: dict[str, torch.Tensor] = self.__dict__["_results"]
-        return results
+        # Conversions stack, concatenate, split and permute, which tensors on the meta device do without reading.
+        return self._convert(lambda file, name: torch.empty(file.shape(name), dtype=file.dtype(name), device="meta"))
 
     def names(self) -> list[str]:
         return list(self.results)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -106,22 +105,20 @@ def load_fsdp_model(
     if adapter_only and is_peft_model(model):
         names = {short: full for full, short in _adapter_names(model).items()}
 
-    def plan() -> Callable[[], Any]:
-        if names is None:
-            return state_dicts.plan_model(layout, reader.model(model_index, layout), True, reader.directory)
-        adapter = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
-        state = reader.model(model_index, adapter)
-        missing = sorted(set(names) - set(state))
-        if missing:
-            raise CheckpointError(
-                f"{reader.directory} lacks {missing[0]} of the adapter. Load it into the model that was saved."
-            )
-        weights = {full: state[name] for name, full in names.items()}
-        return state_dicts.plan_model(layout, weights, False, reader.directory)
-
     collectives, action = accelerator.process_state.collectives, f"loading model {model_index} from {input_dir}"
     with on_all_ranks(collectives, action):
-        change = plan()
+        if names is None:
+            weights = reader.model(model_index, layout)
+        else:
+            adapter = Layout(layout.model, {name: layout.tensors[full] for name, full in names.items()})
+            state = reader.model(model_index, adapter)
+            missing = sorted(set(names) - set(state))
+            if missing:
+                raise CheckpointError(
+                    f"{reader.directory} lacks {missing[0]} of the adapter. Load it into the model that was saved."
+                )
+            weights = {full: state[name] for name, full in names.items()}
+        change = state_dicts.plan_model(layout, weights, names is None, reader.directory)
     with on_all_ranks(collectives, action):
         change()
 
@@ -252,7 +249,6 @@ def _write(accelerator: Accelerator, directory: Path, gathered: Gathered) -> Non
             shutil.rmtree(partial)  # of a killed save: what it has not completed must not be moved into place
     with on_all_ranks(collectives, action):
         make_directory(partial)
-    with on_all_ranks(collectives, action):
         write_parts(partial, parts)
     with on_all_ranks(collectives, action):
         for name in sorted({part.name.split("/")[0] for part in parts}):

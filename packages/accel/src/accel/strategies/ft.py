@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from accel_data.replica_loader import ReplicaLoader, share_among_replicas
-from accel_state import GradientAccumulationPlugin, PartialState, env, get_logger
+from accel_state import GradientAccumulationPlugin, PartialState, env
 from accel_state.collectives.single import Collectives
 from accel_state.errors import ConfigurationError
 from accel_state.options import FaultToleranceOptions
@@ -31,8 +31,6 @@ from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
 from ..reduction.shard_reduction import ShardReduction
 from ..training.moving_average import refuse_applied
-
-logger: Final = get_logger(__name__)
 
 
 class FaultTolerantStrategy(Strategy, Replicas):
