@@ -25,7 +25,7 @@ from accel_state.logging import warn_once
 
 from .._torch_compat import check_reducer, foreach_div_, tensor_version
 
-Mark = tuple[torch.Tensor | None, int]
+Mark = tuple[nn.Parameter, torch.Tensor | None, int]  # a parameter, its gradient, and the version of that
 
 
 class _Registrations:
@@ -52,10 +52,8 @@ class Before(NamedTuple):
     """The gradients before a backward pass."""
 
     is_armed: bool  # the reducer averages those that it knows
-    witnesses: Sequence[nn.Parameter]  # parameters of which one changes if the reducer has averaged
-    witness_marks: list[Mark]
-    others: Sequence[nn.Parameter]  # parameters that the reducer leaves alone in this pass
-    marks: list[Mark]
+    witnesses: list[Mark]  # of parameters of which one changes if the reducer has averaged
+    others: list[Mark]  # of parameters that the reducer leaves alone in this pass
 
 
 class UnreducedGradients:
@@ -129,17 +127,16 @@ class UnreducedGradients:
             return None
         late = self._late(model) if self._others else []
         if not is_armed:
-            others = [*self._parameters, *late]
-            return Before(False, (), [], others, _marks(others))
+            return Before(False, [], _marks([*self._parameters, *late]))
         # A backward pass reaches all parameters, unless some may be unused.
         some = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
         witnesses = self._parameters if some else self._parameters[:1]
-        return Before(True, witnesses, _marks(witnesses), late, _marks(late))
+        return Before(True, _marks(witnesses), _marks(late))
 
     def after(self, model: nn.Module, before: Before) -> None:
         """Average what the reducer has left alone in a backward pass."""
         if before.is_armed:
-            if not any(_has_changed(*pair) for pair in zip(before.witnesses, before.witness_marks, strict=True)):
+            if not any(_has_changed(*mark) for mark in before.witnesses):
                 return  # a pass through another model, such as the discriminator's
             assert isinstance(model, TorchDDP)
             try:
@@ -147,16 +144,17 @@ class UnreducedGradients:
             except RuntimeError:
                 return  # one of several passes, which reach all parameters together
             self.is_armed = False
-        used = [_has_changed(*pair) for pair in zip(before.others, before.marks, strict=True)]
+        others = [parameter for parameter, _, _ in before.others]
+        used = [_has_changed(*mark) for mark in before.others]
         if self.must_record(model) and True in used:
             raise ConfigurationError(
                 "with static_graph=True the first backward pass has to go through the model that prepare() returned, "
                 "which records the graph. Call that model, or leave static_graph out of DistributedDataParallelKwargs."
             )
         if self._is_pending:
-            used = [parameter.grad is not None for parameter in before.others]
-        if True in used or (self._agreed and before.others):
-            self._average(model, before.others, used)
+            used = [parameter.grad is not None for parameter in others]
+        if True in used or (self._agreed and others):
+            self._average(model, others, used)
             # Of a search for unused parameters, the reducer would expect the same gradients in its next pass.
             self._is_left_out |= not before.is_armed and getattr(model, "find_unused_parameters", False)
         self._is_pending = False
@@ -221,11 +219,10 @@ class UnreducedGradients:
             raise ConfigurationError(self.refuses)
         flags = torch.tensor([float(flag) for flag in used], device=parameters[0].device)
         self._collectives.all_reduce(flags, "max")
-        self._refuse_hook(model, [item for item, flag in zip(parameters, flags.tolist(), strict=True) if flag])
+        reached = [item for item, flag in zip(parameters, flags.tolist(), strict=True) if flag]
+        self._refuse_hook(model, reached)
         gradients = []
-        for parameter, flag in zip(parameters, flags.tolist(), strict=True):
-            if not flag:
-                continue
+        for parameter in reached:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.layout is not torch.strided:
@@ -259,11 +256,9 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _marks(parameters: Iterable[nn.Parameter]) -> list[Mark]:
-    gradients = [parameter.grad for parameter in parameters]
-    return [(gradient, 0 if gradient is None else tensor_version(gradient)) for gradient in gradients]
+    return [(item, item.grad, 0 if item.grad is None else tensor_version(item.grad)) for item in parameters]
 
 
-def _has_changed(parameter: nn.Parameter, mark: Mark) -> bool:
+def _has_changed(parameter: nn.Parameter, gradient: torch.Tensor | None, version: int) -> bool:
     """Return whether a backward pass has set a gradient, or added to it in place."""
-    gradient, version = mark
     return parameter.grad is not gradient or (gradient is not None and tensor_version(gradient) != version)
