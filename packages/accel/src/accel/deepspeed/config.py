@@ -55,9 +55,9 @@ class Setting(NamedTuple):
 
 
 class ConfigSource(NamedTuple):
-    """A JSON configuration (None where there is none), its name for messages, and whether the launcher named it."""
+    """A JSON configuration, its name for messages, and whether the launcher named it."""
 
-    config: dict[str, Any] | None
+    config: dict[str, Any]
     name: str
     by_launcher: bool = False
 
@@ -78,9 +78,15 @@ def explicit_setting(field: str, value: Any) -> Setting | None:
 
 
 def read_config(source: Any, launcher_file: str | None) -> ConfigSource:
-    """Read ``hf_ds_config`` in any of its forms, or else the file that the launcher names."""
+    """Read ``hf_ds_config`` in any of its forms, or else the file that the launcher names.
+
+    Without either, every known setting is "auto".
+    """
     if source is None and launcher_file is None:
-        return ConfigSource(None, "DeepSpeedPlugin")
+        config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+        for path in FILE_PATHS.values():
+            set_value(config, path, AUTO)
+        return ConfigSource(config, "DeepSpeedPlugin")
     if source is None:
         where = f"environment variable {_OPTIONS['config_file'].env}={launcher_file}"
         return ConfigSource(read_deepspeed_file(str(launcher_file), where), str(launcher_file), by_launcher=True)
@@ -95,10 +101,10 @@ def read_config(source: Any, launcher_file: str | None) -> ConfigSource:
         return ConfigSource(_decode_base64(text), "hf_ds_config (base64)")
     if isinstance(source, Mapping):
         return ConfigSource(copy_config(source), "hf_ds_config")
-    config = getattr(source, "config", None)
-    if isinstance(config, dict):
+    held = getattr(source, "config", None)
+    if isinstance(held, dict):
         # Not copied: the owner of the object (such as the Trainer of Transformers) keeps reading from it.
-        return ConfigSource(config, "hf_ds_config")
+        return ConfigSource(held, "hf_ds_config")
     raise ConfigurationError(
         f"hf_ds_config={source!r} is not a DeepSpeed configuration. Pass the path of a JSON file, a dictionary, the "
         "JSON in base64, or an object with a dictionary as its .config, such as HfDeepSpeedConfig."
@@ -217,14 +223,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def automatic_config() -> dict[str, Any]:
-    """Return the configuration that is used without a JSON: "auto" for every known setting."""
-    config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
-    for path in FILE_PATHS.values():
-        set_value(config, path, AUTO)
-    return config
-
-
 def merge_settings(config: dict[str, Any], source: ConfigSource, settings: Mapping[str, Setting]) -> None:
     """Fill in values that are missing or "auto" with what the script and the launcher set, or else the defaults."""
     check_section_types(config, source.name)
@@ -284,10 +282,9 @@ class HfDeepSpeedConfig:
     config: dict[str, Any]
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        config = read_config(config_file_or_dict, None).config
-        if config is None:
+        if config_file_or_dict is None:
             raise ConfigurationError("HfDeepSpeedConfig(None): pass the path of a JSON file or a dictionary.")
-        self.config = config
+        self.config = read_config(config_file_or_dict, None).config
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:

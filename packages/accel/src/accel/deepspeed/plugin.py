@@ -95,7 +95,7 @@ class DeepSpeedPlugin:
             text = f"{self._name} of the script overrides {launcher_file} of the launcher."
             self._pending_logs.append((logging.WARNING, text))
         fields = {name: explicit_setting(name, getattr(self, name)) for name in FILE_PATHS}
-        config = ds_config.automatic_config() if source.config is None else source.config
+        config = source.config
         ds_config.merge_settings(config, source, {name: value for name, value in fields.items() if value is not None})
         validation.check_config(config, self._name)
         self._pending_logs += [(logging.WARNING, text) for text in validation.turn_off_unused(config, self._name)]

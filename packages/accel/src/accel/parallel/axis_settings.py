@@ -78,7 +78,7 @@ class TorchContextParallelConfig:
         for item in fields(self):
             if getattr(self, item.name) is None:
                 setattr(self, item.name, getattr(ParallelismOptions.from_environment(), item.name))
-            one_of(item.name, getattr(self, item.name), choices(item.name))
+            one_of_choices(item.name, getattr(self, item.name))
 
 
 SP_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -233,13 +233,9 @@ def positive(name: str, value: Any) -> int:
     return value
 
 
-def choices(name: str) -> tuple[str, ...]:
-    """Return what the launcher allows for a setting."""
-    return next(opt.choices or () for opt in ParallelismOptions.options() if opt.field == name)
-
-
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return the value of a setting, if it is one of those that are allowed."""
+def one_of_choices(name: str, value: Any) -> str:
+    """Return the value of a setting, if the launcher allows it."""
+    allowed = next(opt.choices or () for opt in ParallelismOptions.options() if opt.field == name)
     if value not in allowed:
         raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
     return str(value)

@@ -20,8 +20,7 @@ from .axis_settings import (
     PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
-    choices,
-    one_of,
+    one_of_choices,
     positive,
 )
 
@@ -90,7 +89,7 @@ class ParallelismConfig:
             setattr(self, name, positive(name, getattr(launched, name) if value is None else value))
         for axis in ("cp", "sp"):
             name = f"{axis}_backend"
-            setattr(self, name, one_of(name, getattr(self, name) or getattr(launched, name), choices(name)))
+            setattr(self, name, one_of_choices(name, getattr(self, name) or getattr(launched, name)))
         if self.tp_sequence_parallel is None:
             self.tp_sequence_parallel = launched.tp_sequence_parallel
         elif not isinstance(self.tp_sequence_parallel, bool):
