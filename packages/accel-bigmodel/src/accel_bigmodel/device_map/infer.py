@@ -20,19 +20,17 @@ from .device_map_checks import clean_device_map
 from .memory import HOST_AND_DISK, MaxMemory, get_max_memory
 
 
+@dataclass(eq=False, slots=True)
 class PlacementUnit:
     """A module, or a tensor that a split module holds directly; ``parent`` is the unit that contains it."""
 
-    __slots__ = ("buffers", "children", "member", "name", "parent", "size", "tied")
-
-    def __init__(self, name: str, member: nn.Module | torch.Tensor, parent: PlacementUnit | None) -> None:
-        self.name: str = name
-        self.member: nn.Module | torch.Tensor = member
-        self.parent: PlacementUnit | None = parent
-        self.size: int = 0  # bytes of its tensors; tied ones count once
-        self.buffers: int = 0  # bytes of its buffers, part of size
-        self.tied: set[int] = set()  # the weights that it shares with other units, by id
-        self.children: list[PlacementUnit] = []  # the units it can be split into
+    name: str
+    member: nn.Module | torch.Tensor
+    parent: PlacementUnit | None
+    size: int = 0  # bytes of its tensors; tied ones count once
+    buffers: int = 0  # bytes of its buffers, part of size
+    tied: set[int] = field(default_factory=set)  # the weights that it shares with other units, by id
+    children: list[PlacementUnit] = field(default_factory=list)  # the units it can be split into
 
 
 class PlacementTree:
