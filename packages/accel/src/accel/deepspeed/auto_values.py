@@ -112,8 +112,7 @@ def _fill_batch_sizes(config: dict[str, Any], facts: PreparedFacts, name: str, s
     train, micro, steps = (value if isinstance(value := config.get(key), int) else None for key in COUNTS)
     world, accelerator_steps = facts.world_size, facts.gradient_accumulation_steps
     # DeepSpeed derives missing accumulation steps the same way.
-    derives_steps = train is not None and micro is not None and config.get(STEPS) is None and accelerator_steps == 1
-    if derives_steps and train is not None and micro is not None:
+    if train is not None and micro is not None and config.get(STEPS) is None and accelerator_steps == 1:
         steps = max(train // (micro * world), 1)
     steps_source = f"{STEPS}={steps}"
     if steps is None:

@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -114,13 +114,12 @@ class EngineRegistry:
         self._engines: list[weakref.ref[Any]] = []
         self._owns_group = False
         self._variables = ExitStack()
-        self._at_exit: Callable[[], None] = self.destroy_all
 
     def add(self, engine: Any) -> None:
         self._engines.append(weakref.ref(engine))
         # Exit handlers run in reverse order, so this one must be registered after the process group's.
-        atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)
+        atexit.unregister(self.destroy_all)
+        atexit.register(self.destroy_all)
 
     def ensure_process_group(self) -> None:
         """Create a process group and set LOCAL_RANK for a single process without a launcher; DeepSpeed needs both."""
@@ -130,7 +129,7 @@ class EngineRegistry:
             backend = self._state.device_backend.collective_backend
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             self._owns_group = True
-            atexit.register(self._at_exit)
+            atexit.register(self.destroy_all)
 
     def destroy_all(self) -> None:
         """Destroy the remaining engines, and the process group if it was created for them."""
@@ -139,7 +138,7 @@ class EngineRegistry:
             if engine is not None:
                 engine.destroy()
         del engines
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.destroy_all)
         gc.collect()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -202,16 +201,14 @@ def GatheredParameters(
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
     """
-    parameters: list[Any] = [params] if isinstance(params, torch.Tensor) else []
-    if not parameters:
-        parameters = list(params.parameters() if isinstance(params, nn.Module) else params)
-    block: AbstractContextManager[Any] = nullcontext()
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        library = require("deepspeed", purpose="ZeRO stage 3", install="accel[deepspeed]")
-        block = library.zero.GatheredParameters(
-            parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
-        )
-    return block
+    several = params.parameters() if isinstance(params, nn.Module) else params
+    parameters = [params] if isinstance(params, torch.Tensor) else list(several)
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    library = require("deepspeed", purpose="ZeRO stage 3", install="accel[deepspeed]")
+    return library.zero.GatheredParameters(
+        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    )
 
 
 _TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
