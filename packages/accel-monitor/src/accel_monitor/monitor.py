@@ -108,7 +108,8 @@ class Monitor:
         serves = address is not None and rank == 0 and not replica
         self._server = ServerProcess(directory, address) if serves else None
         self._reporter.start()
-        atexit.register(self._at_exit)
+        # The script may end by an exception or a signal: that it finished is only known from finish().
+        atexit.register(self._end, False)
 
     def _measure_on(self, device: torch.device) -> None:
         known = devices.of(device)
@@ -347,10 +348,6 @@ class Monitor:
         """
         self._end(True)
 
-    def _at_exit(self) -> None:
-        # The script may have ended by an exception or a signal: that it finished is only known from finish().
-        self._end(False)
-
     def _end(self, finished: bool) -> None:
         for remove in self._removals:
             remove()
@@ -361,7 +358,7 @@ class Monitor:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._end)
 
 
 def attach(

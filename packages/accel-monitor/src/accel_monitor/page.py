@@ -115,7 +115,8 @@ def _latest(attempt: Attempt, name: str) -> Any:
 def _state(run: Run, attempt: Attempt, last: Sample, now: float) -> str:
     if attempt.finished is not None:
         return "finished" if attempt.finished else "ended"
-    if attempt.running is False or now - _written(run, attempt) > _silence(attempt):
+    silence = max(_SILENT_SECONDS, _SILENT_INTERVALS * float(attempt.start.get("interval", 2.0)))
+    if attempt.running is False or now - _written(run, attempt) > silence:
         return "dead"
     reported = next((sample for sample in reversed(attempt.samples) if sample.part is not None), None)
     if reported is None:
@@ -127,10 +128,6 @@ def _state(run: Run, attempt: Attempt, last: Sample, now: float) -> str:
     mean = (last.step_at or 0.0) / max(1, last.step - attempt.first_step)
     since = last.at - (last.step_at or 0.0)
     return "hung" if since > max(_HUNG_SECONDS, _HUNG_STEPS * mean) else "training"
-
-
-def _silence(attempt: Attempt) -> float:
-    return max(_SILENT_SECONDS, _SILENT_INTERVALS * float(attempt.start.get("interval", 2.0)))
 
 
 def _written(run: Run, attempt: Attempt) -> float:

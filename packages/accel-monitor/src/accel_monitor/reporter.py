@@ -289,7 +289,9 @@ class Reporter:
         make_directory(self._folder)
         previous = self._close_previous()
         start = dict(self._start)
-        began = self._launcher_start()
+        began = None if self._launch_above is None else self._launch_above.began
+        if self._launch_above is None and self._started_with is not None:
+            began = processes.start_time(self._started_with)
         # The launcher of a restarted process has been running through the attempts before.
         if began is not None and (previous is None or began > previous):
             start["launcher_start"] = min(began, start["process_start"])
@@ -301,12 +303,6 @@ class Reporter:
             self._launch_above.write_note(self._own_file)
         self._now = open_for_writing(self._folder / f"{self._name}.now")
         self._started = True
-
-    def _launcher_start(self) -> float | None:
-        """Return when the first launcher above this process started, in seconds since the epoch; None if unknown."""
-        if self._launch_above is not None:
-            return self._launch_above.began
-        return None if self._started_with is None else processes.start_time(self._started_with)
 
     def _close_previous(self) -> float | None:
         """Append the last counters of the process before, if it was killed. Returns when it was last alive."""

@@ -203,9 +203,7 @@ class ServerProcess:
 
     def __init__(self, project_dir: Path, address: str) -> None:
         try:
-            self.host: str
-            self.port: int
-            self.host, self.port = parse_listening_address(address)
+            parse_listening_address(address)
         except ValueError as error:
             raise ConfigurationError(f"monitor_port={address!r}: {error}") from None
         self._pid = os.getpid()
