@@ -155,7 +155,7 @@ class OperationRecorder:
         side = ""
         waits: tuple[tuple[str, int], ...] = ()
         # What is made of a reduced gradient before clipping runs with the messages.
-        if lanes and phase in _BACKWARD and all(_is_reduction(lane) for lane, _ in lanes):
+        if lanes and phase in _BACKWARD and all(lane.startswith("reduce ") for lane, _ in lanes):
             side, number = max(lanes, key=lambda item: item[1])
             self._pending.update({storage_id(tensor): (side, number) for tensor in made})
         elif name == "fsdp::all_gather_copy_in":
@@ -245,10 +245,6 @@ class OperationRecorder:
         total = sum(run.read.values()) + kept
         for index in range(run.first, len(items)):
             items[index] = replace(items[index], fused_bytes=total if index == run.first else 0)
-
-
-def _is_reduction(lane: str) -> bool:
-    return lane.startswith("reduce ")
 
 
 def _is_view(func: Any) -> bool:

@@ -18,9 +18,6 @@ from ._torch_compat import fsdp2_accumulated_gradient, fsdp2_units, local_tensor
 from .memory import CLIPPING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCTION, STEP, MemoryTracker, StepMemory
 from .world import ReplicatedModel
 
-IMPLEMENTATIONS = ("for_loop", "foreach", "fused")
-"""Of an optimizer in torch: one parameter after the other, all parameters in each operation, or one kernel for all."""
-
 _CLASSES: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -63,7 +60,11 @@ class ShardOptimizer:
 
 
 def build_optimizer(name: str, implementation: str, parameters: Iterable[torch.Tensor]) -> Optimizer:
-    """Return an optimizer of a plan, with an implementation of :data:`IMPLEMENTATIONS`."""
+    """Return an optimizer of a plan.
+
+    ``implementation`` is one of torch's: "for_loop", one parameter after the other; "foreach", all parameters in each
+    operation; or "fused", one kernel for all.
+    """
     settings: dict[str, Any] = {"momentum": 0.9} if name == "sgd_momentum" else {}
     chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     return _CLASSES[name](parameters, lr=1e-3, **chosen, **settings)
