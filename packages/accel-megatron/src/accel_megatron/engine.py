@@ -83,6 +83,7 @@ class MegatronEngine(nn.Module):
         load_core()
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.plugin: MegatronLMPlugin = plugin
@@ -109,7 +110,8 @@ class MegatronEngine(nn.Module):
         self._uncleared = False  # zero_grad was not called since the last step
         self._dropped = False  # zero_grad was called after a forward pass without backward
         chunks = self._provide(model, config) if provided else self._build(config)
-        chunks = self._in_half_precision(chunks)
+        if self.dtype is not torch.float32:
+            chunks = [chunk if chunk is not bare(chunk) else Float16Module(self.config_core, chunk) for chunk in chunks]
         plain = [bare(chunk) for chunk in chunks]
         self.table: ParameterTable = ParameterTable(plain, list(self.architecture.weights()), device, buffers=provided)
         self.table.check(self.architecture.unmapped)
@@ -170,13 +172,6 @@ class MegatronEngine(nn.Module):
         architecture.describe(plain)
         share_first_values(plain)
         return chunks
-
-    def _in_half_precision(self, chunks: list[nn.Module]) -> list[nn.Module]:
-        from megatron.core.transformer.module import Float16Module
-
-        if self.dtype is torch.float32:
-            return chunks
-        return [chunk if chunk is not bare(chunk) else Float16Module(self.config_core, chunk) for chunk in chunks]
 
     def _optimised(
         self, chunks: list[Any], settings: Any, optimizer: Optimizer, groups: Any, core: dict[str, Any]
@@ -343,7 +338,10 @@ class MegatronEngine(nn.Module):
             )
         batch = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         if "tokens" in batch:  # of Megatron-core's datasets, whose labels are shifted already
-            batch = self._from_dataset(batch)
+            labels = batch["labels"]
+            if "loss_mask" in batch:
+                labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
+            batch = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "labels": labels}
             return self._run(batch, batch, training=self.training and torch.is_grad_enabled())
         free = not self.architecture.takes_weights and self.train_step is not None  # it reads batches itself
         if "input_ids" not in batch and not (free and batch):
@@ -357,13 +355,6 @@ class MegatronEngine(nn.Module):
                 "or torch.no_grad()."
             )
         return self._run(batch, self.architecture.inputs(batch), training)
-
-    @staticmethod
-    def _from_dataset(batch: Batch) -> Batch:
-        labels = batch["labels"]
-        if "loss_mask" in batch:
-            labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
-        return {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "labels": labels}
 
     def _run(self, batch: Batch, inputs: Batch, training: bool) -> MegatronOutput:
         samples, length = self.architecture.shape(batch)

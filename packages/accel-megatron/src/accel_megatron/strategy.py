@@ -103,8 +103,13 @@ class MegatronStrategy(Strategy):
         for loader in loaders:
             replaced[id(loader)] = self._with_micro_batches(loader)
         if models:
+            from .engine import MegatronEngine
+
             optimizer = optimizers[0] if optimizers else None
-            engine = self._engine(models[0], optimizer)
+            given, precision = self.handlers.get(GradScalerKwargs), AcceleratorState().mixed_precision
+            scaler = {"initial_loss_scale": given.init_scale, "loss_scale_window": given.growth_interval}
+            scaler["hysteresis"] = 1
+            engine = MegatronEngine(models[0], optimizer, self.settings, precision, self.state.device, scaler)
             refuse_torchs_clipping(engine.parameters(), "Megatron-core keeps its gradients elsewhere", elsewhere=True)
             self._engines.append(engine)
             preparation.models.append(engine)
@@ -159,14 +164,6 @@ class MegatronStrategy(Strategy):
             return prepared
 
         return build_loaders(dummy, self.settings, config, self._data.world_size, prepare)
-
-    def _engine(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
-        from .engine import MegatronEngine
-
-        given = self.handlers.get(GradScalerKwargs)
-        scaler = {"initial_loss_scale": given.init_scale, "loss_scale_window": given.growth_interval, "hysteresis": 1}
-        precision = AcceleratorState().mixed_precision
-        return MegatronEngine(model, optimizer, self.settings, precision, self.state.device, scaler)
 
     def _set_batch_sizes(self, loaders: Sequence[DataLoader[Any]]) -> None:
         sizes = [loader.batch_size for loader in loaders if loader.batch_size]

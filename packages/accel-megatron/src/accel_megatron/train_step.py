@@ -113,15 +113,12 @@ class GPTTrainStep(_TrainStep):
         def get_batch(iterator: Iterator[Batch]) -> Any:
             batch = next(iterator)
             tokens, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
-            blocked = None if mask is None else self._attention_mask(mask, tokens)
-            return tokens, labels.clamp(min=0), (labels >= 0).float(), blocked, batch["position_ids"]
+            if mask is not None:
+                # With context parallelism the mask is that of all keys, and attention knows which tokens are here.
+                mask = blocked_keys(mask) if mask.shape == tokens.shape else mask[:, None, None, :]
+            return tokens, labels.clamp(min=0), (labels >= 0).float(), mask, batch["position_ids"]
 
         return get_batch
-
-    @staticmethod
-    def _attention_mask(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        # With context parallelism the mask is that of all keys, and attention knows which tokens are here.
-        return blocked_keys(mask) if mask.shape == tokens.shape else mask[:, None, None, :]
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
         def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:

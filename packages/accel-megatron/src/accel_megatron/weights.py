@@ -302,13 +302,6 @@ class ParameterTable:
             for name, owner in names.items():
                 self.owners.setdefault(name, owner)
 
-    def names_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Return the Transformers names of a parameter of this rank."""
-        for name, parameters in self.local.items():
-            if any(parameter is item for item in parameters):
-                return self.pairs[name].names if name in self.pairs else ()
-        return ()
-
     def check(self, unmapped: Sequence[str]) -> None:
         """Raise ConfigurationError unless every parameter of every rank has a mapping."""
         missing = sorted(name for name in self.owners if name not in self.pairs and name not in unmapped)

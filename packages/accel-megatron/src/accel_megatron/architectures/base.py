@@ -146,7 +146,6 @@ class Decoder(Architecture):
     """A causal language model: GPTModel."""
 
     position_embedding: ClassVar[str] = "rope"
-    embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     qk_norm: ClassVar[bool] = False
 
     @property
