@@ -75,9 +75,13 @@ def create(plugin: MegatronLMPlugin, dtype: torch.dtype, vp_size: int | None, fi
     load_core()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    recompute: dict[str, Any] = {}
+    if plugin.recompute_granularity or plugin.recompute_activations:
+        recompute["recompute_granularity"] = plugin.recompute_granularity or "selective"
+        recompute |= {name: getattr(plugin, name) for name in ("recompute_method", "recompute_num_layers")}
     combined = {
         **parallel_fields(plugin, dtype, vp_size),
-        **_recompute(plugin),
+        **recompute,
         **_ENGINE,
         # Kernels of Apex and of Megatron-LM that need CUDA extensions.
         "gradient_accumulation_fusion": False,
@@ -144,16 +148,6 @@ def set_virtual_stages(vp_size: int | None) -> None:
 
 def _no_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _recompute(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    if not (plugin.recompute_granularity or plugin.recompute_activations):
-        return {}
-    return {
-        "recompute_granularity": plugin.recompute_granularity or "selective",
-        "recompute_method": plugin.recompute_method,
-        "recompute_num_layers": plugin.recompute_num_layers,
-    }
 
 
 def _check_model(plugin: MegatronLMPlugin, architecture: Architecture, settings: dict[str, Any]) -> None:
