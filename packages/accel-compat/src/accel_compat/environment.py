@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from .install import COVERED_VERSION, shim_path
@@ -78,13 +77,10 @@ def is_enabled() -> bool:
 
 def installed_accelerate() -> importlib.metadata.Distribution | None:
     """Return the real Accelerate of this environment, or None."""
-    return next(_distributions(), None)
-
-
-def _distributions() -> Iterator[importlib.metadata.Distribution]:
     for found in importlib.metadata.distributions(name="accelerate"):
         if Path(str(found.locate_file(""))).resolve() != shim_path().resolve():
-            yield found
+            return found
+    return None
 
 
 def _directory(kind: str) -> Path:

@@ -261,14 +261,6 @@ class MemoryTracker(TorchDispatchMode):
         phase = self.position.phase or FORWARD
         return RECOMPUTATION if phase == BACKWARD and self.position.stack else phase
 
-    def _storage_resized(self, result: Any, storage: torch.UntypedStorage, size: int) -> Any:
-        """FSDP makes and frees gathered parameters with ``UntypedStorage.resize_``."""
-        held = self._held.get(storage._cdata)
-        if held is not None:
-            held.category = GATHERED
-            self._resized(held, size)
-        return result
-
     def _label_collective(self, kind: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
         """Label a collective: over data-parallel ranks parameters and gradients, else activations.
 
@@ -294,7 +286,12 @@ class MemoryTracker(TorchDispatchMode):
         post = nn.modules.module.register_module_forward_hook(self._after_forward, always_call=True)
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            return self._storage_resized(original(storage, size), storage, size)
+            """FSDP makes and frees gathered parameters with it."""
+            result, held = original(storage, size), self._held.get(storage._cdata)
+            if held is not None:
+                held.category = GATHERED
+                self._resized(held, size)
+            return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
