@@ -9,6 +9,7 @@ import torch
 from written_runs import Clock
 
 from accel_monitor.counters import NUMBERS, STEP, Counters, load
+from accel_monitor.live import remove_live
 from accel_monitor.parts import Part
 from accel_monitor.recorder import DRAWN, INDICES, LOSS, RECENT_STEPS, SAMPLES, Drawn, Recorder
 from accel_monitor.reporter import Reporter
@@ -136,5 +137,4 @@ def test_a_long_start_does_not_delay_the_reports_of_short_steps(
     reporter._recent({"queued": 0.0})
     # Six steps: a slow rank is to be found within twenty.
     assert reporter._pause == pytest.approx(0.12)
-    assert reporter._live is not None
-    reporter._live.remove()
+    remove_live(reporter._start["live"])

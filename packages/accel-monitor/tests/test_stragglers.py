@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_monitor import make_ledger, read_runs
 from accel_monitor.html import page
 from accel_monitor.ledger import Cause
+from accel_monitor.live import remove_live
 from accel_monitor.parts import Part
 from accel_monitor.recorder import Recorder, StepRecord
 from accel_monitor.records import encode_now, file_name
@@ -170,8 +171,7 @@ def test_each_step_has_the_kernels_mean_of_the_reports_around_it(tmp_path: Path)
     assert reported(1, 5.6) == [0.0, 0.0, 0.1, 0.1, 0.4]
     recorder.begin_at(2)  # a state was loaded
     assert reported(1, 9.0)[-1] == 0.0
-    assert reporter._live is not None
-    reporter._live.remove()
+    remove_live(reporter._start["live"])
 
 
 def write(folder: Path, rank: int, process: str, recent: Recent) -> None:

@@ -249,7 +249,11 @@ class ModelHooks:
     def _before(self, module: nn.Module, arguments: Any) -> None:
         recorder = self.recorder
         if self._parameter_hooks and self._last is not None:
-            self._keep_last()
+            # Keep the hook of the parameter whose gradient came last: the order is the same in later backward passes.
+            for handle in self._parameter_hooks:
+                handle.remove()
+            self._parameter_hooks = []
+            self._handles.append(self._last.register_post_accumulate_grad_hook(recorder.marker(_WAITING)))
         if module.training and torch.is_grad_enabled():
             recorder.evaluating = False
             recorder.mark(_WAITING if self.separates_waiting else _FORWARD)
@@ -268,14 +272,6 @@ class ModelHooks:
 
     def _remember(self, parameter: nn.Parameter) -> None:
         self._last = parameter
-
-    def _keep_last(self) -> None:
-        """Keep the hook of the parameter whose gradient came last; the order is the same in later backward passes."""
-        assert self._last is not None
-        for handle in self._parameter_hooks:
-            handle.remove()
-        self._parameter_hooks = []
-        self._handles.append(self._last.register_post_accumulate_grad_hook(self.recorder.marker(_WAITING)))
 
     def remove(self) -> None:
         """End the measurement."""

@@ -29,35 +29,25 @@ def _directory() -> str:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
-class LiveRecord:
-    """Shared memory for the counters of a recorder.
-
-    Args:
-        recorder: keeps its counters there from now on.
+def share(recorder: Recorder) -> str:
+    """Let a recorder keep its counters in shared memory from now on; returns the path of its record.
 
     Raises:
         OSError: there is no room for the file.
     """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.path: str
-        descriptor, self.path = tempfile.mkstemp(prefix=PREFIX, dir=_directory())
-        try:
-            if os.write(descriptor, bytes(_SIZE)) < _SIZE:
-                raise OSError(f"{self.path}: only a part of {_SIZE} bytes could be written")
-            self._memory = mmap.mmap(descriptor, _SIZE)
-        except BaseException:
-            os.unlink(self.path)
-            raise
-        finally:
-            os.close(descriptor)
-        self._memory[:_HEAD] = _MAGIC
-        recorder.use(memoryview(self._memory)[_HEAD:_SIZE].cast("d"))
-
-    def remove(self) -> None:
-        """Delete the file; the process has written its last line."""
-        with suppress(OSError):
-            os.unlink(self.path)
+    descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=_directory())
+    try:
+        if os.write(descriptor, bytes(_SIZE)) < _SIZE:
+            raise OSError(f"{path}: only a part of {_SIZE} bytes could be written")
+        memory = mmap.mmap(descriptor, _SIZE)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    memory[:_HEAD] = _MAGIC
+    recorder.use(memoryview(memory)[_HEAD:_SIZE].cast("d"))
+    return path
 
 
 def read_live(path: str) -> dict[str, Any] | None:

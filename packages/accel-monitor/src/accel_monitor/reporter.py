@@ -25,7 +25,7 @@ from accel_state.preemption import launcher_directory
 
 from . import process
 from .bad_steps import BadSteps
-from .live import LiveRecord, remove_live
+from .live import remove_live, share
 from .parts import NAMES, STEP_PARTS
 from .recorder import RECENT_STEPS, Recorder
 from .records import FOLDER, bad_step_sentence, encode, encode_now, file_name, read_attempts
@@ -122,10 +122,8 @@ class Reporter:
         self._line_due = 0.0
         self._now: int | None = None
         self._started = False
-        self._live: LiveRecord | None = None
         try:
-            self._live = LiveRecord(recorder)
-            self._start["live"] = self._live.path
+            self._start["live"] = share(recorder)
         except OSError as error:
             logger.warning(
                 f"the monitor has no shared memory ({error}): steps between the last report and a kill are lost"
@@ -222,8 +220,7 @@ class Reporter:
             raise
         if stop:
             os.close(self._now)
-            if self._live is not None:
-                self._live.remove()
+            remove_live(self._start.get("live") or "")
 
     def _recent(self, line: dict[str, Any]) -> dict[str, Any]:
         """Return the latest steps, for rank 0 to compare, if there are other ranks.
