@@ -34,6 +34,7 @@ class MegatronStrategy(Strategy):
 
     distributed_type: DistributedType | None = DistributedType.MEGATRON_LM
     supports_single_process = False
+    shards_parameters = True
     uses_engine = True
     averages_weights = True
 
@@ -58,10 +59,6 @@ class MegatronStrategy(Strategy):
     def axis_rank(self, axis: str) -> int:
         names = self.data_mesh.mesh_dim_names
         return int(self.data_mesh.get_local_rank(axis)) if axis in names else 0
-
-    @property
-    def shards_parameters(self) -> bool:
-        return True
 
     @property
     def data_collectives(self) -> Collectives:

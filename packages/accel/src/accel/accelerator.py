@@ -260,8 +260,9 @@ class Accelerator:
             self.prepared.elastic_steps = self._accumulation.elastic
         if replicas is not None:
             self._tracking = replicas.share_tracking(self._tracking)
-        self._checkpointer = Checkpointer(self.prepared, self._accumulation, self._tracking, project)
-        self._checkpointer.loaders_from_start = self.follows_reference
+        self._checkpointer = Checkpointer(
+            self.prepared, self._accumulation, self._tracking, project, self.follows_reference
+        )
         self.preemption: PreemptionHandler | None = None
         if save_on_signal is not None and save_on_signal is not False:
             self.preemption = PreemptionHandler(resolve(save_on_signal), self)

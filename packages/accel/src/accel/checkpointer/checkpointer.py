@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ from accel_checkpoint.atomic_dir import recover, recover_all
 from accel_checkpoint.catalog import list_checkpoints, newest_complete, newest_saved
 from accel_checkpoint.checkpoint_reader import identity_of, share_of
 from accel_checkpoint.consensus import BackgroundCollectives, on_all_ranks
-from accel_checkpoint.names import NUMBERED, gradients_file
+from accel_checkpoint.names import NUMBERED, gradients_file, numbered
 from accel_checkpoint.parts import Part, TextPart, copied_parts
 from accel_checkpoint.remote.catalog import read_manifest
 from accel_checkpoint.remote.reading import RemoteCheckpoint, copied
@@ -52,37 +53,26 @@ SaveHook = Callable[[list[Any], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[Any], str], None]
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Saves and loads everything that a training run needs to continue; see the methods of the Accelerator."""
 
-    def __init__(
-        self,
-        prepared: Preparation,
-        accumulation: Accumulation,
-        tracking: TrackerRun,
-        project: ProjectConfiguration,
-    ) -> None:
-        self.project = project
-        self.custom_objects: list[Any] = []
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self.loaders_from_start = False
-        """Whether a loaded state leaves it to the script to move the loaders, as Accelerate does."""
-        self._process = prepared.strategy.state
-        self._strategy = prepared.strategy
-        self._scaler = prepared.precision.scaler
-        self._prepared = prepared
-        self._accumulation = accumulation
-        self._tracking = tracking
-        rank = self._process.process_index
-        self._runs_file = "trackers.json" if rank == 0 else f"trackers_{rank}.json"
-        self._continues_runs = bool(tracking.log_with)
-        self._background: BackgroundSave | None = None
-        self._memory: SharedMemory | None = None  # of saves in the background; made by the first, as are
-        self._background_collectives: BackgroundCollectives | None = None
-        self._uploader: Uploader | None = None
-        self._newest_found: Location | None = None  # what `resume` and "latest" have found, on the process that looks
-        self._replaces = False  # whether checkpoints of the directory may be replaced, as the run went on elsewhere
+    prepared: Preparation
+    accumulation: Accumulation
+    tracking: TrackerRun
+    project: ProjectConfiguration
+    loaders_from_start: bool = False
+    """Whether a loaded state leaves it to the script to move the loaders, as Accelerate does."""
+    custom_objects: list[Any] = field(default_factory=list)
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
+    _continues_runs: bool = False  # whether runs of a loaded state are continued, although no tracker was asked for
+    _background: BackgroundSave | None = None
+    _memory: SharedMemory | None = None  # of saves in the background; made by the first, as are
+    _background_collectives: BackgroundCollectives | None = None
+    _uploader: Uploader | None = None
+    _newest_found: Location | None = None  # what `resume` and "latest" have found, on the process that looks
+    _replaces: bool = False  # whether checkpoints of the directory may be replaced, as the run went on elsewhere
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no save and no upload in progress, and no buffers.
@@ -94,7 +84,7 @@ class Checkpointer:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, blocking: bool
     ) -> Location:
-        process, project = self._process, self.project
+        process, project = self.prepared.strategy.state, self.project
         target = self._target(output_dir)
         if self._background is not None:
             self.wait_for_save()
@@ -141,8 +131,8 @@ class Checkpointer:
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Location:
         """Return the path of the next state; raises ConfigurationError for settings that no state can be saved with."""
         project = self.project
-        if self._strategy.shards_parameters or self._strategy.uses_engine:
-            refuse_each_node(self._process, project.save_on_each_node)
+        if self.prepared.strategy.shards_parameters or self.prepared.strategy.uses_engine:
+            refuse_each_node(self.prepared.strategy.state, project.save_on_each_node)
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError(
@@ -172,13 +162,14 @@ class Checkpointer:
     @property
     def _is_writer(self) -> bool:
         """True if this process writes what is common to all ranks (of its node, with ``save_on_each_node``)."""
-        process = self._process
+        process = self.prepared.strategy.state
         rank = process.local_process_index if self.project.save_on_each_node else process.process_index
         return rank == 0 and not process.stands_by
 
     def _collect(self, writer: StateWriter, safe_serialization: bool) -> None:
         """Give the writer the files of this rank. Every rank must call it."""
-        process, prepared, strategy = self._process, self._prepared, self._strategy
+        prepared, strategy = self.prepared, self.prepared.strategy
+        process = strategy.state
         collectives = process.collectives
         communicates = strategy.shards_parameters or strategy.uses_engine
         weights = list(map(strategy.weights_to_save, prepared.models))
@@ -201,7 +192,7 @@ class Checkpointer:
         if gathered is not None:
             strategy.gather_averages(averages, gathered)
             writer.finalizers = gathered.finalizers
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         step, windows = 0 if accumulation.current is None else accumulation.current.position, None
         if accumulation.has_accumulated:
             windows = accumulation_state.capture(accumulation, prepared.dataloaders, prepared.models)
@@ -220,8 +211,9 @@ class Checkpointer:
             parts += gathered.parts
         if windows is not None:
             parts.append(Part(gradients_file(process.process_index), windows, each_rank=True))
-        if self._continues_runs and (runs := self._tracking.state_dict())["trackers"]:
-            parts.append(TextPart(self._runs_file, json.dumps(runs, indent=2) + "\n", each_rank=True))
+        if (self._continues_runs or self.tracking.log_with) and (runs := self.tracking.state_dict())["trackers"]:
+            runs_file = numbered("trackers", process.process_index, "json")
+            parts.append(TextPart(runs_file, json.dumps(runs, indent=2) + "\n", each_rank=True))
         writer.parts = parts if writer.is_writer else list(filter(attrgetter("each_rank"), parts))
         writer.counters = {
             "iteration": self.project.iteration + 1,
@@ -254,14 +246,14 @@ class Checkpointer:
         return place / target.name
 
     def _objects(self) -> TrainingObjects:
-        prepared = self._prepared
+        prepared = self.prepared
         return TrainingObjects(
             models=prepared.models,
             optimizers=list(map(attrgetter("optimizer"), prepared.optimizers)),
             schedulers=list(map(attrgetter("scheduler"), prepared.schedulers)),
             dataloaders=prepared.dataloaders,
             seeded_samplers=prepared.seeded_samplers,
-            scaler=self._scaler,
+            scaler=prepared.precision.scaler,
             local_sgd=prepared.local_sgd,
             averages=prepared.averages,
             registered=self.custom_objects,
@@ -296,7 +288,7 @@ class Checkpointer:
             uploader.close()
 
     def wait_for_uploads(self) -> None:
-        with on_all_ranks(self._process.collectives, f"uploading to {self.project.upload_to}"):
+        with on_all_ranks(self.prepared.strategy.state.collectives, f"uploading to {self.project.upload_to}"):
             if self._uploader is not None:
                 self._uploader.wait()
 
@@ -325,8 +317,8 @@ class Checkpointer:
             raise ConfigurationError(
                 f"save_directory={os.fspath(save_directory)!r} is a file. Give a directory to save the weights in."
             )
-        if self._strategy.shards_parameters:
-            refuse_each_node(self._process, self.project.save_on_each_node)
+        if self.prepared.strategy.shards_parameters:
+            refuse_each_node(self.prepared.strategy.state, self.project.save_on_each_node)
 
     def register(self, objects: tuple[Any, ...]) -> None:
         wrong = []
@@ -357,7 +349,8 @@ class Checkpointer:
         load_kwargs: dict[str, Any] | None,
         load_model_kwargs: dict[str, Any],
     ) -> None:
-        process, prepared, strategy = self._process, self._prepared, self._strategy
+        prepared, strategy = self.prepared, self.prepared.strategy
+        process = strategy.state
         if self._background is not None:
             self.wait_for_save()
         automatic, alone = self.project.automatic_checkpoint_naming, process.num_processes == 1
@@ -402,7 +395,8 @@ class Checkpointer:
                     for hook in list(self.load_hooks.values()):
                         hook(models, str(folder))
                     reader.read_state(objects, models, options, strategy, layouts)
-                runs = reader.read_trackers(self._runs_file) if self._runs_file in reader.names else None
+                runs_file = numbered("trackers", process.process_index, "json")
+                runs = reader.read_trackers(runs_file) if runs_file in reader.names else None
             reader.changes.append(partial(self._conclude_load, reader, runs, found.name))
             apply_changes(reader.reversible, reader.collective, reader.changes, loading)
             if process.num_processes > 1:
@@ -415,16 +409,16 @@ class Checkpointer:
 
     def _conclude_load(self, reader: StateReader, runs: dict[str, Any] | None, name: str) -> None:
         """Load what does not belong to an object."""
-        prepared = self._prepared
+        prepared = self.prepared
         if runs is not None:
             self._continues_runs = True
-            self._tracking.load_state_dict(runs)
-        if reader.windows is not None or self._accumulation.has_accumulated:
+            self.tracking.load_state_dict(runs)
+        if reader.windows is not None or self.accumulation.has_accumulated:
             windows = reader.windows
-            accumulation_state.restore(self._accumulation, windows, prepared.dataloaders, prepared.models)
+            accumulation_state.restore(self.accumulation, windows, prepared.dataloaders, prepared.models)
         else:
-            self._accumulation.current = None
-            self._accumulation.gradient_state.sync_gradients = True
+            self.accumulation.current = None
+            self.accumulation.gradient_state.sync_gradients = True
         if reader.manifest is not None:
             self.project.iteration = reader.manifest.counters["iteration"]
             for optimizer in prepared.optimizers[:1]:
@@ -476,11 +470,11 @@ class Checkpointer:
 
         See ``Accelerator.resume``.
         """
-        collectives = self._process.collectives
+        collectives = self.prepared.strategy.state.collectives
         with on_all_ranks(collectives, "looking for a state to resume from") as outcome:
             if self.project.automatic_checkpoint_naming:
                 self._target(None)  # raises at once what save_state would raise after the first epoch
-            if self._process.process_index == 0:
+            if self.prepared.strategy.state.process_index == 0:
                 outcome.value = self._newest_or_none(output_dir)
         newest: Location | None = outcome.reports[0].value
         return newest

@@ -65,6 +65,7 @@ class Strategy:
         averages_weights: whether moving averages of weights have been compared with one process.
         batches_per_process: how many batches of a loader this process computes at once, one for each part of its
             devices.
+        shards_parameters: whether ranks hold parts of a model's tensors.
         uses_engine: whether an engine (such as DeepSpeed's) holds the gradients, runs the backward pass, and saves and
             loads its own state; see :meth:`backward` and :meth:`plan_state`.
         supports_compilation: whether prepared models can be compiled.
@@ -85,6 +86,7 @@ class Strategy:
     supports_compilation: ClassVar[bool] = True
     averages_weights: bool = False
     batches_per_process: int = 1
+    shards_parameters: bool = False
     data_mesh: Any = None
     gradients: AccumulatedGradients = AccumulatedGradients()
     replicas: Replicas | None = None
@@ -119,11 +121,6 @@ class Strategy:
         self.handlers = handlers
 
     # -- topology ----------------------------------------------------------------------------------------------------
-
-    @property
-    def shards_parameters(self) -> bool:
-        """True if ranks hold parts of a model's tensors."""
-        return False
 
     def axis_rank(self, axis: str) -> int:
         """Return this process's coordinate on a mesh axis ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp").

@@ -296,7 +296,7 @@ class DeepSpeedStrategy(Strategy):
         return {}
 
     @property
-    def shards_parameters(self) -> bool:
+    def shards_parameters(self) -> bool:  # type: ignore[override]
         return any(runtime.is_engine(model) and model.zero_optimization_partition_weights() for model in self._models)  # type: ignore[operator]
 
     def gather_state(

@@ -44,6 +44,7 @@ class ShardedStrategy(Strategy):
 
     distributed_type: DistributedType | None = DistributedType.FSDP
     supports_single_process = False
+    shards_parameters = True
     skips_gradient_sync = True
     averages_weights = True
     fsdp_version: ClassVar[int]
@@ -79,10 +80,6 @@ class ShardedStrategy(Strategy):
                 f"fsdp_version={self.settings.fsdp_version}. Set fsdp_version={self.fsdp_version}."
             )
         self.precision: Any = self.settings.precision_policy(AcceleratorState().mixed_precision)
-
-    @property
-    def shards_parameters(self) -> bool:
-        return True
 
     def axis_rank(self, axis: str) -> int:
         return self.state.process_index if axis == "dp_shard" else 0
