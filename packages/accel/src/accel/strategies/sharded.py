@@ -34,6 +34,7 @@ from ..fsdp.plugin import FullyShardedDataParallelPlugin
 from ..fsdp.quantized_states import decide_by_whole
 from ..kwargs.base import Handlers
 from ..precision.scaler import SharedGradScaler
+from ..training.muon import is_muon
 from . import outside_forward
 
 logger: Final = get_logger(__name__)
@@ -126,7 +127,8 @@ class ShardedStrategy(Strategy):
                 f"LBFGS cannot be used with {type(self).__name__}: it computes with products of all gradients, of "
                 "which a rank holds a part. Use DDP, or another optimizer, such as torch.optim.AdamW."
             )
-        refuse_global_statistics(optimizer, type(self).__name__)
+        if not is_muon(optimizer):  # of which matrix_collectives decides
+            refuse_global_statistics(optimizer, type(self).__name__)
         self.replacements.apply(optimizer)
         decide_by_whole(optimizer, self.state.collectives)
         if optimizer not in self._stepped_apart:
