@@ -13,7 +13,7 @@ import yaml
 from accel_launch.config.read import load_settings
 from accel_launch.config.update import update_file
 from accel_state.errors import ConfigurationError
-from accel_state.options import Resolution
+from accel_state.options import Resolution, load_groups
 
 LOCAL = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nmain_training_function: main\nnum_machines: 1\n"
 
@@ -180,3 +180,31 @@ def test_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> N
     with pytest.raises(ConfigurationError) as caught:
         load(path)
     assert message.format(path=path) in str(caught.value) and f"{path}, line " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ACCELERATE_MIXED_PRECISON", "ACCELERATE_MIXED_PRECISION"),
+        ("ACCEL_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        ("FSDP_SHARDING_STRATGY", "FSDP_SHARDING_STRATEGY"),
+        ("MEGATRON_LM_TP_DEGRE", "MEGATRON_LM_TP_DEGREE"),
+    ],
+)
+def test_a_misspelt_variable_gets_a_note(tmp_path: Path, name: str, meant: str) -> None:
+    # Values are not shown: they may be secret.
+    notes = load_settings({}, {name: "bf16", "HF_HOME": str(tmp_path)}).notes()
+    assert notes == (f"environment variable {name} has no effect. Did you mean {meant}?",)
+
+
+def test_variables_of_options_and_of_other_libraries_get_no_note(tmp_path: Path) -> None:
+    names = {option.env for group in load_groups() for option in group.options()}
+    others = """ACCELERATE_ALLOW_CP_STANDALONE ACCELERATE_BYPASS_DEVICE_MAP ACCELERATE_CONFIG_DS_FIELDS
+        ACCELERATE_DEBUG_RDV_FILE ACCELERATE_ENABLE_RICH ACCELERATE_FT_DIRECTORY ACCELERATE_FT_HOST
+        ACCELERATE_FT_REPLICA ACCELERATE_FT_RESTARTS ACCELERATE_INIT_INCLUDE_BUFFERS ACCELERATE_LOG_LEVEL
+        ACCELERATE_RUN_TOKEN ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE ACCELERATE_TORCH_DEVICE ACCELERATE_USE_SAGEMAKER
+        ACCEL_LAUNCH_RELAY ACCEL_RANK_OWNER FSDP_PYTORCH_VERSION""".split()
+    # Empty variables count as not set.
+    environ = {**dict.fromkeys(filter(None, names), ""), **dict.fromkeys(others, "1"), "HF_HOME": str(tmp_path)}
+    assert load_settings({}, environ).notes() == ()

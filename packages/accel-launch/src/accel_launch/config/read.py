@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel_state.env import all_variables
 from accel_state.errors import ConfigurationError
 from accel_state.options.config_file import ConfigFile, Entry, expand, find_default, migrate
 from accel_state.options.conflicts import check
@@ -20,11 +22,31 @@ from ..errors import suggest
 
 _SHOWN_CHARACTERS = 60
 
+# How names of variables of options begin, and what users write instead of the first.
+_PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+# Variables that are spelt like one of an option: a launcher with --ft sets them for its ranks.
+_NOT_MISSPELT = ("ACCELERATE_FT_REPLICA", "ACCELERATE_FT_RESTARTS")
+
 
 def load_settings(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Resolution:
     """Return every setting, from the command line, the environment, the configuration file and the defaults."""
     given = dict(options or {})
-    return check(resolve(load_groups(), given, environ, read_config(given_path(given, environ), environ)))
+    settings = check(resolve(load_groups(), given, environ, read_config(given_path(given, environ), environ)))
+    return replace(settings, file_notes=(*settings.file_notes, *_misspelt_variables(environ)))
+
+
+def _misspelt_variables(environ: Mapping[str, str] | None) -> list[str]:
+    """Return notes on variables that belong to no option and are spelt almost like one that does."""
+    known = set(_NOT_MISSPELT)
+    for opt in all_options().values():
+        known.update((opt.env or "", *opt.other_envs))
+    notes = []
+    for name in sorted((all_variables() if environ is None else environ).keys() - known):
+        # The cutoff leaves out the variables of Accelerate and accel that are not options.
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.86) if name.startswith(_PREFIXES) else ()
+        if close:
+            notes.append(f"environment variable {name} has no effect. Did you mean {close[0]}?")
+    return notes
 
 
 def given_path(options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Path | None:
