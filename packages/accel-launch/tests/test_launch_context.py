@@ -64,6 +64,10 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+def _without_effect(plan: LaunchPlan) -> list[str]:
+    return [note for note in (*plan.settings.notes(), *plan.notes) if "has no effect" in note]
+
+
 def test_outside_of_a_cluster(plan) -> None:
     made = plan({})
     assert (made.mode, made.context.role, made.num_processes) == (LaunchMode.LOCAL, Role.ALONE, 1)
@@ -143,6 +147,30 @@ class TestRank:
         notes = plan({}, rdzv_conf="join_timeout=9,read_timeout=3,is_host=1").notes
         named = [note for note in notes if "has no effect: the launchers read timeout, join_timeout" in note]
         assert [note.split()[0] for note in named] == ["read_timeout", "is_host"]
+
+    @pytest.mark.parametrize(
+        ("options", "note"),
+        [
+            ({"gpu_ids": "0", "cpu": "true"}, "--gpu_ids 0 has no effect with --cpu"),
+            ({"env": "SEED=1"}, "--env SEED=1 has no effect without --tpu"),
+            ({"downcast_bf16": "true"}, "--downcast_bf16 has no effect without --tpu"),
+            (
+                {"fp8_margin": "2", "mixed_precision": "bf16"},
+                "--fp8_margin 2 has no effect without --mixed_precision fp8",
+            ),
+            ({"main_process_ip": "10.0.0.1"}, "--main_process_ip 10.0.0.1 has no effect on one machine"),
+        ],
+    )
+    def test_options_of_other_kinds_of_runs_are_noted(self, plan, options: dict[str, str], note: str) -> None:
+        assert [text.split(". ")[0] for text in _without_effect(plan({}, **options))] == [note]
+
+    def test_options_that_have_an_effect_are_not_noted(self, plan) -> None:
+        machines = {"num_machines": "2", "machine_rank": "0", "main_process_ip": "10.0.0.1"}
+        for options in (machines, {"fp8_margin": "2", "mixed_precision": "fp8"}, {"fp8_margin": "2"}):
+            assert not _without_effect(plan({}, **options))
+        # Other tools write these into every file.
+        config = "main_training_function: main\ntpu_env: []\ndowncast_bf16: 'no'\nmixed_precision: bf16\n"
+        assert not _without_effect(plan({}, config=config))
 
     def test_another_number_of_processes_is_refused(self, plan) -> None:
         with pytest.raises(ConfigurationError, match="--num_processes 8.*started 4 launchers, 2 on"):

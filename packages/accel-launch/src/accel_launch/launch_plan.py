@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_state.errors import ConfigurationError, require
@@ -163,25 +163,37 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
 
 
 def _unused_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
-    """Return notes about command-line options without effect in this mode; a file may serve several modes.
+    """Return notes about command-line options without effect in this run; a file may serve several kinds of runs.
 
-    Settings of torch's rendezvous that the launchers do not read have none in any mode.
+    Settings of torch's rendezvous that the launchers do not read have none in any run.
     """
-    starter = context.starter if mode is LaunchMode.RANK else mode.value
-    where = f"on ranks that {starter} starts: start one launcher on each machine, which starts the ranks there"
-    names = _AGENT_OPTIONS if mode in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED) else ()
-    if settings["ft"]:
-        where = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
-        names = _WITHOUT_REPLICAS
     notes = []
-    for setting in map(settings.settings.__getitem__, names):
-        if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
-            notes.append(f"{setting.where} has no effect {where}")
+    for names, where in _without_effect(settings, mode, context):
+        for setting in map(settings.settings.__getitem__, names):
+            if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
+                notes.append(f"{setting.where} has no effect {where}")
     for entry in filter(None, settings["rdzv_conf"].split(",")):
         key, known = entry.partition("=")[0].strip(), ", ".join(_RENDEZVOUS_SETTINGS)
         if key not in _RENDEZVOUS_SETTINGS:
             notes.append(f"{key} of {settings.where('rdzv_conf')} has no effect: the launchers read {known}")
     return notes
+
+
+def _without_effect(
+    settings: Resolution, mode: LaunchMode, context: LaunchContext
+) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield names of options, and why they have no effect in this run."""
+    if settings["ft"]:
+        why = "with --ft, whose replicas watch each other: see --replica_timeout and --heartbeat_timeout"
+        yield _WITHOUT_REPLICAS, why
+    elif mode in (LaunchMode.RANK, LaunchMode.MPIRUN, LaunchMode.DEEPSPEED):
+        starter = context.starter if mode is LaunchMode.RANK else mode.value
+        why = f"on ranks that {starter} starts: start one launcher on each machine, which starts the ranks there"
+        yield _AGENT_OPTIONS, why
+    elif _is_alone(settings, context, mode):
+        yield ("main_process_ip",), "on one machine. For several, give --num_machines"
+    if _uses_cpu(settings):
+        yield ("gpu_ids",), f"with {settings.where('cpu')}"
 
 
 def _counts_of_settings(settings: Resolution, context: LaunchContext, mode: LaunchMode) -> tuple[int, int] | None:

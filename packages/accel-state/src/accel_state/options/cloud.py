@@ -18,6 +18,7 @@ class TpuOptions(OptionGroup):
 
     title = "TPU"
     description = "Used with --tpu, and by accel tpu-config."
+    used_with: ClassVar[tuple[str, Any] | None] = ("tpu", True)
 
     main_training_function: str = option(
         "main",

@@ -286,6 +286,8 @@ class OptionGroup:
     # the option, and its value, without which the group has no effect, or None. While it is enabled, every
     # exported option of the group that is not None reaches the processes, defaults included
     enabled_by: ClassVar[tuple[str, Any] | None] = None
+    # the same for a group whose defaults do not reach the processes, and that the script may use by itself
+    used_with: ClassVar[tuple[str, Any] | None] = None
     _declared: ClassVar[dict[str, Option]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -304,7 +306,7 @@ class OptionGroup:
     @classmethod
     def switch(cls) -> str:
         """Return the command line that enables the group ("--use_fsdp"), for messages."""
-        name, value = cls.enabled_by or ("", None)
+        name, value = cls.enabled_by or cls.used_with or ("", None)
         return f"--{name}" if value is True else f"--{name} {value}"
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..env import str_to_bool
 from .declaration import OptionGroup, option
@@ -45,6 +45,7 @@ class FP8Options(OptionGroup):
 
     title = "8-bit floating point"
     description = "Used with --mixed_precision fp8. A recipe given in the script takes precedence."
+    used_with: ClassVar[tuple[str, Any] | None] = ("mixed_precision", "fp8")
 
     backend: str | None = _fp8(
         choices=BACKENDS,

@@ -95,8 +95,12 @@ class Resolution:
         for group in self.groups:
             settings = [self.settings[opt.name] for opt in group.options()]
             given = [setting for setting in settings if setting.source in (Source.COMMAND_LINE, Source.CONFIG_FILE)]
+            if group.enabled_by is None:
+                # Other tools write the defaults of such a group into every file.
+                given = [setting for setting in given if setting.value != setting.option.default]
+            name, value = group.enabled_by or group.used_with or ("", None)
             # An undecided switch, such as the precision, may still be set by the script.
-            if given and group.enabled_by and not self.is_enabled(group) and self[group.enabled_by[0]] is not None:
+            if given and name in self.settings and self[name] not in (None, value):
                 more = f" (and {len(given) - 1} more of its options)" if len(given) > 1 else ""
                 notes.append(f"{given[0].where}{more} has no effect without {group.switch()}")
         return tuple(notes)
