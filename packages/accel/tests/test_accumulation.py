@@ -515,9 +515,19 @@ def test_the_loader_of_the_next_epoch_continues_a_window(spans_loaders: bool, le
         torch.testing.assert_close(weights, expected, atol=1e-12, rtol=0)
 
 
-def test_the_launchers_number_of_steps_wins() -> None:
+def test_the_launchers_number_of_steps_wins_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_state.logging._already_warned", set())
     with patch_environment(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
+        for unchosen in ({}, {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 4}):
+            assert Accelerator(cpu=True, **unchosen).gradient_accumulation_steps == 4
+        assert "overridden" not in caplog.text
         assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 4
+        assert "gradient_accumulation_steps=2 is overridden by the launcher's 4" in caplog.text
+        plugin = GradientAccumulationPlugin(num_steps=3)
+        assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 4
+        assert "gradient_accumulation_steps=3 is overridden by the launcher's 4" in caplog.text
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerator.gradient_accumulation_steps = 5
     assert accelerator.gradient_accumulation_steps == 5 and accelerator.gradient_state.num_steps == 5

@@ -431,3 +431,16 @@ def test_unwrapping_an_object_that_forwards_to_a_model() -> None:
     assert accelerator.unwrap_model(proxy) is proxy  # type: ignore[arg-type, comparison-overlap]
     with pytest.raises(ConfigurationError, match="3"):
         accelerator.unwrap_model(3)  # type: ignore[arg-type]
+
+
+def test_a_precision_that_overrides_the_launchers_is_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_state.logging._already_warned", set())
+    for launched, given, used in (("bf16", None, "bf16"), ("bf16", "bf16", "bf16"), ("no", "bf16", "bf16")):
+        with patch_environment(ACCELERATE_MIXED_PRECISION=launched):
+            assert Accelerator(cpu=True, mixed_precision=given).mixed_precision == used
+    assert "overrides" not in caplog.text
+    with patch_environment(ACCELERATE_MIXED_PRECISION="bf16"):
+        assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+    assert "mixed_precision='no' of the script overrides the launcher's bf16" in caplog.text

@@ -21,6 +21,7 @@ from accel_state import (
 )
 from accel_state.arguments import check_flag
 from accel_state.errors import ArgumentTypeError
+from accel_state.logging import warn_once
 from accel_state.options import CheckpointingOptions, CoreOptions, ParadigmOptions
 from accel_state.random import rng_kind
 
@@ -66,6 +67,12 @@ def build(
     if chosen:
         mixed_precision = _precision_of(chosen[next(iter(chosen))], mixed_precision, launched.mixed_precision)
     wanted = str(mixed_precision or launched.mixed_precision or "no")
+    if mixed_precision is not None and launched.mixed_precision not in (None, "no", wanted):
+        warn_once(
+            __name__,
+            f"mixed_precision={wanted!r} of the script overrides the launcher's {launched.mixed_precision} "
+            "(--mixed_precision, ACCELERATE_MIXED_PRECISION). Give the precision in one of them.",
+        )
     _drop_stale_state(shared, differs=(wanted, dynamo) != (shared.get("_mixed_precision"), shared.get("dynamo_plugin")))
     state = _acquire_state(owner, wanted, mixed_precision is not None, cpu, handlers)
     used = state.mixed_precision

@@ -87,16 +87,22 @@ def accumulation_settings(
 ) -> GradientAccumulationPlugin:
     """Return the settings of gradient accumulation; the launcher's number of steps overrides the script's."""
     check_steps("gradient_accumulation_steps", steps)
-    if plugin is None:
-        return GradientAccumulationPlugin(num_steps=launched or steps)
-    hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
-    check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
-    if steps != 1:
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
-            f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
+    if plugin is not None:
+        hint = f"Pass GradientAccumulationPlugin(num_steps={plugin!r})."
+        check_type(plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin", hint)
+        if steps != 1:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Put the number "
+                f"into the plugin: GradientAccumulationPlugin(num_steps={steps})."
+            )
+        steps = plugin.num_steps or 1
+    if launched is not None and steps not in (1, launched):
+        warn_once(
+            __name__,
+            f"the script's gradient_accumulation_steps={steps} is overridden by the launcher's {launched} "
+            "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Give the number in one of them.",
         )
-    return replace(plugin, num_steps=launched or plugin.num_steps or 1)
+    return replace(plugin or GradientAccumulationPlugin(), num_steps=launched or steps)
 
 
 class Accumulation:
