@@ -245,6 +245,27 @@ def test_notebook_launcher(session) -> None:
     assert 3 <= len(restarted) <= 4, lines[5:]
 
 
+def test_a_precision_in_the_environment_is_overridden_with_a_warning(session) -> None:
+    lines = session("""
+        import os, warnings
+        from accel_launch import debug_launcher, notebook_launcher
+
+        def show():
+            if os.environ.get("RANK", "0") == "0":
+                print(os.environ["ACCELERATE_MIXED_PRECISION"], flush=True)
+
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            notebook_launcher(show, num_processes=1)
+            notebook_launcher(show, num_processes=1, mixed_precision="bf16")
+            debug_launcher(show)
+        print(*(str(warning.message).split(": ")[0] for warning in caught), sep="\\n")
+    """)
+    text = "ACCELERATE_MIXED_PRECISION=bf16 has no effect"
+    assert [line for line in lines if "Launching" not in line] == ["no", "bf16", "no", text, text]
+
+
 def test_options_that_function_launchers_refuse(session) -> None:
     lines = session("""
         import os

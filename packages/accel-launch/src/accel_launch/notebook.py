@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -71,7 +72,7 @@ def notebook_launcher(
         args: its arguments.
         num_processes: processes on this machine. None: one per visible GPU, or per core of a TPU; without either, the
             function runs in this process.
-        mixed_precision: no, fp16 or bf16.
+        mixed_precision: no, fp16, bf16 or fp8; overrides ACCELERATE_MIXED_PRECISION, with a warning.
         use_port: port of the machine of rank 0. On a single machine the default means any free port.
         master_addr: address of the machine of rank 0.
         node_rank: rank of this machine.
@@ -96,7 +97,7 @@ def notebook_launcher(
             f"node_rank={node_rank} with num_nodes={num_nodes}: ranks go from 0 to {num_nodes - 1}."
         )
     precision = CoreOptions.from_mapping({"mixed_precision": mixed_precision}).mixed_precision or "no"
-    environment = {"ACCELERATE_MIXED_PRECISION": precision}
+    environment = _precision_variable(precision)
     host, port = master_addr, str(use_port)
     if rdzv_endpoint:
         host, _, port = rdzv_endpoint.rpartition(":")
@@ -153,8 +154,20 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_call(function, args)
     local = _process_count(num_processes)
     _refuse_nested("debug_launcher")
-    environment = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    environment = {"ACCELERATE_USE_CPU": "true", **_precision_variable("no")}
     _run(function, args, local, 1, RendezvousOptions(), environment)
+
+
+def _precision_variable(precision: str) -> dict[str, str]:
+    """Return the variable of the precision, and warn if it replaces another one of this process."""
+    before = CoreOptions.read("mixed_precision")
+    if before not in (None, precision):
+        warnings.warn(
+            f"ACCELERATE_MIXED_PRECISION={before} has no effect: the function runs with mixed_precision={precision!r}. "
+            f"Pass notebook_launcher(..., mixed_precision={before!r}) to change it.",
+            stacklevel=3,
+        )
+    return {"ACCELERATE_MIXED_PRECISION": precision}
 
 
 class FunctionRank:
