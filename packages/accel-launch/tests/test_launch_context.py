@@ -172,6 +172,14 @@ class TestRank:
         config = "main_training_function: main\ntpu_env: []\ndowncast_bf16: 'no'\nmixed_precision: bf16\n"
         assert not _without_effect(plan({}, config=config))
 
+    def test_a_run_of_its_own_in_a_rank_of_another_launcher_is_noted(self, plan) -> None:
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "29500"}
+        made = plan(rank, cpu="true")
+        assert made.num_processes == 1 and made.notes[-1].startswith("RANK=1 and WORLD_SIZE=2 of another launcher")
+        machines = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "job-0", "cpu": "true"}
+        for others in (plan({"RANK": "0", "WORLD_SIZE": "1"}, cpu="true"), plan(rank, **machines)):
+            assert not [note for note in others.notes if "another launcher" in note]
+
     def test_another_number_of_processes_is_refused(self, plan) -> None:
         with pytest.raises(ConfigurationError, match="--num_processes 8.*started 4 launchers, 2 on"):
             plan(TASKS, num_processes="8")

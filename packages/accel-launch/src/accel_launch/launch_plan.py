@@ -146,7 +146,7 @@ def make_plan(
         rendezvous=settings.group(RendezvousOptions),
         quiet=script_options.quiet,
         debug=settings["debug"],
-        notes=(*notes, *_unused_options(settings, mode, context)),
+        notes=(*notes, *_unused_options(settings, mode, context, variables)),
         mode=mode,
         settings=settings,
         context=context,
@@ -162,12 +162,21 @@ def plan_from_args(args: argparse.Namespace) -> LaunchPlan:
     return make_plan(settings, str(given["training_script"]), list(given.get("training_script_args", ())))
 
 
-def _unused_options(settings: Resolution, mode: LaunchMode, context: LaunchContext) -> list[str]:
+def _unused_options(
+    settings: Resolution, mode: LaunchMode, context: LaunchContext, variables: Mapping[str, str]
+) -> list[str]:
     """Return notes about command-line options without effect in this run; a file may serve several kinds of runs.
 
-    Settings of torch's rendezvous that the launchers do not read have none in any run.
+    Settings of torch's rendezvous that the launchers do not read have none in any run, nor has the rank of a process
+    that torchrun or an operator of Kubernetes started.
     """
     notes = []
+    rank, world_size = variables.get("RANK"), variables.get("WORLD_SIZE", "1")
+    if rank and world_size != "1" and mode is LaunchMode.LOCAL and settings["num_machines"] == 1:
+        notes.append(
+            f"RANK={rank} and WORLD_SIZE={world_size} of another launcher have no effect: this command starts a run of "
+            "its own. To join several machines, give --num_machines, --machine_rank and --main_process_ip"
+        )
     for names, where in _without_effect(settings, mode, context):
         for setting in map(settings.settings.__getitem__, names):
             if setting.source is Source.COMMAND_LINE and setting.value != setting.option.default:
