@@ -192,6 +192,14 @@ def test_another_strategy_than_the_launched_one_is_refused(
         Accelerator(cpu=True)
 
 
+def test_a_named_strategy_and_a_switch_must_agree(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for strategy in ("ddp", "single", "deepspeed", "weighed", installed.WeighedStrategy()):
+        with pytest.raises(ConfigurationError, match="but was launched for fsdp"):
+            choose(strategy, {})
+    assert choose("fsdp2", {}) == ("fsdp2", {})
+
+
 def test_what_is_no_plugin_is_refused(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (installed.Weighed, object(), {"weighed": installed.Weighed()}, SimpleNamespace(strategy="ddp")):
         with pytest.raises(ConfigurationError, match="must be an accel.contract.strategy.Strategy object or one of"):

@@ -177,6 +177,7 @@ def choose(strategy: Any, plugins: Mapping[str, Any]) -> tuple[Strategy | str | 
         if isinstance(strategy, str):
             STRATEGIES.target(strategy)
         if isinstance(strategy, (str, Strategy)):
+            _check_launched(strategy)
             return strategy, {}
         given = {_row_of(strategy): strategy}
     launched = ParadigmOptions.from_environment()
@@ -233,6 +234,18 @@ def _launched_rows(launched: ParadigmOptions) -> list[str]:
                 f"with {option.flags[0]} or with --strategy {launched.strategy}, not with both."
             )
     return names
+
+
+def _check_launched(strategy: str | Strategy) -> None:
+    """Refuse a strategy of the script if a switch of the launcher asks for another one."""
+    rows = _launched_rows(ParadigmOptions.from_environment())
+    names = [name for row in rows for name in (row, *TABLE[row].strategies) if name in STRATEGIES]
+    kind = STRATEGIES.load(strategy) if isinstance(strategy, str) else type(strategy)
+    if rows and not issubclass(kind, tuple(map(STRATEGIES.load, names))):
+        raise ConfigurationError(
+            f"the script chooses {kind.__name__}, but was launched for {', '.join(rows)} (environment variables "
+            "ACCELERATE_USE_...). Leave out strategy, or launch it without."
+        )
 
 
 def _agreed(given: list[str], launched: list[str]) -> list[str]:
