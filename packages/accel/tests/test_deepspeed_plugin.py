@@ -149,6 +149,17 @@ class TestJson:
         plugin.select(_from_accelerator_state=True)
         assert f"hf_ds_config of the script overrides {path} of the launcher." in caplog.text
 
+    def test_a_field_that_overrides_the_launchers_value_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
+        AcceleratorState(cpu=True)
+        with patch_environment(ACCELERATE_GRADIENT_CLIPPING="0.5", ACCELERATE_DEEPSPEED_ZERO_STAGE="3"):
+            DeepSpeedPlugin(gradient_clipping=0.5, zero_stage=3).select(_from_accelerator_state=True)
+            assert "overrides" not in caplog.text
+            plugin = DeepSpeedPlugin(gradient_clipping=1.0, zero_stage=3)
+        plugin.select(_from_accelerator_state=True)
+        assert plugin.deepspeed_config["gradient_clipping"] == 1.0
+        override = "DeepSpeedPlugin(gradient_clipping=1.0) overrides environment variable ACCELERATE_GRADIENT_CLIPPING=0.5."
+        assert len(caplog.records) == 1 and override in caplog.text
+
     @pytest.mark.parametrize(
         ("form", "message"),
         [

@@ -95,6 +95,13 @@ class DeepSpeedPlugin:
             text = f"{self._name} of the script overrides {launcher_file} of the launcher."
             self._pending_logs.append((logging.WARNING, text))
         fields = {name: explicit_setting(name, getattr(self, name)) for name in FILE_PATHS}
+        for name, setting in fields.items():
+            launched = explicit_setting(name, None)
+            if setting is None or launched is None or setting.value == launched.value:
+                continue
+            if name != validation.COUNTS[2]:  # the strategy compares numbers of accumulation steps
+                text = f"{setting.source} overrides {launched.source}. Give the value in one of them."
+                self._pending_logs.append((logging.WARNING, text))
         config = source.config
         ds_config.merge_settings(config, source, {name: value for name, value in fields.items() if value is not None})
         validation.check_config(config, self._name)
