@@ -25,7 +25,10 @@ class CoreOptions(OptionGroup):
     """Precision, gradient accumulation, CPU-only runs and checks of collectives."""
 
     title = "training"
-    description = "Passed to every process in its environment. A mixed_precision given in the script takes precedence."
+    description = (
+        "Passed to every process in its environment. A mixed_precision given in the script takes precedence; its "
+        "gradient_accumulation_steps do not."
+    )
 
     mixed_precision: str | None = option(
         choices=PRECISIONS,
