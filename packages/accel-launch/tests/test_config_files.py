@@ -208,3 +208,14 @@ def test_variables_of_options_and_of_other_libraries_get_no_note(tmp_path: Path)
     # Empty variables count as not set.
     environ = {**dict.fromkeys(filter(None, names), ""), **dict.fromkeys(others, "1"), "HF_HOME": str(tmp_path)}
     assert load_settings({}, environ).notes() == ()
+
+
+def test_a_variable_that_replaces_another_value_of_the_file_gets_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("mixed_precision: fp16\nnum_processes: 2\n")
+    variables = {"HF_HOME": str(tmp_path), "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_NUM_PROCESSES": "2"}
+    settings = load_settings({"config_file": str(path)}, variables)
+    assert settings["mixed_precision"] == "bf16"
+    assert settings.notes() == (f"ACCELERATE_MIXED_PRECISION=bf16 overrides mixed_precision: fp16 in {path}, line 1",)
+    given = load_settings({"config_file": str(path), "mixed_precision": "no"}, variables)
+    assert given["mixed_precision"] == "no" and given.notes() == ()

@@ -47,7 +47,7 @@ class Resolution:
 
     groups: tuple[type[OptionGroup], ...]
     settings: Mapping[str, Setting]
-    file_notes: tuple[str, ...] = ()
+    file_notes: tuple[str, ...] = ()  # on the configuration file, and on variables that override it or are misspelt
 
     def __getitem__(self, name: str) -> Any:
         return self.settings[name].value
@@ -144,7 +144,10 @@ def resolve(
         for name, opt in options.items()
         if opt.implied_by is not None
     }
-    return Resolution(tuple(groups), {**settings, **implied}, config.notes if config is not None else ())
+    settings |= implied
+    if config is None:
+        return Resolution(tuple(groups), settings)
+    return Resolution(tuple(groups), settings, (*config.notes, *_overridden(settings, config)))
 
 
 def _resolve_option(
@@ -175,6 +178,19 @@ def _find_entry(opt: Option, config: ConfigFile) -> Entry | None:
                 f"{first.location}: both are {opt.flags[0]}. Remove one."
             )
     return entries[0] if entries else None
+
+
+def _overridden(settings: Mapping[str, Setting], config: ConfigFile) -> list[str]:
+    """Return notes on values of the file that differ from those of variables, which may be left from another launch."""
+    notes = []
+    for setting in settings.values():
+        opt = setting.option
+        entry = _find_entry(opt, config) if setting.source is Source.ENVIRONMENT else None
+        if entry is not None:
+            value = opt.parse(entry.value, f"{entry.key} in {entry.location}")
+            if value != setting.value:
+                notes.append(f"{setting.where} overrides {entry.key}: {_shown(opt, value)} in {entry.location}")
+    return notes
 
 
 def _implied(
