@@ -142,6 +142,25 @@ def test_settings_of_version_1_without_an_effect_are_logged_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"] and message in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "FSDP_RESHARD_AFTER_FORWARD=false .* has no effect with fsdp_version=1"),
+        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "['Block'] .* has no effect with auto_wrap_policy=None"),
+    ],
+    ids=str,
+)
+def test_variables_without_an_effect_in_version_1_are_logged_once(
+    variables: dict[str, str], message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_state.logging._already_warned", set())
+    for other in ({}, {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}):
+        with patch_environment(**variables, **other):
+            FullyShardedDataParallelPlugin()
+    assert len(caplog.records) == 1
+    assert all(part in caplog.text for part in message.split(" .* "))
+
+
 def test_code_wins_over_the_launcher_and_what_is_the_same_in_version_2_is_mapped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -178,6 +178,12 @@ class FullyShardedDataParallelPlugin:
             strategy = self.reshard_after_forward if strategy is None else strategy
             self.sharding_strategy = _sharding_strategy(launched.sharding_strategy if strategy is None else strategy)
             self.reshard_after_forward = None
+            if not launched.reshard_after_forward and self.sharding_strategy.name == "FULL_SHARD":
+                warn_once(
+                    __name__,
+                    "FSDP_RESHARD_AFTER_FORWARD=false (--fsdp_reshard_after_forward) has no effect with "
+                    "fsdp_version=1. Set --fsdp_version 2, or --fsdp_sharding_strategy SHARD_GRAD_OP.",
+                )
             return
         if strategy is not None:
             self._map_strategy(_sharding_strategy(strategy).name.removeprefix("_"), given)
@@ -228,6 +234,13 @@ class FullyShardedDataParallelPlugin:
         if names is not None:
             names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
         self.transformer_cls_names_to_wrap = names
+        if names is not None and policy != "transformer_based_wrap":
+            warn_once(
+                __name__,
+                f"transformer_cls_names_to_wrap={names} (--fsdp_transformer_layer_cls_to_wrap) has no effect with "
+                f"auto_wrap_policy={policy!r}. Set auto_wrap_policy='transformer_based_wrap' "
+                "(--fsdp_auto_wrap_policy), or leave the names out.",
+            )
         if self.min_num_params is None:
             self.min_num_params = launched.min_num_params
         given: Any = self.min_num_params
