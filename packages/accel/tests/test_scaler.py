@@ -169,3 +169,58 @@ def test_so_may_that_of_gradients_which_are_sharded_later() -> None:
     expected = [expected_weights(clips, 3) for clips in (True, False)] * 2
     for found, those in zip(run_world(sharded_weights, 2)[0], expected, strict=True):
         compare(found, those)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_without_gradients_is_not_skipped(fused: bool) -> None:
+    """As without a scaler, it changes no weights, and the schedule advances."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)])
+    nets = two_nets()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5, fused=fused) for net in nets]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    prepared = accelerator.prepare(*nets, *optimizers, *schedulers)
+    before = nets[1].weight.tolist()
+    accelerator.backward(prepared[0](inputs()[0]).square().mean())
+    for item in prepared[2:]:
+        item.step()
+    assert [optimizer.steps_taken for optimizer in prepared[2:4]] == [1, 1]
+    assert not accelerator.optimizer_step_was_skipped and nets[1].weight.tolist() == before
+    assert [scheduler.get_last_lr() for scheduler in prepared[4:]] == [[0.25], [0.25]]
+
+
+def trained_on_the_first_rank(overflow_at: int | None) -> tuple[list[tuple[bool, int, list[float]]], float | None]:
+    """What happened in three steps of a model of one weight, of which the other rank has no part."""
+    with context.isolated():
+        accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True),
+            kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+        )
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+        found = []
+        for number in range(3):
+            loss = model(torch.ones(1, 1)).sum()
+            accelerator.backward(loss * (float("inf") if number == overflow_at else 1.0))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            found.append((optimizer.step_was_skipped, optimizer.steps_taken, scheduler.get_last_lr()))
+        weight = accelerator.get_state_dict(model).get("weight")
+        return found, None if weight is None else weight.item()
+
+
+def every_training_on_the_first_rank() -> list[Any]:
+    return [trained_on_the_first_rank(overflow_at) for overflow_at in (None, 1)]
+
+
+def test_a_rank_without_gradients_steps_if_the_others_do() -> None:
+    first, other = run_world(every_training_on_the_first_rank, 2)
+    steps = [(False, 1, [0.0625]), (False, 2, [0.015625]), (False, 3, [0.00390625])]
+    skips = [(False, 1, [0.0625]), (True, 1, [0.0625]), (False, 2, [0.015625])]
+    assert [found for found, _ in first] == [found for found, _ in other] == [steps, skips]
+    assert [weight for _, weight in first] == [1 - 0.25 * (1 + 1 / 4 + 1 / 16), 1 - 0.25 * (1 + 1 / 4)]

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs, ParallelismConfig
+from accel import (
+    Accelerator,
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ParallelismConfig,
+)
 from accel.parallel.axis_settings import PipelineParallelConfig
 from accel_state.errors import ConfigurationError
 from accel_state.imports import is_package_available
@@ -120,14 +127,14 @@ def test_gradients_of_parameters_that_were_added_later_are_refused_too() -> None
         nn.utils.clip_grad_norm_(net.blocks.parameters(), MAX_NORM)
 
 
-def scaled_by_hand(steps: int, fused: bool, prepared: bool) -> list[torch.Tensor]:
+def scaled_by_hand(steps: int, fused: bool, prepared: bool, **settings: Any) -> list[torch.Tensor]:
     """The weights of a loop with torch's own loss scaler, which steps when a window ends."""
     torch.manual_seed(0)
     net = Net()
     optimizer: Any = torch.optim.Adam(net.parameters(), lr=0.01, eps=0.01, fused=fused)
     loader: Any = DataLoader(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
     scaler = torch.amp.GradScaler("cpu", init_scale=64)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **settings)
     if prepared:
         net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     for number, batch in enumerate(loader, 1):
@@ -153,6 +160,25 @@ def test_a_loss_scaler_of_the_script_steps_as_in_plain_torch(steps: int, fused: 
     pairs = zip(scaled_by_hand(steps, fused, True), scaled_by_hand(steps, fused, False), strict=True)
     for ours, plain in pairs:
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scaler_of_the_script_takes_the_place_of_a_disabled_one(fused: bool) -> None:
+    settings = [GradScalerKwargs(enabled=False), AutocastKwargs(enabled=False)]
+    found = scaled_by_hand(2, fused, True, mixed_precision="fp16", kwargs_handlers=settings)
+    for ours, plain in zip(found, scaled_by_hand(2, fused, False), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)
+
+
+def test_a_fused_optimizer_steps_without_a_loss_scale() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    net = nn.Linear(2, 1)
+    nn.init.ones_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.25, fused=True))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert net.weight.tolist() == [[0.75, 0.75]]
+    assert (optimizer.steps_taken, optimizer.step_was_skipped) == (1, False)
 
 
 def test_a_loss_scaler_of_the_script_that_would_divide_gradients_twice_is_refused() -> None:

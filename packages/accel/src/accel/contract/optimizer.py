@@ -47,7 +47,8 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         # Optimizer.__init__ is not called: this is an Optimizer to isinstance, and all state is the wrapped one's.
         self.optimizer = optimizer
-        self.scaler = scaler
+        # A disabled scaler skips no step and divides no gradients, and the script may have its own.
+        self.scaler: torch.amp.GradScaler | None = scaler if scaler is not None and scaler.is_enabled() else None
         self.gradient_state: GradientState = GradientState()
         self.device_placement = device_placement
         self._is_overflow = False
@@ -60,9 +61,9 @@ class AcceleratedOptimizer(Optimizer):
         self._treated_groups = 0
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), PartialState().device))
-        if isinstance(scaler, SharedGradScaler):
-            scaler.expect(optimizer)
-            self._refuse_clipping_of_scaled_gradients(scaler)
+        if isinstance(self.scaler, SharedGradScaler):
+            self.scaler.expect(optimizer)
+            self._refuse_clipping_of_scaled_gradients()
 
     @property
     def accelerator_state(self) -> AcceleratorState:
@@ -96,10 +97,9 @@ class AcceleratedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def _refuse_clipping_of_scaled_gradients(self, scaler: SharedGradScaler) -> None:
-        if scaler.is_enabled():
-            parameters = (parameter for group in self.param_groups for parameter in group["params"])
-            refuse_torchs_clipping_while(self._has_scaled_gradients, parameters)
+    def _refuse_clipping_of_scaled_gradients(self) -> None:
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        refuse_torchs_clipping_while(self._has_scaled_gradients, parameters)
 
     def _has_scaled_gradients(self) -> bool:
         return isinstance(self.scaler, SharedGradScaler) and not self.scaler.is_unscaled(self.optimizer)
@@ -131,7 +131,7 @@ class AcceleratedOptimizer(Optimizer):
         if treat is not None and len(self.optimizer.param_groups) != self._treated_groups:
             treat(self.optimizer)
             if isinstance(self.scaler, SharedGradScaler):
-                self._refuse_clipping_of_scaled_gradients(self.scaler)
+                self._refuse_clipping_of_scaled_gradients()
             self._treated_groups = len(self.optimizer.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

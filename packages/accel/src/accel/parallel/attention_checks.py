@@ -37,6 +37,26 @@ DOCUMENT_ARGUMENTS = (*BOUNDARIES, "cu_seqlens", "seq_idx", "document_ids")
 """Arguments of models by which libraries say where the documents of a packed sequence begin."""
 
 
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", "dense", "sparse"}
+"""Kinds of layers of Transformers in which positions meet in attention over all of them, in windows or chunks only."""
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse a model of Transformers with layers in which positions meet other than in attention: on each rank, a
+    convolution or a recurrence would begin anew."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        others = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KINDS)
+        if others or getattr(module, "_is_stateful", False):
+            kinds = f" of the kind {', '.join(others)}" if others else ""
+            raise ConfigurationError(
+                f"{type(module).__name__} has layers{kinds} that pass on a state, or mix positions, other than by "
+                "full, sliding or chunked attention. They would see this rank's part of each sequence only. Train this "
+                "model with cp_size=1 and sp_size=1; dp_shard_size and activation checkpointing save memory too."
+            )
+
+
 def check_attention(config: Any, length: int, allowed: str) -> bool:
     """Refuse a Transformers model whose attention would use this rank's shard only.
 

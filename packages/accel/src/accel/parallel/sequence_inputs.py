@@ -17,7 +17,7 @@ from accel_state.errors import ConfigurationError
 
 from .._torch_compat import FakeTensor
 from ..core.unwrap import is_compiled_wrapper
-from .attention_checks import BOUNDARIES, DOCUMENT_ARGUMENTS, check_attention
+from .attention_checks import BOUNDARIES, DOCUMENT_ARGUMENTS, check_attention, check_layers
 from .documents import Documents
 from .late_checks import LateChecks
 
@@ -134,6 +134,7 @@ class SequenceCalls:
         attention: str,
         shard_of: Callable[[nn.Module, list[torch.Tensor]], SequenceShard | None],
     ) -> None:
+        check_layers(model)
         self._attention, self._shard_of = attention, shard_of
         self._shard: SequenceShard | None = None
         self._labels: torch.Tensor | None = None  # of the call, until a corrected module gets them

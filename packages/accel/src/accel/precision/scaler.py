@@ -67,19 +67,21 @@ class SharedGradScaler(torch.amp.GradScaler):
         overflows = super()._unscale_grads_(parts, *args, **kwargs)
         # Gradients may overflow on one rank alone; either all ranks step or none does.
         own = [value.detach().float() for value in overflows.values()]
-        any_own = torch.stack([value.to(own[0].device) for value in own]).amax(0) if own else torch.zeros(1)
+        any_own = torch.stack([value.to(own[0].device) for value in own]).amax(0) if own else torch.zeros(())
         any_rank = self.over_ranks(any_own)
         for value in overflows.values():
             value.copy_(any_rank)
-        return overflows
+        return overflows or {any_rank.device: any_rank}  # a rank without gradients steps if the others do
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer's gradients have been divided by the scale already."""
         return is_unscaled(self, optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self.is_enabled() and not _has_gradients(optimizer):
-            return None  # torch asserts that there is a gradient; without the scaler such a step would change nothing
+        knows_others = self.over_ranks is not None and self._scale is not None
+        if self.is_enabled() and not knows_others and not _has_gradients(optimizer):
+            # torch asserts that there is a gradient. A step without one is taken, as without a scaler: schedules go on.
+            return optimizer.step(*args, **kwargs)
         self._stepped.add(id(optimizer))
         return super().step(optimizer, *args, **kwargs)
 
