@@ -219,7 +219,8 @@ class AcceleratedOptimizer(Optimizer):
             The result of the wrapped optimizer's step; None if it was not called.
 
         Raises:
-            ConfigurationError: the closure was to compute the gradients of a micro batch that does not end its window.
+            ConfigurationError: the closure was to compute the gradients of a micro batch that does not end its window;
+                or a closure in fp16, whose gradients would not be divided by the loss scale.
         """
         batch = self.gradient_state.micro_batch
         if batch is not None:
@@ -257,6 +258,13 @@ class AcceleratedOptimizer(Optimizer):
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self.scaler
         assert scaler is not None
+        if closure is not None and scaler.is_enabled():
+            # torch refuses it only as a keyword, and does nothing if there are no gradients before the closure.
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure) with mixed_precision='fp16': the optimizer would use the "
+                "closure's gradients multiplied by the loss scale. Use mixed_precision='bf16', or call "
+                "accelerator.backward(loss) and then step() without a closure."
+            )
         self._step_called = False
         # The scaler calls optimizer.step only if no gradient overflowed. Detecting the call needs no synchronisation
         # with the device.
