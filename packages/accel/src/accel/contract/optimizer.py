@@ -261,8 +261,8 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None and scaler.is_enabled():
             # torch refuses it only as a keyword, and does nothing if there are no gradients before the closure.
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure) with mixed_precision='fp16': the optimizer would use the "
-                "closure's gradients multiplied by the loss scale. Use mixed_precision='bf16', or call "
+                f"{type(self.optimizer).__name__}.step(closure) with mixed_precision='fp16': the optimizer would use "
+                "the closure's gradients multiplied by the loss scale. Use mixed_precision='bf16', or call "
                 "accelerator.backward(loss) and then step() without a closure."
             )
         self._step_called = False
