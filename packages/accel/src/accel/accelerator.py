@@ -254,6 +254,7 @@ class Accelerator:
             self.prepared.models,
             self.prepared.optimizers,
         )
+        self.prepared.accumulation = self._accumulation
         replicas = self.strategy.replicas
         if loaders.elastic or deterministic_reduction or replicas is not None:
             self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)

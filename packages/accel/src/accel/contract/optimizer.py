@@ -40,6 +40,7 @@ class AcceleratedOptimizer(Optimizer):
     _before: Any = None  # its gradients before the closing micro batch's backward passes; None if no one else has any
     averages: Sequence[Any] = ()  # the moving averages of the prepared models
     strategy: Any = None  # the Accelerator's strategy
+    accumulation: Any = None  # the Accelerator's accumulation windows
     steps_apart: bool = False  # whether each rank steps by its own gradients, as in LocalSGD
 
     def __init__(
@@ -145,7 +146,8 @@ class AcceleratedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still being accumulated: they are cleared once each window.
 
-        The call may stand before the backward pass or after the step.
+        The call may stand before the backward pass or after the step. Between loops over prepared loaders it discards a
+        window that a loop has left open, and the next micro batch begins a new one.
 
         Args:
             set_to_none: as in torch; None takes the wrapped optimizer's default.
@@ -162,7 +164,10 @@ class AcceleratedOptimizer(Optimizer):
         state = self.gradient_state
         if state.keeps_gradients is not None:
             return state.keeps_gradients
-        keeps = not state.sync_gradients if state.micro_batch is None else self._keeps_in(state.micro_batch)
+        if state.micro_batch is not None:
+            keeps = self._keeps_in(state.micro_batch)
+        else:
+            keeps = not (state.sync_gradients or (self.accumulation is not None and self.accumulation.discard(self)))
         self._has_used &= keeps
         return keeps
 
@@ -324,7 +329,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages", "strategy")
+        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages", "strategy", "accumulation")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
