@@ -383,10 +383,15 @@ def _with_average_loss(closure: Callable[[], Any], collectives: Collectives) -> 
 
     def averaged() -> Any:
         loss = closure()
-        if loss is None or collectives.world_size == 1:
-            return loss
-        dtype = loss.dtype if isinstance(loss, torch.Tensor) else torch.float64
-        total = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach().clone()
-        return collectives.all_reduce(total) / collectives.world_size
+        return loss if loss is None else average_over_ranks(loss, collectives)
 
     return averaged
+
+
+def average_over_ranks(value: Any, collectives: Collectives) -> Any:
+    """Return the mean of each rank's number, so that all ranks decide alike; on one rank the number itself."""
+    if collectives.world_size == 1:
+        return value
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
+    total = torch.as_tensor(value, dtype=dtype, device=PartialState().device).detach().clone()
+    return collectives.all_reduce(total) / collectives.world_size

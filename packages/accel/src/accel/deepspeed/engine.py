@@ -355,6 +355,7 @@ class EngineBuilder:
             replacements[id(group.model)] = engine
             if optimizer is not None:
                 optimizer.averages = preparation.averages
+                optimizer.strategy = preparation.strategy
                 optimizer.accumulation = preparation.accumulation
                 preparation.optimizers.append(optimizer)
                 replacements[id(group.optimizer)] = optimizer
