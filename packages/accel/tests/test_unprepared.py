@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import AutocastKwargs, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel.utils import (
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 from accel_data import PreparedLoader
 from accel_state import AcceleratorState
 from accel_state import logging as accel_logging
@@ -469,6 +475,26 @@ def past_the_prepared_one(accelerator: Accelerator, kind: str) -> torch.Tensor:
 def test_a_step_past_the_prepared_optimizer_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"SGD\.step\(\) was not called by .*{message}.*Call step\(\) of the"):
         past_the_prepared_one(Accelerator(cpu=True, **settings), kind)
+
+
+def past_the_engine() -> tuple[str, float]:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=1))
+    model, raw, loader = objects()
+    model, optimizer, loader = accelerator.prepare(model, raw, loader)
+    raw.step()  # without gradients, as before a schedule
+    accelerator.backward(model(torch.ones(2, 2)).mean())
+    with pytest.raises(ConfigurationError) as refused:
+        raw.step()
+    before = next(model.parameters()).detach().clone()
+    optimizer.step()
+    raw.step()  # as the engine does now
+    return str(refused.value), float((next(model.parameters()) - before).abs().max())
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the engine is DeepSpeed's")
+def test_a_step_past_an_engine_is_refused() -> None:
+    [(message, moved)] = run_world(past_the_engine, 1)
+    assert "SGD.step() was called on the optimizer that was passed to prepare()" in message and moved > 0.01
 
 
 @pytest.mark.parametrize(
