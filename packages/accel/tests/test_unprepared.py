@@ -446,6 +446,8 @@ def past_the_prepared_one(accelerator: Accelerator, kind: str) -> torch.Tensor:
     first = next(model.parameters())
     inner = TwoSteps(model.parameters()) if "inner" in kind else raw
     model, optimizer, loader = accelerator.prepare(model, inner, loader)
+    if kind == "averaged":
+        accelerator.moving_average(model)
     for (x,), _ in zip(loader, range(4), strict=False):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
@@ -459,7 +461,7 @@ def past_the_prepared_one(accelerator: Accelerator, kind: str) -> torch.Tensor:
                 if accelerator.sync_gradients:
                     raw.step()
             else:
-                (raw if kind == "raw" else optimizer).step()
+                (raw if kind in ("raw", "averaged") else optimizer).step()
             optimizer.zero_grad()
     return first.detach()
 
@@ -469,6 +471,7 @@ def past_the_prepared_one(accelerator: Accelerator, kind: str) -> torch.Tensor:
     [
         ("raw", {"gradient_accumulation_steps": 2}, "in the middle of an accumulation window"),
         ("raw", {"mixed_precision": "fp16"}, "the loss scale of mixed_precision='fp16'"),
+        ("averaged", {}, "a moving average counts the steps of that one"),
         ("inner, after two passes", {"mixed_precision": "fp16"}, "the loss scale of mixed_precision='fp16'"),
     ],
 )

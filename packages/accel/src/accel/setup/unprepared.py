@@ -56,7 +56,7 @@ class StartupChecks:
                 f"{window_steps}, and each optimizer.step() updates the weights. Put each micro batch into "
                 "`with accelerator.accumulate(model):`.",
             )
-        if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None:
+        if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None or prepared.averages:
             # No optimizer other than the prepared ones should step.
             self._steps = self._count_steps()
             this = weakref.ref(self)
@@ -98,12 +98,14 @@ def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
 
 
 def _refuse_bypass(prepared: Preparation, optimizer: Optimizer) -> None:
-    """Refuse a step past the prepared optimizer, where its gradients are incomplete or scaled."""
+    """Refuse a step past the prepared optimizer: its gradients are incomplete or scaled, or averages miss it."""
     scaler = prepared.precision.scaler
     if scaler is not None and scaler.is_enabled():
         state = "while the loss scale of mixed_precision='fp16' multiplies its gradients"
     elif not GradientState().sync_gradients:
         state = "in the middle of an accumulation window"
+    elif any(prepared.strategy.updates(optimizer, average.model) for average in prepared.averages):
+        state = "while a moving average counts the steps of that one"
     else:
         return
     gradients = (local(item.grad) for item in _parameters_of(optimizer) if item.grad is not None)
