@@ -14,6 +14,7 @@ from accel_state import PartialState
 from accel_state import operations as ops
 from accel_state.collectives.packing import SMALL_BYTES, ByteLayout, as_bytes, groups_by_dtype, nbytes, split_small
 from accel_state.collectives.single import Collectives
+from accel_state.errors import ConfigurationError
 from accel_state.testing import run_world
 
 Pair = namedtuple("Pair", "a b")
@@ -106,6 +107,12 @@ def check_reduce(rank: int, world: int) -> None:
     summed = ops.reduce(data, "sum", scale=0.5)
     assert summed["f"][0].tolist() == [total / 2, float(total)]
     assert ops.reduce(data, "sum")["b"].tolist() == [1, world]
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        # In their own dtype twice as many overflow.
+        small = torch.tensor([200 if dtype == torch.int64 else torch.iinfo(dtype).max // 2 + 1], dtype=dtype)
+        before = small.clone()
+        assert ops.reduce(small, "sum").tolist() == [world * small.item()], dtype
+        assert torch.equal(small, before) and ops.reduce(small, "max").dtype == dtype
     assert ops.reduce(data, "max")["i"].tolist() == [world - 1, 2 * (world - 1)] and ops.reduce(data, "min")[
         "i"
     ].tolist() == [0, 0]
@@ -148,6 +155,16 @@ def check_padding(rank: int, world: int) -> None:
     assert ops.pad_across_processes(torch.ones(rank + 1, 2), dim=-2).shape == (world, 2)
     first = ops.pad_across_processes(torch.ones(2, rank + 1), dim=-1, pad_first=True)
     assert first.shape == (2, world) and first[0].tolist() == [0.0] * (world - rank - 1) + [1.0] * (rank + 1)
+    for value, dtype, allowed in (
+        (-100, torch.uint8, "0 to 255"),
+        (-100, torch.bool, "0 to 1"),
+        (0.5, torch.int64, "to 9"),
+    ):
+        equal = torch.ones(2, dtype=dtype)
+        with pytest.raises(ConfigurationError, match=f"pad_index={value} is not a value of {dtype}.*{allowed}"):
+            ops.pad_across_processes([equal, torch.ones(rank + 1, dtype=dtype)], pad_index=value)  # type: ignore[arg-type]
+        assert ops.pad_across_processes(equal, pad_index=value) is equal  # type: ignore[arg-type]
+        assert ops.pad_across_processes(torch.ones(rank + 1, dtype=dtype), pad_index=1).tolist() == [1] * world
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.warns(ops.CannotPadNestedTensorWarning) as nested_warnings:
         padded = ops.pad_across_processes(ragged)

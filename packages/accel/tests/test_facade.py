@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from accel.contract.strategy import Strategy
 from accel.core.compile import compile_regions, has_compiled_regions, has_repeated_blocks, is_repeated_blocks
 from accel.training.gather_for_metrics import gather_for_metrics
 from accel.utils import get_grad_scaler, get_mixed_precision_context_manager, is_compiled_module
-from accel_state import AcceleratorState, ConfigurationError
+from accel_state import AcceleratorState, ConfigurationError, context
 from accel_state.collectives.single import Collectives
 from accel_state.env import patch_environment
 from accel_state.testing import run_world
@@ -91,7 +92,7 @@ def collect(lengths: list[int], batch: int) -> None:
                 continue
             accelerator = Accelerator(cpu=True, dataloader_config=config)
             prepared = accelerator.prepare(loader)
-            numbers, pairs, objects, losses = [], [], [], []
+            numbers, pairs, objects, losses, tokens = [], [], [], [], []
             for x in prepared:
                 numbers.append(accelerator.gather_for_metrics(x))
                 gathered = accelerator.gather_for_metrics(
@@ -103,11 +104,14 @@ def collect(lengths: list[int], batch: int) -> None:
                 assert isinstance(rows, list) and torch.equal(torch.stack(rows), numbers[-1]), (name, length)
                 # As Transformers' Trainer does: the loss of a batch, as often as a full batch has samples.
                 losses.append(accelerator.gather_for_metrics(x.float().mean().repeat(batch)))
+                tokens.append(accelerator.gather_for_metrics(x.repeat_interleave(3)))
             expected = list(range(length))
             # Batches of a dynamic loader have no full size, and ranks that read different shards no common one.
             irregular = name == "dynamic" or (name == "sharded stream" and accelerator.num_processes > 1)
             if not irregular:
                 assert len(torch.cat(losses)) == length, (name, length, losses)
+            assert len(torch.cat(tokens)) == 3 * length, (name, length, tokens)
+            assert torch.equal(torch.cat(tokens)[::3], torch.cat(numbers)), (name, length, tokens)
             if name == "sharded stream":  # ranks read different shards at the same time
                 assert sorted(torch.cat(numbers).tolist()) == expected, (name, length, numbers)
                 continue
@@ -125,6 +129,39 @@ def test_gathered_metrics_are_the_data_set_in_one_process() -> None:
 )
 def test_gathered_metrics_are_the_data_set_on_several_ranks(world: int, lengths: list[int]) -> None:
     run_world(collect, world, lengths, 4, timeout=120)
+
+
+def count_classes(length: int, **settings: Any) -> tuple[list[int], list[int], list[str]]:
+    """Count the samples of each of 5 classes, and all of them, by gathering the counts of each batch."""
+    logged: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("accel.training.gather_for_metrics"), logging.NullHandler()
+    handler.handle = logged.append  # type: ignore[assignment]
+    logger.addHandler(handler)
+    with context.isolated():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
+        classes, counts = torch.zeros(5, dtype=torch.int64), []
+        for x in accelerator.prepare(DataLoader(torch.arange(length), batch_size=4)):
+            classes += accelerator.gather_for_metrics(torch.bincount(x % 5, minlength=5)).view(-1, 5).sum(0)
+            counts += accelerator.gather_for_metrics(torch.tensor([len(x)])).tolist()
+    logger.removeHandler(handler)
+    return classes.tolist(), counts, [record.getMessage() for record in logged]
+
+
+def test_counts_of_one_process_are_not_cut() -> None:
+    for settings in ({}, {"dispatch_batches": True}):
+        assert count_classes(22, **settings) == ([5, 5, 4, 4, 4], [4, 4, 4, 4, 4, 2], [])
+
+
+def counts_of_classes() -> list[Any]:
+    return [count_classes(22), count_classes(22, dispatch_batches=True)]
+
+
+def test_counts_of_ranks_are_kept_with_a_warning_about_padding() -> None:
+    results = run_world(counts_of_classes, 2)
+    for padded, divided in results:
+        assert divided == ([5, 5, 4, 4, 4], [4, 4, 4, 4, 3, 3], [])
+        assert padded[:2] == ([6, 6, 4, 4, 4], [4] * 6)  # the loader repeats the samples 0 and 1
+    assert "5 rows in a last step with padding, where each rank has 4 samples" in results[0][0][2][0]
 
 
 class Loader:

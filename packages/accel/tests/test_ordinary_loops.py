@@ -13,6 +13,7 @@ from windows import copied
 
 from accel import Accelerator
 from accel.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel.kwargs.handlers import GradScalerKwargs
 from accel.local_sgd import LocalSGD
 from accel.parallel.config import ParallelismConfig, TorchTensorParallelConfig
 from accel_state import context
@@ -157,6 +158,31 @@ def test_a_closure_does_not_lose_the_batches_of_a_window() -> None:
         optimizer.step()
     with context.isolated():
         torch.testing.assert_close(closures_that_accumulate(1), model[0].weight.detach(), atol=1e-6, rtol=0)
+
+
+def test_a_closure_in_fp16_is_refused_unless_nothing_is_scaled() -> None:
+    def train(accelerator: Accelerator | None) -> torch.Tensor:
+        model: Any = net()
+        optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        x, y = batches()[0]
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = functional.cross_entropy(model(x).float(), y)
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        return next(model.parameters()).detach()
+
+    with context.isolated(), pytest.raises(ConfigurationError, match=r"LBFGS\.step\(closure\) with .*'fp16'.*'bf16'"):
+        train(Accelerator(cpu=True, mixed_precision="fp16"))  # which would train nothing, without an error
+    with context.isolated():
+        unscaled = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+        torch.testing.assert_close(train(unscaled), train(None), atol=1e-6, rtol=0)
 
 
 def hook(model: nn.Module) -> None:

@@ -84,6 +84,41 @@ def test_a_schedule_of_fixed_length_ends_and_a_metric_scheduler_counts_calls() -
         assert (found, rate) == ([alone[1], alone[3], *[alone[4]] * 4], 0.5)
 
 
+METRICS = [(1.0, 3.0), (1.5, 2.0), (0.5, 3.5), (2.0, 1.0), (1.0, 2.5), (3.0, 0.0), (0.5, 0.5)]
+"""Of two ranks at each evaluation: in their mean other ones are the best than on each rank."""
+
+
+def plateau_rates(accelerator: Accelerator | None, of_rank: int | None, by_name: bool = False) -> list[float]:
+    optimizer: Any = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler: Any = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    stepping = optimizer
+    if accelerator is not None:
+        stepping, scheduler = accelerator.prepare(optimizer, scheduler)
+    found = []
+    for pair in METRICS:
+        metric = torch.tensor(pair).mean() if of_rank is None else pair[of_rank]
+        stepping.step()
+        scheduler.step(metrics=metric) if by_name else scheduler.step(metric)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def rates_by_own_metrics() -> list[list[float]]:
+    found = []
+    for with_optimizer, by_name in ((True, False), (False, True)):
+        with context.isolated():
+            accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=with_optimizer)
+            found.append(plateau_rates(accelerator, accelerator.process_index, by_name))
+    return found
+
+
+def test_ranks_with_metrics_of_their_own_have_the_rates_of_their_mean() -> None:
+    expected = plateau_rates(None, None)
+    alone = [plateau_rates(None, rank) for rank in range(2)]
+    assert expected not in alone and alone[0] != alone[1]
+    assert run_world(rates_by_own_metrics, 2) == [[expected] * 2] * 2
+
+
 def test_a_schedule_that_counts_epochs_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)

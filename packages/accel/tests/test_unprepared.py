@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import AutocastKwargs, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel.utils import (
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 from accel_data import PreparedLoader
 from accel_state import AcceleratorState
 from accel_state import logging as accel_logging
@@ -419,3 +425,92 @@ def test_loops_that_accumulate_are_not_warned(
 def test_a_loss_that_was_not_scaled_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"call accelerator.backward\(loss\)"):
         accumulated(in_blocks=True, own_backward=True, mixed_precision="fp16")
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """Like SAM: it moves the weights, and has the optimizer in it step by the gradients of the other place."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def past_the_prepared_one(accelerator: Accelerator, kind: str) -> torch.Tensor:
+    """Train with an optimizer that is not stepped by the prepared one, or is; return the weights."""
+    torch.manual_seed(0)
+    model, raw, loader = objects()
+    first = next(model.parameters())
+    inner = TwoSteps(model.parameters()) if "inner" in kind else raw
+    model, optimizer, loader = accelerator.prepare(model, inner, loader)
+    if kind == "averaged":
+        accelerator.moving_average(model)
+    for (x,), _ in zip(loader, range(4), strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            if kind == "inner, after two passes":
+                accelerator.backward(model(x).square().mean())
+                optimizer.inner.step()
+            elif kind == "scaler":
+                accelerator.scaler.step(raw)  # type: ignore[union-attr]
+                accelerator.scaler.update()  # type: ignore[union-attr]
+            elif kind == "at its end":
+                if accelerator.sync_gradients:
+                    raw.step()
+            else:
+                (raw if kind in ("raw", "averaged") else optimizer).step()
+            optimizer.zero_grad()
+    return first.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("raw", {"gradient_accumulation_steps": 2}, "in the middle of an accumulation window"),
+        ("raw", {"mixed_precision": "fp16"}, "the loss scale of mixed_precision='fp16'"),
+        ("averaged", {}, "a moving average counts the steps of that one"),
+        ("inner, after two passes", {"mixed_precision": "fp16"}, "the loss scale of mixed_precision='fp16'"),
+    ],
+)
+def test_a_step_past_the_prepared_optimizer_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"SGD\.step\(\) was not called by .*{message}.*Call step\(\) of the"):
+        past_the_prepared_one(Accelerator(cpu=True, **settings), kind)
+
+
+def past_the_engine() -> tuple[str, float]:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=1))
+    model, raw, loader = objects()
+    model, optimizer, loader = accelerator.prepare(model, raw, loader)
+    raw.step()  # without gradients, as before a schedule
+    accelerator.backward(model(torch.ones(2, 2)).mean())
+    with pytest.raises(ConfigurationError) as refused:
+        raw.step()
+    before = next(model.parameters()).detach().clone()
+    optimizer.step()
+    raw.step()  # as the engine does now
+    return str(refused.value), float((next(model.parameters()) - before).abs().max())
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the engine is DeepSpeed's")
+def test_a_step_past_an_engine_is_refused() -> None:
+    [(message, moved)] = run_world(past_the_engine, 1)
+    assert "SGD.step() was called on the optimizer that was passed to prepare()" in message and moved > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("inner", {"gradient_accumulation_steps": 2}),
+        ("inner", {"mixed_precision": "fp16"}),
+        ("at its end", {"gradient_accumulation_steps": 2}),
+        ("scaler", {"mixed_precision": "fp16"}),
+        ("raw", {}),
+    ],
+)
+def test_steps_with_the_right_gradients_are_not_refused(kind: str, settings: dict[str, Any]) -> None:
+    expected = past_the_prepared_one(Accelerator(cpu=True, **settings), "prepared")
+    found = past_the_prepared_one(Accelerator(cpu=True, **settings), kind)
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)

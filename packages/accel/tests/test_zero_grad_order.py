@@ -206,6 +206,58 @@ def test_deepspeed(order: str) -> None:
     torch.testing.assert_close(found, plain(3), rtol=1e-4, atol=1e-5)
 
 
+def left_early(strategy: dict[str, Any]) -> torch.Tensor:
+    """Leave each epoch's loop in the middle of its second window, and clear the gradients before the next one."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, **strategy)
+    model = network()
+    loader = DataLoader(batches(), batch_size=ROWS // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, momentum(model), loader)
+    other = accelerator.prepare(DataLoader(batches(), batch_size=1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        for number, rows in enumerate(loader, start=1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(rows).square().mean())
+                optimizer.step()
+            for _ in other:  # whose loop is over, and has no window
+                break
+            optimizer.zero_grad()
+            if number == 5:
+                break
+    state = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return torch.cat([value.flatten() for value in state.values()]) if state else torch.empty(0)
+
+
+def plain_left_early() -> torch.Tensor:
+    model = network()
+    optimizer = momentum(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batches()[: 3 * ROWS]).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_between_loops_a_window_that_was_left_is_discarded() -> None:
+    torch.testing.assert_close(left_early({}), plain_left_early(), rtol=1e-5, atol=1e-6)
+
+
+NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("zero1", marks=[pytest.mark.slow, NO_DEEPSPEED])])
+def test_between_loops_two_ranks_discard_it(name: str) -> None:
+    strategies: dict[str, dict[str, Any]] = {
+        "ddp": {},
+        "fsdp2": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")},
+    }
+    if name == "zero1":
+        strategies[name] = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=3)}
+    found = run_world(left_early, 2, strategies[name])[0]
+    torch.testing.assert_close(found, plain_left_early(), rtol=1e-4, atol=1e-5)
+
+
 def two_optimizers(order: str, strategy: dict[str, Any] | None) -> torch.Tensor:
     """A generator and a critic, which both learn in each block, from losses that do not reach the other."""
     generator, critic = network(2), nn.Linear(1, 1)

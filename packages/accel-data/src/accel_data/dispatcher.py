@@ -101,6 +101,11 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         return size // self.layout.num_processes if size is not None and self.split_batches else size
 
     @property
+    def padded_batch_size(self) -> int:
+        """Samples in this rank's batch of a last step with a ``remainder``, which the ranks divide."""
+        return -(-self.remainder // self.layout.num_processes)
+
+    @property
     def ragged(self) -> bool:  # type: ignore[override]
         """True if the ranks' batches of the current step differ in size; the same on all ranks."""
         return self._global_step.ragged

@@ -227,6 +227,11 @@ class PreparedLoader(DataLoaderAdapter[T_co], DataLoaderStateMixin):
         return self.base_dataloader.batch_size
 
     @property
+    def padded_batch_size(self) -> int | None:
+        """Samples in this rank's batch of a last step with a ``remainder``, padding included; None if not known."""
+        return self.batch_size if self.layout.num_processes > 1 else self.remainder
+
+    @property
     def total_batch_size(self) -> int:
         """Samples in a full step, over all ranks.
 

@@ -254,6 +254,7 @@ class Accelerator:
             self.prepared.models,
             self.prepared.optimizers,
         )
+        self.prepared.accumulation = self._accumulation
         replicas = self.strategy.replicas
         if loaders.elastic or deterministic_reduction or replicas is not None:
             self._accumulation.follow_elastic_loaders(loaders, deterministic_reduction)
@@ -1075,8 +1076,8 @@ class Accelerator:
             scale: factor of the result.
 
         Returns:
-            Data of the same structure and shapes, equal on every rank. A mean of integers is float32. Means and sums
-            can be backpropagated through, on every rank alike, with the gradients of one process.
+            Data of the same structure and shapes, equal on every rank. A mean of integers is float32, a sum int64.
+            Means and sums can be backpropagated through, on every rank alike, with the gradients of one process.
 
         Raises:
             ConfigurationError: an unknown reduction, or a ``scale`` that is not a finite number.
@@ -1106,6 +1107,7 @@ class Accelerator:
 
         Raises:
             DistributedOperationException: the ranks pass other structures or numbers of dimensions.
+            ConfigurationError: a tensor that some rank has to pad cannot have the value ``pad_index``.
 
         Examples:
             >>> accelerator = Accelerator(cpu=True)

@@ -152,7 +152,7 @@ def reduce(
         collectives: those of the participating ranks; None for all ranks.
 
     Returns:
-        Data of the same structure, equal on every rank. A mean of integers is float32, a sum of bools is int64. Means
+        Data of the same structure, equal on every rank. A mean of integers is float32, a sum of them int64. Means
         and sums can be backpropagated through, on every rank alike: the gradient of a tensor is that of the results of
         all ranks together, so that with gradients averaged over the ranks, as DDP does, it is that of one process.
         "none" passes gradients on, and "max" and "min" have none.
@@ -213,10 +213,12 @@ class _Sum(torch.autograd.Function):
 
 
 def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if reduction == "mean" and is_whole:
         return tensor.float()
-    if reduction in ("sum", "max", "min") and tensor.dtype == torch.bool:
-        return tensor.long()
+    # As torch.sum: a sum of small integers, such as counts in uint8, would wrap around.
+    if (reduction == "sum" and is_whole) or (reduction in ("max", "min") and tensor.dtype == torch.bool):
+        return tensor.to(torch.int64, copy=True)
     return tensor.detach().clone()
 
 

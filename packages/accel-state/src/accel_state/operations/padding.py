@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..arguments import check_flag, check_number
+from ..errors import ConfigurationError
 from ..state import PartialState
 from .input_checks import chained_operation, exchange_lengths
 from .nested import is_container, is_torch_tensor, leaves, recursively_apply, replace_leaves
@@ -35,6 +36,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
     Raises:
         DistributedOperationException: the ranks pass other structures or numbers of dimensions.
+        ConfigurationError: a tensor that some rank has to pad cannot have the value ``pad_index``.
     """
     dim = int(check_number("dim", dim, whole=True))
     check_number("pad_index", pad_index, infinite=True)
@@ -54,6 +56,9 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
         )
     lengths = [leaf.shape[dim] if _has_length(leaf, dim) else 0 for leaf in tensors]
     table = exchange_lengths("accel_state.operations.pad_across_processes", tensor, lengths, state.collectives)
+    for leaf, *sizes in zip(tensors, *table, strict=True):
+        if min(sizes) < max(sizes):
+            _check_value(pad_index, leaf.dtype)
     padded = (_pad(leaf, dim, max(sizes), pad_index, pad_first) for leaf, *sizes in zip(tensors, *table, strict=True))
     return replace_leaves(tensor, padded)
 
@@ -64,6 +69,18 @@ def _is_other_leaf(item: Any) -> bool:
 
 def _has_length(tensor: torch.Tensor, dim: int) -> bool:
     return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
+
+
+def _check_value(value: float, dtype: torch.dtype) -> None:
+    """Raise ConfigurationError if a dtype of integers or bools would change the value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    bounds = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not bounds[0] <= value <= bounds[1] or value != int(value):
+        raise ConfigurationError(
+            f"pad_index={value} is not a value of {dtype}, which has the integers from {bounds[0]} to {bounds[1]}. "
+            "Choose another pad_index, or convert the tensor first, for example by .long()."
+        )
 
 
 def _pad(tensor: torch.Tensor, dim: int, size: int, value: int, first: bool) -> torch.Tensor:

@@ -40,6 +40,7 @@ class AcceleratedOptimizer(Optimizer):
     _before: Any = None  # its gradients before the closing micro batch's backward passes; None if no one else has any
     averages: Sequence[Any] = ()  # the moving averages of the prepared models
     strategy: Any = None  # the Accelerator's strategy
+    accumulation: Any = None  # the Accelerator's accumulation windows
     steps_apart: bool = False  # whether each rank steps by its own gradients, as in LocalSGD
 
     def __init__(
@@ -145,7 +146,8 @@ class AcceleratedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still being accumulated: they are cleared once each window.
 
-        The call may stand before the backward pass or after the step.
+        The call may stand before the backward pass or after the step. Between loops over prepared loaders it discards a
+        window that a loop has left open, and the next micro batch begins a new one.
 
         Args:
             set_to_none: as in torch; None takes the wrapped optimizer's default.
@@ -162,7 +164,10 @@ class AcceleratedOptimizer(Optimizer):
         state = self.gradient_state
         if state.keeps_gradients is not None:
             return state.keeps_gradients
-        keeps = not state.sync_gradients if state.micro_batch is None else self._keeps_in(state.micro_batch)
+        if state.micro_batch is not None:
+            keeps = self._keeps_in(state.micro_batch)
+        else:
+            keeps = not (state.sync_gradients or (self.accumulation is not None and self.accumulation.discard(self)))
         self._has_used &= keeps
         return keeps
 
@@ -219,7 +224,8 @@ class AcceleratedOptimizer(Optimizer):
             The result of the wrapped optimizer's step; None if it was not called.
 
         Raises:
-            ConfigurationError: the closure was to compute the gradients of a micro batch that does not end its window.
+            ConfigurationError: the closure was to compute the gradients of a micro batch that does not end its window;
+                or a closure in fp16, whose gradients would not be divided by the loss scale.
         """
         batch = self.gradient_state.micro_batch
         if batch is not None:
@@ -257,6 +263,13 @@ class AcceleratedOptimizer(Optimizer):
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self.scaler
         assert scaler is not None
+        if closure is not None and scaler.is_enabled():
+            # torch refuses it only as a keyword, and does nothing if there are no gradients before the closure.
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure) with mixed_precision='fp16': the optimizer would use "
+                "the closure's gradients multiplied by the loss scale. Use mixed_precision='bf16', or call "
+                "accelerator.backward(loss) and then step() without a closure."
+            )
         self._step_called = False
         # The scaler calls optimizer.step only if no gradient overflowed. Detecting the call needs no synchronisation
         # with the device.
@@ -316,7 +329,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages", "strategy")
+        left_out = ("gradient_state", "_treat", "_cleared_in", "_stepped_in", "averages", "strategy", "accumulation")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -370,10 +383,15 @@ def _with_average_loss(closure: Callable[[], Any], collectives: Collectives) -> 
 
     def averaged() -> Any:
         loss = closure()
-        if loss is None or collectives.world_size == 1:
-            return loss
-        dtype = loss.dtype if isinstance(loss, torch.Tensor) else torch.float64
-        total = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach().clone()
-        return collectives.all_reduce(total) / collectives.world_size
+        return loss if loss is None else average_over_ranks(loss, collectives)
 
     return averaged
+
+
+def average_over_ranks(value: Any, collectives: Collectives) -> Any:
+    """Return the mean of each rank's number, so that all ranks decide alike; on one rank the number itself."""
+    if collectives.world_size == 1:
+        return value
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
+    total = torch.as_tensor(value, dtype=dtype, device=PartialState().device).detach().clone()
+    return collectives.all_reduce(total) / collectives.world_size

@@ -9,7 +9,7 @@ from typing import Any
 from accel_state import GradientState, PartialState
 from accel_state.logging import warn_once
 
-from .optimizer import AcceleratedOptimizer
+from .optimizer import AcceleratedOptimizer, average_over_ranks
 
 
 class AcceleratedScheduler:
@@ -20,7 +20,8 @@ class AcceleratedScheduler:
     of one process, and n processes consume n of them at a time, so it advances n steps at once, unless with
     ``split_batches`` the loader's batch size is that of all processes. A scheduler that takes a metric
     (ReduceLROnPlateau) counts evaluations, so it advances once per call, also by a call in the middle of a window or
-    after a skipped step; only calls since which no optimizer stepped are ignored there.
+    after a skipped step; only calls since which no optimizer stepped are ignored there. Its metric is averaged over the
+    ranks, which would otherwise train with learning rates of their own, so every rank must call it.
 
     Args:
         scheduler: the scheduler to wrap; it is at ``.scheduler``.
@@ -46,8 +47,9 @@ class AcceleratedScheduler:
         self.gradient_state: GradientState = GradientState()
         # The first argument of `step` is a metric if it is required, or named so.
         first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
-        self._counts_evaluations = first is not None and (
-            first.name == "metrics" or (first.default is first.empty and first.kind is not first.VAR_POSITIONAL)
+        self._takes_metrics = first is not None and first.name == "metrics"
+        self._counts_evaluations = self._takes_metrics or (
+            first is not None and first.default is first.empty and first.kind is not first.VAR_POSITIONAL
         )
         advances_once = split_batches or not step_with_optimizer or self._counts_evaluations
         self.noted_steps: int = 0
@@ -62,6 +64,8 @@ class AcceleratedScheduler:
             **kwargs: likewise.
         """
         if not self.step_with_optimizer:
+            if self._takes_metrics:
+                args, kwargs = self._averaged(args, kwargs)
             self.scheduler.step(*args, **kwargs)
             return
         # An evaluation may come in the middle of a window, and what counts are the steps before it.
@@ -75,6 +79,8 @@ class AcceleratedScheduler:
                     return
         if self._steps_per_call > 1:
             self._warn_of_epochs()
+        elif self._takes_metrics:
+            args, kwargs = self._averaged(args, kwargs)
         for _ in range(self._steps_per_call):
             # The last call of n processes may cross the end of a schedule of fixed length. In one process a call too
             # many raises torch's error.
@@ -86,6 +92,16 @@ class AcceleratedScheduler:
         """Note which steps the optimizers have taken, and return how many they took since the last note."""
         before, self.noted_steps = self.noted_steps, sum(optimizer.steps_taken for optimizer in self.optimizers)
         return self.noted_steps - before
+
+    def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of ``step`` with the mean of the ranks' metrics."""
+        metric = kwargs["metrics"] if "metrics" in kwargs else next(iter(args), None)
+        strategies = (optimizer.strategy for optimizer in self.optimizers if optimizer.strategy is not None)
+        ranks = getattr(next(strategies, None), "averaging_collectives", None)
+        if ranks is None or ranks.world_size == 1 or not hasattr(metric, "__float__"):
+            return args, kwargs
+        mean = float(average_over_ranks(float(metric), ranks))
+        return (args, {**kwargs, "metrics": mean}) if "metrics" in kwargs else ((mean, *args[1:]), kwargs)
 
     def _warn_of_epochs(self) -> None:
         """Warn of a call after several steps and outside of a loader's loop: its schedule is one in epochs."""

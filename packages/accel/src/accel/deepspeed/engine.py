@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from accel_state import PartialState
 from accel_state.errors import ConfigurationError
@@ -120,6 +122,11 @@ class DeepSpeedEngineWrapper:
             self._count_backward(-1)
         self._note_backward()
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if there was a backward pass since the last step, or since gradients were discarded."""
+        return self._has_gradients
+
     def _note_backward(self) -> None:
         self._has_gradients, self._norm = True, None
         self.backward_passes += 1
@@ -213,6 +220,13 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.engine_wrapper = wrapper
         self.original = original
+        self._guard: RemovableHandle | None = None  # until the first step
+        if wrapper is not None and isinstance(original, Optimizer):
+            engine = weakref.ref(wrapper)
+            self._guard = original.register_step_pre_hook(lambda optimizer, *_: _refuse_bypass(optimizer, engine()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_guard": None}
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -253,6 +267,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 "DeepSpeed's engine steps without a closure. Call accelerator.backward(loss), and then step()."
             )
         self.note_step()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
         for average in self.averages:
             average.before_step(self)
         applied = self.engine_wrapper.step() if self.engine_wrapper is not None else None
@@ -269,6 +286,15 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Discard the gradients of a window that was not stepped with; after a step the engine has cleared them."""
         if self.engine_wrapper is not None and not self.must_keep_gradients():
             self.engine_wrapper.discard_gradients()
+
+
+def _refuse_bypass(optimizer: Optimizer, wrapper: DeepSpeedEngineWrapper | None) -> None:
+    """Refuse a step of the script's optimizer by itself, which has none of the gradients of the engine."""
+    if wrapper is not None and wrapper.has_gradients:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare(), and "
+            "DeepSpeed's engine keeps the gradients. Call step() of the optimizer that prepare() returned."
+        )
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
@@ -355,6 +381,8 @@ class EngineBuilder:
             replacements[id(group.model)] = engine
             if optimizer is not None:
                 optimizer.averages = preparation.averages
+                optimizer.strategy = preparation.strategy
+                optimizer.accumulation = preparation.accumulation
                 preparation.optimizers.append(optimizer)
                 replacements[id(group.optimizer)] = optimizer
             if scheduler is not None:

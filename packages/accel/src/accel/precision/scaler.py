@@ -73,6 +73,11 @@ class SharedGradScaler(torch.amp.GradScaler):
             value.copy_(any_rank)
         return overflows or {any_rank.device: any_rank}  # a rank without gradients steps if the others do
 
+    @property
+    def is_stepping(self) -> bool:
+        """True from the step of an optimizer to the update."""
+        return bool(self._stepped)
+
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer's gradients have been divided by the scale already."""
         return is_unscaled(self, optimizer)

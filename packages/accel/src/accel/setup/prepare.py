@@ -59,6 +59,7 @@ class Preparation:
     averages: list[MovingAverage] = field(default_factory=list)
     # Of the averages that are in models now; the innermost block is the last.
     applied: list[Swap] = field(default_factory=list)
+    accumulation: Any = None  # the Accelerator's windows
     elastic_steps: ElasticSteps | None = None  # which follows the elastic loaders
     seeded_samplers: dict[int, SeedableRandomSampler] = field(default_factory=dict)  # by the index of their loader
     local_sgd: Any = None  # the LocalSGD of the block that runs, or a loaded state for the next one
@@ -74,6 +75,7 @@ class Preparation:
                 optimizer.treat_groups(self._treat_groups)
                 optimizer.averages = self.averages
                 optimizer.strategy = self.strategy
+                optimizer.accumulation = self.accumulation
 
     def prepare(self, objects: tuple[Any, ...], device_placements: list[bool | None], accelerator: Any) -> list[Any]:
         """Prepare objects by the accelerator's own ``prepare_...`` methods, which a subclass may have overridden."""
@@ -170,6 +172,7 @@ class Preparation:
         prepared.treat_groups(self._treat_groups)
         prepared.averages = self.averages
         prepared.strategy = self.strategy
+        prepared.accumulation = self.accumulation
         if self.strategy.replicas is not None:
             prepared.step_gate = self.strategy.replicas.applies_step
         self.precision.watch(optimizer)

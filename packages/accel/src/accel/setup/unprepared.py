@@ -1,4 +1,4 @@
-"""Warnings about objects that were not prepared, where training goes wrong.
+"""Checks of objects that were not prepared, or not used, where training goes wrong.
 
 They are looked for when objects are prepared and in the first steps, so later steps cost nothing.
 """
@@ -15,11 +15,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from accel_state import GradientState
+from accel_state.errors import ConfigurationError
 from accel_state.logging import warn_once
 
+from ..core.local_part import local
 from ..core.unwrap import extract_model_from_parallel
+from ..precision.scaler import SharedGradScaler
 from ..training.gradient_accumulation import Accumulation
 from .prepare import Preparation
+
+_WATCHED_PASSES = 2  # backward passes whose steps are checked: SAM steps after two
 
 
 @dataclass(eq=False)
@@ -28,12 +33,17 @@ class StartupChecks:
 
     prepared: Preparation
     _hook: RemovableHandle | None = None
+    _passes: int = 0
+    _steps: int = 0  # of the prepared optimizers before the first pass
 
     def next(self, loss: Any, accumulation: Accumulation) -> bool:
         """Check before a backward pass; False when there is nothing left to do."""
-        if self._hook is not None:
+        self._passes += 1
+        if self._passes > _WATCHED_PASSES:
             self.stop()
             return False
+        if self._hook is not None:
+            return True
         prepared, window_steps = self.prepared, accumulation.num_steps
         _check_schedulers(prepared)
         ranks = prepared.strategy.data_collectives.world_size
@@ -46,8 +56,9 @@ class StartupChecks:
                 f"{window_steps}, and each optimizer.step() updates the weights. Put each micro batch into "
                 "`with accelerator.accumulate(model):`.",
             )
-        if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None:
-            # Until the second backward pass: no optimizer other than the prepared ones should step.
+        if ranks > 1 or window_steps > 1 or prepared.precision.scaler is not None or prepared.averages:
+            # No optimizer other than the prepared ones should step.
+            self._steps = self._count_steps()
             this = weakref.ref(self)
             self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(this(), optimizer))
             weakref.finalize(self, self._hook.remove)
@@ -60,18 +71,50 @@ class StartupChecks:
         if self._hook is not None:
             self._hook.remove()
 
+    def _count_steps(self) -> int:
+        return sum(getattr(optimizer, "steps_taken", 0) for optimizer in self.prepared.optimizers)
+
+    def has_stepped(self) -> bool:
+        """Return True if a prepared optimizer has stepped since the first backward pass, or is doing so."""
+        scaler = self.prepared.precision.scaler
+        return self._count_steps() != self._steps or (isinstance(scaler, SharedGradScaler) and scaler.is_stepping)
+
 
 def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
     prepared = None if checks is None else checks.prepared
     if prepared is None or not prepared.models:
         return
     own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
-    if not own.issuperset(map(id, _parameters_of(optimizer))) and _trains_prepared(prepared, optimizer):
+    if own.issuperset(map(id, _parameters_of(optimizer))):
+        if not checks.has_stepped():
+            _refuse_bypass(prepared, optimizer)
+    elif _trains_prepared(prepared, optimizer):
         warn_once(
             __name__,
             f"{type(optimizer).__name__}.step was called on an optimizer that was not prepared: it does not wait for "
             "gradients to accumulate, does not undo their scaling, and does not follow parameters that prepare() "
             "replaces. Pass it to prepare(), and use what it returns.",
+        )
+
+
+def _refuse_bypass(prepared: Preparation, optimizer: Optimizer) -> None:
+    """Refuse a step past the prepared optimizer: its gradients are incomplete or scaled, or averages miss it."""
+    scaler = prepared.precision.scaler
+    if scaler is not None and scaler.is_enabled():
+        state = "while the loss scale of mixed_precision='fp16' multiplies its gradients"
+    elif not GradientState().sync_gradients:
+        state = "in the middle of an accumulation window"
+    elif any(prepared.strategy.updates(optimizer, average.model) for average in prepared.averages):
+        state = "while a moving average counts the steps of that one"
+    else:
+        return
+    gradients = (local(item.grad) for item in _parameters_of(optimizer) if item.grad is not None)
+    # torch's functions for state dicts step with gradients of zero, to have a state.
+    if any(gradient.any() for gradient in gradients):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() was not called by the optimizer that prepare() returned, but {state}. "
+            "Call step() of the prepared optimizer instead. An optimizer that holds another one may step it in its own "
+            "step() only."
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from accel_data.batch_ops import count_samples
 from accel_state import GradientState, PartialState
 from accel_state.collectives.single import Collectives
+from accel_state.humanize import counted
 from accel_state.logging import warn_once
 from accel_state.operations import gather, gather_object
 from accel_state.operations.nested import is_container, leaves, replace_leaves
@@ -57,13 +58,37 @@ def gather_for_metrics(
     gathered = gather_object(data, collectives=collectives) if as_objects else gather(data, collectives=collectives)
     if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
         return gathered
+    ranks = collectives.world_size
     if as_objects:
-        return gathered[: loader.remainder]
+        is_list = isinstance(data, (list, tuple))
+        return gathered[: _real_rows(len(data), loader, ranks) if is_list else loader.remainder]
     kept = []
     for local, value in zip(leaves(data), leaves(gathered), strict=True):
         # A 0-dimensional tensor is a value of a rank, not of a sample.
-        kept.append(value[: loader.remainder] if local.ndim else value)
+        kept.append(value[: _real_rows(local.shape[0], loader, ranks)] if local.ndim else value)
     return replace_leaves(gathered, iter(kept))
+
+
+def _real_rows(rows: int, loader: Any, ranks: int) -> int:
+    """Return how many of the rows that a last step gathers are kept, given the rows of each rank.
+
+    Each sample may have several rows, such as its tokens. Rows that are not of samples, such as a count for each class,
+    are all kept. Scripts repeat a mean loss for each sample of a full batch, also where the last one is shorter.
+    """
+    size = getattr(loader, "padded_batch_size", None)
+    if size is None or rows == loader.batch_size:
+        return int(loader.remainder)
+    rows_per_sample, rest = divmod(rows, size)
+    if not rest:
+        return int(loader.remainder) * rows_per_sample
+    if loader.remainder < ranks * size:
+        warn_once(
+            __name__,
+            f"gather_for_metrics got {counted(rows, 'row')} in a last step with padding, where each rank has "
+            f"{counted(size, 'sample')}. The repeated samples cannot be dropped from them, and count twice. Gather one "
+            "row per sample, and add up afterwards.",
+        )
+    return ranks * rows
 
 
 def _warn_about_values_of_ranks(data: Any) -> None:
@@ -104,8 +129,9 @@ def _gather_shares(data: Any, state: PartialState, loader: Any, samples: Collect
             places = shares.all_gather_object(samples.rank)
             for number, padded in enumerate(gathered):
                 each = padded.shape[0] // len(places)
+                real = _real_rows(each, loader, samples.world_size)
                 parts = zip(padded.split(each), places, strict=True)
-                kept = [part[: max(0, loader.remainder - place * each)] for part, place in parts]
+                kept = [part[: max(0, real - place * each)] for part, place in parts]
                 gathered[number] = torch.cat(kept)
     found = iter(gathered)
     return replace_leaves(data, (next(found if leaf.ndim else values) for leaf in own))

@@ -192,6 +192,25 @@ class Accumulation:
         windows[window.models] = window
         self.has_accumulated = True
 
+    def discard(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Discard the windows that left loops have open, with their gradients, for ``zero_grad`` between loops.
+
+        Returns:
+            Whether there was a window of a model that the optimizer updates.
+        """
+        if self.gradient_state.in_dataloader or not self.plugin.sync_with_dataloader:
+            return False
+        left = [windows for loader, windows in self._by_loader.items() if getattr(loader, "has_been_left", False)]
+        found = False
+        for windows in left:
+            for models in list(windows):
+                if any(self.strategy.updates(optimizer, model) for model in models):
+                    del windows[models]
+                    for model in models:
+                        self.strategy.gradients.drop(model)
+                    found = True
+        return found
+
     def set_num_steps(self, num_steps: int) -> None:
         self.plugin = replace(self.plugin, num_steps=num_steps)
         self.num_steps = num_steps
