@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accel.core.elementwise import is_elementwise, refuse_global_statistics
+from accel.core.elementwise import is_elementwise, refuse_global_statistics, refuse_unless_elementwise
 from accel_state.errors import ConfigurationError
 from accel_state.imports import is_package_available
 from accel_state.testing import run_world
@@ -51,6 +51,35 @@ class Estimating(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / self.seen.sqrt())  # type: ignore[arg-type]
 
 
+class Averaging(torch.optim.SGD):
+    """SGD that adds its gradients up in an attribute, in place."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.sums: dict[str, list[torch.Tensor]] = {"all": [torch.zeros(())]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.sums["all"][0].add_(parameter.grad.sum())
+        super().step()
+
+
+class Langevin(torch.optim.SGD):
+    """Stochastic gradient Langevin dynamics: gradients and noise."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
 class Looking(torch.optim.Optimizer):
     """Steps another optimizer, which has the parameters."""
 
@@ -76,6 +105,7 @@ ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         name: partial(getattr(torch.optim, name), lr=0.1)
         for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
     },
+    "Averaging": Averaging,
     "one that needs a closure": Closing,  # which is not known
     "one around another": lambda p: Looking(torch.optim.SGD(p, lr=0.1)),
 }
@@ -98,13 +128,23 @@ def test_what_an_update_depends_on_is_found_out_without_changes(name: str) -> No
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     before = [parameter.detach().clone() for parameter in layer.parameters()]
     random, seen = torch.get_rng_state(), getattr(optimizer, "seen", torch.zeros(())).clone()
+    sums: list[torch.Tensor] = getattr(optimizer, "sums", {"all": []})["all"]
     assert is_elementwise(optimizer) == (name in ELEMENTWISE)
     with pytest.raises(ConfigurationError, match="from all") if name == "Estimating" else nullcontext():
         refuse_global_statistics(optimizer, "FSDP2Strategy")
     assert torch.equal(random, torch.get_rng_state()) and torch.equal(seen, getattr(optimizer, "seen", torch.zeros(())))
-    assert all(map(torch.equal, before, layer.parameters())) and not calls
+    assert all(map(torch.equal, before, layer.parameters())) and not calls and not any(sums)
     assert not any("step" in state and state["step"] for state in optimizer.state.values())
     assert optimizer.param_groups[0]["params"][0] is layer.weight and schedule.last_epoch == 0
+
+
+def test_random_updates_are_refused_for_what_they_are() -> None:
+    optimizer = Langevin(nn.Linear(3, 2).parameters())
+    random = torch.get_rng_state()
+    for refuse in (refuse_global_statistics, partial(refuse_unless_elementwise, instead="DDP")):
+        with pytest.raises(ConfigurationError, match="FSDP: its updates contain random numbers"):
+            refuse(optimizer, where="FSDP")
+    assert torch.equal(random, torch.get_rng_state())
 
 
 def refused(kind: str) -> list[str]:
