@@ -195,3 +195,19 @@ def test_a_model_that_was_trained_in_fp16_is_freed() -> None:
 def test_a_norm_over_a_part_of_the_gradients_is_refused(kind: str, reason: str) -> None:
     for message in run_world(refused, 2, kind, timeout=200):
         assert reason in message and "accelerator.clip_grad_norm_(model.parameters(), max_norm)" in message
+
+
+def refused_by_value() -> str:
+    accelerator, net = Accelerator(cpu=True, **arguments("zero 1")), Net()
+    loader = DataLoader(torch.ones(8, 6), batch_size=4)  # type: ignore[arg-type]
+    model, _, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), loader)
+    accelerator.backward(model(next(iter(loader))).square().mean())
+    with pytest.raises(ConfigurationError) as caught:
+        nn.utils.clip_grad_value_(model.parameters(), MAX_NORM)
+    return str(caught.value)
+
+
+@needs_deepspeed
+def test_values_of_gradients_that_a_rank_does_not_see_are_refused() -> None:
+    for message in run_world(refused_by_value, 2, timeout=200):
+        assert "clip_grad_value_ cannot clip this model: DeepSpeed keeps its gradients elsewhere" in message
