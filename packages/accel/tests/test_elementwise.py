@@ -51,6 +51,17 @@ class Estimating(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / self.seen.sqrt())  # type: ignore[arg-type]
 
 
+class Reading(LayerWise):
+    """The same ratio, of two numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                ratio = float(parameter.norm()) / parameter.grad.norm().item()
+                parameter.sub_(parameter.grad * ratio * group["lr"])
+
+
 class Averaging(torch.optim.SGD):
     """SGD that adds its gradients up in an attribute, in place."""
 
@@ -191,3 +202,29 @@ def refused_under_fsdp2() -> str:
 def test_statistics_of_all_parameters_are_refused_under_fsdp2() -> None:
     for message in run_world(refused_under_fsdp2, 2):
         assert message.startswith("Estimating cannot be used with FSDP2Strategy")
+
+
+def trained_by_norms(fsdp: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """The norms of all gradients that the script adds up, and the weights after them."""
+    plugin: Any = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if fsdp else {}
+    accelerator = Accelerator(cpu=True, **plugin)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    samples: Any = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=2 if fsdp else 4)
+    model, optimizer, loader = accelerator.prepare(net, Reading(net.parameters()), loader)
+    norms = []
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        norms.append(sum(parameter.grad.norm().item() ** 2 for parameter in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [value.clone() for value in accelerator.get_state_dict(model).values()]
+
+
+def test_norms_that_are_read_as_numbers_are_those_of_whole_tensors_under_fsdp2() -> None:
+    ((norms, weights),) = run_world(trained_by_norms, 1, False)
+    ranks = run_world(trained_by_norms, 2, True)
+    assert [found for found, _ in ranks] == [pytest.approx(norms, rel=1e-5)] * 2
+    for one, other in zip(ranks[0][1], weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

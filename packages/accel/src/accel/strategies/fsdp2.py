@@ -25,6 +25,7 @@ from .._torch_compat import (
     checkpointed_module,
     fsdp2_parameters,
     gathered_parameter,
+    read_whole_scalars,
     unreduced_gradients,
 )
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
@@ -80,6 +81,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
+        read_whole_scalars()
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
