@@ -762,7 +762,7 @@ class Accelerator:
             >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
             tensor(4.6904)
         """
-        chosen = _tensors(parameters, "clip_grad_norm_")
+        chosen = self.strategy.current_parameters(_tensors(parameters, "clip_grad_norm_"))
         max_norm = check_number("max_norm", max_norm, at_least=0, infinite=True)
         norm_type = check_number("norm_type", norm_type, above=0, infinite=True)
         self.unscale_gradients(self._optimizers_of(chosen))
@@ -787,7 +787,7 @@ class Accelerator:
             >>> model.bias.grad
             tensor([0.5000, 0.5000])
         """
-        chosen = _tensors(parameters, "clip_grad_value_")
+        chosen = self.strategy.current_parameters(_tensors(parameters, "clip_grad_value_"))
         clip_value = check_number("clip_value", clip_value, at_least=0, infinite=True)
         self.unscale_gradients(self._optimizers_of(chosen))
         if self.sync_gradients and chosen:

@@ -172,6 +172,7 @@ class FSDP1Strategy(ShardedStrategy):
         for name, original in originals.items():
             if not self.settings.use_orig_params:
                 self._flattened[original] = flat
+                refuse_torchs_clipping([original], "prepare() has replaced its parameters", elsewhere=True)
             elif original.is_meta:
                 self.replacements.add(original, current[name], lambda tensor: tensor)
 
@@ -195,6 +196,9 @@ class FSDP1Strategy(ShardedStrategy):
     def has_replaced(self, parameter: torch.Tensor) -> bool:
         return parameter in self._flattened or super().has_replaced(parameter)
 
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._merged(super().current_parameters(parameters), "a call that clips gradients")
+
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         if any(item in self._flattened and optimizer.state.get(item) for item in parameters):
@@ -210,7 +214,7 @@ class FSDP1Strategy(ShardedStrategy):
                 self._shard_state(parameter, optimizer.state.get(parameter, {}))
         super().remap_optimizer(optimizer)
         for group in optimizer.param_groups:
-            group["params"] = self._merged(group["params"])
+            group["params"] = self._merged(group["params"], "a parameter group of the optimizer")
         self._order.watch(optimizer)
 
     def _shard_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -219,16 +223,16 @@ class FSDP1Strategy(ShardedStrategy):
             if isinstance(value, torch.Tensor) and value.shape == shape and value.shape != parameter.shape:
                 state[name] = value.flatten()[begin:end].to(parameter.device, copy=True)
 
-    def _merged(self, parameters: list[Any]) -> list[Any]:
-        """Return the flat parameters that replace the ones merged into them."""
+    def _merged(self, parameters: list[Any], where: str) -> list[Any]:
+        """Return the flat parameters that replace the ones merged into them; ``where`` they are given, for an error."""
         lists = {id(self._flattened[item]): self._flattened[item] for item in parameters if item in self._flattened}
         if not lists:
             return parameters
         merged = [item for item in self._flattened if id(self._flattened[item]) in lists]
         if len(lists) > 1 or len(merged) != len(parameters):
             raise ConfigurationError(
-                f"use_orig_params=False merges all parameters of a model, but a parameter group of the optimizer has "
-                f"{len(parameters)} of the model's {len(merged)}. Set use_orig_params=True (--fsdp_use_orig_params "
+                f"use_orig_params=False merges all parameters of a model, but {where} has {len(parameters)} of the "
+                f"model's {len(merged)}. Set use_orig_params=True (--fsdp_use_orig_params "
                 "true)."
             )
         return next(iter(lists.values()))
