@@ -51,6 +51,7 @@ from .contract.strategy import Plugin, Strategy
 from .core import quantized_layers, weights_io
 from .core.compile import TorchDynamoPlugin, dynamo_settings
 from .core.project import ProjectConfiguration, project_settings
+from .core.unwrap import innermost_model
 from .kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
@@ -1389,6 +1390,9 @@ class Accelerator:
         if trainable_only and not unwrap:
             raise ConfigurationError("trainable_only=True does not support unwrap=False. Leave one of them out.")
         strategy = self.strategy
+        if unwrap:  # the user's own model, of what unwrap_model returned, may have parts of its weights only
+            own = innermost_model(model)
+            model = next((item for item in self.prepared.models if innermost_model(item) is own), model)
         state = strategy.trainable_state_dict(model) if trainable_only else strategy.state_dict(model, unwrap)
         if unwrap:
             quantized_layers.add_scales(model, state)

@@ -39,7 +39,8 @@ from . import outside_forward
 from .gathered_parameters import refusing_changes
 
 _ADVICE = (
-    "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`. For gradients, read it in the "
+    "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`, and save them with "
+    "accelerator.save_model(model, directory) or accelerator.get_state_dict(model). For gradients, read it in the "
     "model's forward, by its name (self.head.weight), or set zero_stage=2, where every rank has all weights."
 )
 

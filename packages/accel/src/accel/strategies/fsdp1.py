@@ -138,6 +138,9 @@ class FSDP1Strategy(ShardedStrategy):
         forward_methods.register(units_with_inner, settings.forward_methods, lambda unit: nullcontext())
         self._frozen[wrapped] = [(name, item) for name, item in wrapped.named_parameters() if not item.requires_grad]
         self._refuse_pieces(wrapped)
+        for module in wrapped.modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                module.register_state_dict_pre_hook(self._refuse_state_of_pieces)
         self.ties[wrapped] = ties
         self.guard(wrapped)
         gather_to_save(model, self.gathered_parameters)
@@ -192,6 +195,19 @@ class FSDP1Strategy(ShardedStrategy):
                     methods = ["register_hook", "register_post_accumulate_grad_hook"]
                     self.refuse_hooks(named[parameter], parameter, methods)
         self.explain_uses_of(pieces)
+
+    def _refuse_state_of_pieces(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse the state of a module that was not asked through its FSDP unit, which gathers its parameters."""
+        if prefix:
+            return
+        for name, parameter in module.named_parameters():
+            shape = self._spans[parameter][0] if parameter in self._spans else None
+            if parameter in self._groups and parameter.shape != shape:
+                raise ConfigurationError(
+                    f"state_dict() of the {type(module).__name__} would hold this rank's piece of {clean_name(name)}. "
+                    "Save weights with accelerator.save_model(model, directory) or accelerator.get_state_dict(model), "
+                    "or call state_dict() of the model that prepare() returned."
+                )
 
     def has_replaced(self, parameter: torch.Tensor) -> bool:
         return parameter in self._flattened or super().has_replaced(parameter)
