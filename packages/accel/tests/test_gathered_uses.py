@@ -213,6 +213,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "decay": lambda model: model.middle.weight.mul_(0.5),
     "decay of data": lambda model: model.middle.weight.data.mul_(0.5),
     "init": lambda model: nn.init.zeros_(model.middle.weight),
+    "assignment": lambda model: setattr(model.middle.weight, "data", torch.ones(13, 13)),
+    "state": lambda model: model.middle.state_dict(),
     "copy": lambda model: copy.deepcopy(model.middle.weight),
     "average": lambda model: torch.empty(13, 13).lerp_(model.middle.weight, 0.5),
 }

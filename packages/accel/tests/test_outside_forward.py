@@ -204,6 +204,25 @@ def test_errors_of_torch_name_the_weight() -> None:
     run_world(all_uses, 2)
 
 
+def assigned(case: str) -> None:
+    model: Any = accelerator_of(case).prepare(Net())
+    for values in (model.head.weight.data * 2, torch.ones(3, 6)):
+        with pytest.raises(ConfigurationError, match=r"^head\.weight\.data was assigned, which would change nothing"):
+            model.head.weight.data = values
+    before = model.head.weight.detach().full_tensor()
+    model.head.weight.data.copy_(model.head.weight.data * 2)
+    assert torch.equal(model.head.weight.detach().full_tensor(), 2 * before)
+
+
+def all_assigned() -> None:
+    each(("FSDP 2", "tp"), assigned)
+
+
+def test_values_that_are_assigned_to_data_are_refused() -> None:
+    """A DTensor would keep its own, without an error."""
+    run_world(all_assigned, 2)
+
+
 def gradient_penalty(model: Any) -> torch.Tensor:
     """A loss that contains a gradient, as in WGAN-GP."""
     x = torch.ones(2, 6, requires_grad=True)

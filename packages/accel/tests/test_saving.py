@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from torch.utils.data import DataLoader
 
-from accel import Accelerator, ProjectConfiguration
+from accel import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ProjectConfiguration
 from accel.utils import extract_model_from_parallel, id_tensor_storage, is_compiled_module, load, save
 from accel_bigmodel.checkpoint.safetensors_file import SafetensorsFile
 from accel_checkpoint.atomic_file import write_atomically
 from accel_state import ConfigurationError
+from accel_state.imports import is_package_available
 from accel_state.safetensors_writer import clean_state_dict_for_safetensors
 from accel_state.testing import run_world
+
+needs_deepspeed = pytest.mark.skipif(not is_package_available("deepspeed"), reason="needs DeepSpeed")
 
 
 class Tied(nn.Module):
@@ -267,3 +272,42 @@ def test_a_model_with_an_empty_buffer(tmp_path: Path) -> None:
     nn.init.zeros_(model.weight)
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model.weight, expected)
+
+
+def saved_by_hand(kind: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Errors of state_dict() of the user's own model after two steps, and what get_state_dict makes of it."""
+    if kind == "zero 3":
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+        config = {"zero_optimization": zero, "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 2}
+        plugin: Any = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+    elif kind:
+        fsdp = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=kind != "fsdp 1 flat")
+        plugin = {"fsdp_plugin": fsdp}
+    else:
+        plugin = {}
+    accelerator = Accelerator(cpu=True, **plugin)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    samples: Any = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(samples, batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    own, messages = accelerator.unwrap_model(model), []
+    for module in [own, *([own[2]] if kind != "fsdp 1 flat" else []), *([model] if kind == "zero 3" else [])]:
+        with pytest.raises(ConfigurationError) if kind else nullcontext() as caught:
+            module.state_dict()
+        messages += [str(caught.value)] if kind else []  # type: ignore[union-attr]
+    return messages, {name: value.clone() for name, value in accelerator.get_state_dict(own).items()}
+
+
+@pytest.mark.parametrize("kind", ["fsdp 1", "fsdp 1 flat", pytest.param("zero 3", marks=needs_deepspeed)])
+def test_states_of_parts_of_weights_are_refused(kind: str) -> None:
+    ((_, expected),) = run_world(saved_by_hand, 1, "")
+    (messages, state), (others, nothing) = run_world(saved_by_hand, 2, kind, timeout=200)
+    assert all("accelerator.get_state_dict(model)" in message for message in [*messages, *others])
+    assert state.keys() == expected.keys() and not nothing
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)

@@ -221,3 +221,59 @@ def test_a_model_that_was_trained_in_fp16_is_freed() -> None:
 def test_a_norm_over_a_part_of_the_gradients_is_refused(kind: str, reason: str) -> None:
     for message in run_world(refused, 2, kind, timeout=200):
         assert reason in message and "accelerator.clip_grad_norm_(model.parameters(), max_norm)" in message
+
+
+def trained_by_old_parameters(kind: str, function: str) -> tuple[list[float], list[torch.Tensor]]:
+    """The norms, and the weights after three steps that clip the gradients of parameters listed before prepare()."""
+    accelerator = Accelerator(cpu=True, **arguments(kind))
+    torch.manual_seed(0)
+    net = Net()
+    samples: Any = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(samples, batch_size=8 if kind == "plain" else 4)
+    parameters = list(net.parameters())
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(parameters, lr=0.5), loader)
+    norms = []
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        norm = getattr(accelerator, function)(parameters, MAX_NORM)
+        norms.append(0.0 if norm is None else float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind in ("fsdp 1 flat", "fsdp 2"):
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(ConfigurationError, match=r"prepare\(\) has replaced its parameters"):
+                clip(parameters, MAX_NORM)
+    if kind == "fsdp 1 flat":
+        with pytest.raises(ConfigurationError, match="a call that clips gradients has 2 of the model's 10"):
+            accelerator.clip_grad_norm_(parameters[:2], MAX_NORM)
+    return norms, [value.clone() for value in accelerator.get_state_dict(model).values()]
+
+
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("kind", ["fsdp 1", "fsdp 1 flat", "fsdp 2"])
+def test_parameters_from_before_prepare_are_clipped(kind: str, function: str) -> None:
+    ((norms, weights),) = run_world(trained_by_old_parameters, 1, "plain", function)
+    ranks = run_world(trained_by_old_parameters, 2, kind, function, timeout=200)
+    assert [found for found, _ in ranks] == [pytest.approx(norms, rel=1e-5)] * 2
+    for one, other in zip(ranks[0][1], weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def refused_by_value() -> str:
+    accelerator, net = Accelerator(cpu=True, **arguments("zero 1")), Net()
+    loader = DataLoader(torch.ones(8, 6), batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), loader)
+    accelerator.backward(model(next(iter(loader))).square().mean())
+    with pytest.raises(ConfigurationError) as caught:
+        nn.utils.clip_grad_value_(model.parameters(), MAX_NORM)
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(ConfigurationError, match="none of which is one of a model"):
+            clip(flat, MAX_NORM)
+    return str(caught.value)
+
+
+@needs_deepspeed
+def test_values_of_gradients_that_a_rank_does_not_see_are_refused() -> None:
+    for message in run_world(refused_by_value, 2, timeout=200):
+        assert "clip_grad_value_ cannot clip this model: DeepSpeed keeps its gradients elsewhere" in message

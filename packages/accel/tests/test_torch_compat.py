@@ -256,6 +256,20 @@ def test_flattened_mesh() -> None:
     assert run_world(flattened_size, 2) == [2, 2]
 
 
+def scalars() -> list[float]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    sharded, copied = (distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [kind]) for kind in (Shard(0), Replicate()))
+    compat.read_whole_scalars()
+    assert bool((sharded > 3).any()) and copied.max().item() == 4.0
+    return [sharded.norm().item(), float(sharded.sum()), sharded.min().item()]
+
+
+def test_scalars_of_sharded_tensors_are_those_of_whole_ones() -> None:
+    assert run_world(scalars, 2) == [[5.0, 7.0, 3.0]] * 2
+
+
 def test_a_lost_store_logs_no_cpp_frames(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
     code += "; print(s.port, flush=True); sys.stdin.read()"

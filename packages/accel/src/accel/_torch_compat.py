@@ -540,6 +540,21 @@ def flatten_mesh(mesh: Any, name: str) -> Any:
     return mesh._flatten(name)
 
 
+def read_whole_scalars() -> None:
+    """Have ``item()``, ``float()`` and conditions of a DTensor return the whole value. Every rank must call them.
+
+    torch returns this rank's part of a sum or norm, since it works out no placements for this one operator.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_scalar
+
+
+def _whole_scalar(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return operator(args[0].full_tensor())
+
+
 # -- what torch 2.6 lacks; all of it is public -----------------------------------------------------------------------
 
 

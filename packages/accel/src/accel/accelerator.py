@@ -51,6 +51,7 @@ from .contract.strategy import Plugin, Strategy
 from .core import quantized_layers, weights_io
 from .core.compile import TorchDynamoPlugin, dynamo_settings
 from .core.project import ProjectConfiguration, project_settings
+from .core.unwrap import innermost_model
 from .kwargs.activation_checkpointing import ActivationCheckpointingKwargs
 from .kwargs.base import Handlers, KwargsHandler
 from .kwargs.ddp import DistributedDataParallelKwargs
@@ -763,7 +764,7 @@ class Accelerator:
             >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
             tensor(4.6904)
         """
-        chosen = _tensors(parameters, "clip_grad_norm_")
+        chosen = self.strategy.current_parameters(_tensors(parameters, "clip_grad_norm_"))
         max_norm = check_number("max_norm", max_norm, at_least=0, infinite=True)
         norm_type = check_number("norm_type", norm_type, above=0, infinite=True)
         self.unscale_gradients(self._optimizers_of(chosen))
@@ -788,7 +789,7 @@ class Accelerator:
             >>> model.bias.grad
             tensor([0.5000, 0.5000])
         """
-        chosen = _tensors(parameters, "clip_grad_value_")
+        chosen = self.strategy.current_parameters(_tensors(parameters, "clip_grad_value_"))
         clip_value = check_number("clip_value", clip_value, at_least=0, infinite=True)
         self.unscale_gradients(self._optimizers_of(chosen))
         if self.sync_gradients and chosen:
@@ -1391,6 +1392,9 @@ class Accelerator:
         if trainable_only and not unwrap:
             raise ConfigurationError("trainable_only=True does not support unwrap=False. Leave one of them out.")
         strategy = self.strategy
+        if unwrap:  # the user's own model, of what unwrap_model returned, may have parts of its weights only
+            own = innermost_model(model)
+            model = next((item for item in self.prepared.models if innermost_model(item) is own), model)
         state = strategy.trainable_state_dict(model) if trainable_only else strategy.state_dict(model, unwrap)
         if unwrap:
             quantized_layers.add_scales(model, state)

@@ -241,6 +241,10 @@ class Strategy:
         """Return True if :meth:`wrap` has put another parameter in the place of this one."""
         return False
 
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters with those in place that :meth:`wrap` has put in the place of some."""
+        return parameters
+
     def is_wrapped(self, model: nn.Module) -> bool:
         """Return True if a model was returned by :meth:`wrap`."""
         return False

@@ -21,11 +21,12 @@ from accel_state.errors import ConfigurationError
 # An attribute of parameters: the error to raise.
 _ERROR = "accel_error_while_freed"
 _VALUES = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_VALUES.add(torch.Tensor.data.__set__)  # type: ignore[attr-defined]  # DeepSpeed would overwrite them
 _OTHER_METHODS = {
     *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "data_ptr"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "get_device", "type"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage"),
-    *("__repr__", "__format__", "__len__", "__set__", "__delete__"),
+    *("__repr__", "__format__", "__len__", "__delete__"),
 }
 
 
@@ -84,17 +85,17 @@ def _mark(parameter: Any) -> None:
 def _computes(func: Any) -> bool:
     """Return True if a function of torch reads or writes the values of its arguments."""
     name = getattr(func, "__name__", "")
-    return func in _VALUES if name == "__get__" else name not in _OTHER_METHODS
+    return func in _VALUES if name in ("__get__", "__set__") else name not in _OTHER_METHODS
 
 
 def _is_script(frame: FrameType | None) -> bool:
-    """Return True if neither DeepSpeed nor accel has called torch, and no method of modules moves or saves them."""
+    """Return True if neither DeepSpeed nor accel has called torch, and no method of modules moves or loads them."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         package = name.partition(".")[0]
         if package != "torch":
             return package not in ("accel", "deepspeed") and not package.startswith("accel_")
-        if name == "torch.nn.modules.module":
+        if name == "torch.nn.modules.module" and frame.f_code.co_name not in ("state_dict", "_save_to_state_dict"):
             return False
         frame = frame.f_back
     return True

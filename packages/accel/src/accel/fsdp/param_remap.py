@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.errors import ConfigurationError
+
+from ..core.torch_clipping import refuse_torchs_clipping
 
 Shard = Callable[[torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor that has the shape of the full parameter."""
@@ -88,14 +90,19 @@ class Replacements:
         """Record that ``new`` replaces ``old``; ``shard`` slices optimizer state of the shape of ``old``."""
         if old is not new:
             self._by_old[old] = new, shard
+            refuse_torchs_clipping([old], "prepare() has replaced its parameters", elsewhere=True)
 
     def __contains__(self, old: torch.Tensor) -> bool:
         return old in self._by_old
 
+    def current(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return the new parameters in the place of the ones they replaced."""
+        return [self._by_old[item][0] if item in self._by_old else item for item in parameters]
+
     def apply(self, optimizer: Optimizer) -> None:
         """Replace parameters in an optimizer's groups, and keep this rank's part of its state."""
         for group in optimizer.param_groups:
-            group["params"] = [self._by_old[item][0] if item in self._by_old else item for item in group["params"]]
+            group["params"] = self.current(group["params"])
         for old in [parameter for parameter in optimizer.state if parameter in self._by_old]:
             new, shard = self._by_old[old]
             state = optimizer.state.pop(old)

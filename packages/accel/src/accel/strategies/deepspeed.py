@@ -39,7 +39,8 @@ from . import outside_forward
 from .gathered_parameters import refusing_changes
 
 _ADVICE = (
-    "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`. For gradients, read it in the "
+    "Read its values in `with torch.no_grad(), accelerator.gathered_parameters(model):`, and save them with "
+    "accelerator.save_model(model, directory) or accelerator.get_state_dict(model). For gradients, read it in the "
     "model's forward, by its name (self.head.weight), or set zero_stage=2, where every rank has all weights."
 )
 
@@ -232,10 +233,20 @@ class DeepSpeedStrategy(Strategy):
             if any(id(parameter) in wanted for parameter in wrapper.engine.module.parameters())
         ]
 
+    def _clipped(self, parameters: Sequence[torch.Tensor], call: str) -> list[DeepSpeedEngineWrapper]:
+        """Return the engines whose gradients a call clips."""
+        owners = self._owners(parameters)
+        if parameters and not owners:
+            raise ConfigurationError(
+                f"{call} got {len(parameters)} parameters, none of which is one of a model that was prepared with an "
+                "optimizer (those of optimizer.param_groups are DeepSpeed's own). Pass model.parameters()."
+            )
+        return owners
+
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Have the engines clip in their next step, and return the norm (in a window, the last step's)."""
         chosen = list(parameters)
-        wrappers = self._owners(chosen)
+        wrappers = self._clipped(chosen, "clip_grad_norm_")
         if norm_type != 2:
             raise ConfigurationError(
                 f"norm_type={norm_type}: DeepSpeed clips by the 2-norm of all gradients. Leave norm_type out."
@@ -267,7 +278,7 @@ class DeepSpeedStrategy(Strategy):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         chosen = list(parameters)
-        for wrapper in self._owners(chosen):
+        for wrapper in self._clipped(chosen, "clip_grad_value_"):
             if wrapper.engine.zero_optimization():
                 raise ConfigurationError(
                     f"clip_grad_value_ at ZeRO stage {int(wrapper.engine.zero_optimization_stage())}: DeepSpeed clips "

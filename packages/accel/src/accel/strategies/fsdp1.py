@@ -138,6 +138,9 @@ class FSDP1Strategy(ShardedStrategy):
         forward_methods.register(units_with_inner, settings.forward_methods, lambda unit: nullcontext())
         self._frozen[wrapped] = [(name, item) for name, item in wrapped.named_parameters() if not item.requires_grad]
         self._refuse_pieces(wrapped)
+        for module in wrapped.modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                module.register_state_dict_pre_hook(self._refuse_state_of_pieces)
         self.ties[wrapped] = ties
         self.guard(wrapped)
         gather_to_save(model, self.gathered_parameters)
@@ -172,6 +175,7 @@ class FSDP1Strategy(ShardedStrategy):
         for name, original in originals.items():
             if not self.settings.use_orig_params:
                 self._flattened[original] = flat
+                refuse_torchs_clipping([original], "prepare() has replaced its parameters", elsewhere=True)
             elif original.is_meta:
                 self.replacements.add(original, current[name], lambda tensor: tensor)
 
@@ -192,8 +196,24 @@ class FSDP1Strategy(ShardedStrategy):
                     self.refuse_hooks(named[parameter], parameter, methods)
         self.explain_uses_of(pieces)
 
+    def _refuse_state_of_pieces(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse the state of a module that was not asked through its FSDP unit, which gathers its parameters."""
+        if prefix:
+            return
+        for name, parameter in module.named_parameters():
+            shape = self._spans[parameter][0] if parameter in self._spans else None
+            if parameter in self._groups and parameter.shape != shape:
+                raise ConfigurationError(
+                    f"state_dict() of the {type(module).__name__} would hold this rank's piece of {clean_name(name)}. "
+                    "Save weights with accelerator.save_model(model, directory) or accelerator.get_state_dict(model), "
+                    "or call state_dict() of the model that prepare() returned."
+                )
+
     def has_replaced(self, parameter: torch.Tensor) -> bool:
         return parameter in self._flattened or super().has_replaced(parameter)
+
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._merged(super().current_parameters(parameters), "a call that clips gradients")
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
@@ -210,7 +230,7 @@ class FSDP1Strategy(ShardedStrategy):
                 self._shard_state(parameter, optimizer.state.get(parameter, {}))
         super().remap_optimizer(optimizer)
         for group in optimizer.param_groups:
-            group["params"] = self._merged(group["params"])
+            group["params"] = self._merged(group["params"], "a parameter group of the optimizer")
         self._order.watch(optimizer)
 
     def _shard_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -219,16 +239,16 @@ class FSDP1Strategy(ShardedStrategy):
             if isinstance(value, torch.Tensor) and value.shape == shape and value.shape != parameter.shape:
                 state[name] = value.flatten()[begin:end].to(parameter.device, copy=True)
 
-    def _merged(self, parameters: list[Any]) -> list[Any]:
-        """Return the flat parameters that replace the ones merged into them."""
+    def _merged(self, parameters: list[Any], where: str) -> list[Any]:
+        """Return the flat parameters that replace the ones merged into them; ``where`` they are given, for an error."""
         lists = {id(self._flattened[item]): self._flattened[item] for item in parameters if item in self._flattened}
         if not lists:
             return parameters
         merged = [item for item in self._flattened if id(self._flattened[item]) in lists]
         if len(lists) > 1 or len(merged) != len(parameters):
             raise ConfigurationError(
-                f"use_orig_params=False merges all parameters of a model, but a parameter group of the optimizer has "
-                f"{len(parameters)} of the model's {len(merged)}. Set use_orig_params=True (--fsdp_use_orig_params "
+                f"use_orig_params=False merges all parameters of a model, but {where} has {len(parameters)} of the "
+                f"model's {len(merged)}. Set use_orig_params=True (--fsdp_use_orig_params "
                 "true)."
             )
         return next(iter(lists.values()))

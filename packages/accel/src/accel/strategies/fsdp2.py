@@ -25,8 +25,10 @@ from .._torch_compat import (
     checkpointed_module,
     fsdp2_parameters,
     gathered_parameter,
+    read_whole_scalars,
     unreduced_gradients,
 )
+from ..core.assigned_data import refuse_assigned_data
 from ..core.grad_norm import Groups, groups_over, scale_to_norm
 from ..core.local_part import local
 from ..core.unwrap import clean_name, is_compiled_module, tied_names, trainable_names
@@ -80,6 +82,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def attach(self, state: PartialState, handlers: Handlers) -> None:
         super().attach(state, handlers)
+        read_whole_scalars()
         self._mesh: DeviceMesh | None = None
         self._reduces: Any = WeakIdKeyDictionary()
         self._holders: Any = WeakIdKeyDictionary()
@@ -163,9 +166,9 @@ class FSDP2Strategy(ShardedStrategy):
                     self._gathered_uses.follow(unit, parameters)
         model.register_forward_hook(torch.compiler.disable(self._free_after_evaluation))
         follow_requires_grad(model)
-        self.explain_uses_of(
-            {clean_name(name): item for name, item in model.named_parameters() if isinstance(item, DTensor)}
-        )
+        sharded = {clean_name(name): item for name, item in model.named_parameters() if isinstance(item, DTensor)}
+        self.explain_uses_of(sharded)
+        refuse_assigned_data(sharded)
         for parameter, holder in fsdp2_parameters(model):
             self._holders[parameter] = weakref.ref(holder)
             self.refuse_hooks(self._sharded_names[parameter], parameter, ["register_hook"])

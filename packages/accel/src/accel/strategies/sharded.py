@@ -139,6 +139,9 @@ class ShardedStrategy(Strategy):
     def has_replaced(self, parameter: torch.Tensor) -> bool:
         return parameter in self.replacements
 
+    def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.replacements.current(parameters)
+
     def configure_scaler(self, scaler: SharedGradScaler) -> None:
         scaler.share_overflow(self.state)
         scaler.scale_gradients = self.scale_gradients
