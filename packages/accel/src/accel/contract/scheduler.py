@@ -95,7 +95,7 @@ class AcceleratedScheduler:
 
     def _averaged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of ``step`` with the mean of the ranks' metrics."""
-        metric = kwargs["metrics"] if "metrics" in kwargs else next(iter(args), None)
+        metric: Any = kwargs["metrics"] if "metrics" in kwargs else next(iter(args), None)
         strategies = (optimizer.strategy for optimizer in self.optimizers if optimizer.strategy is not None)
         ranks = getattr(next(strategies, None), "averaging_collectives", None)
         if ranks is None or ranks.world_size == 1 or not hasattr(metric, "__float__"):

@@ -81,9 +81,9 @@ class StartupChecks:
 
 
 def _before_step(checks: StartupChecks | None, optimizer: Optimizer) -> None:
-    prepared = None if checks is None else checks.prepared
-    if prepared is None or not prepared.models:
+    if checks is None or not checks.prepared.models:
         return
+    prepared = checks.prepared
     own = {id(parameter) for item in prepared.optimizers for parameter in _parameters_of(item)}
     if own.issuperset(map(id, _parameters_of(optimizer))):
         if not checks.has_stepped():
