@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -410,6 +411,45 @@ def run_switching() -> list[dict[str, torch.Tensor]]:
 def test_layers_are_frozen_and_trained_later_as_in_one_process_or_refused() -> None:
     for joins, found in enumerate(run_world(run_switching, 2, timeout=500)[0]):
         torch.testing.assert_close(found, plain_switching(bool(joins)), rtol=1e-5, atol=1e-5)
+
+
+def two_losses(stage: int, how: str) -> dict[str, torch.Tensor]:
+    """The weights after three steps with two backward passes each."""
+    accelerator, model = accelerator_of(config(stage)), net()
+    loader = DataLoader(data(3), batch_size=BATCH // accelerator.num_processes)
+    model, opt, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
+    try:
+        for x, y in loader:
+            with accelerator.no_sync(model) if how == "no_sync" else nullcontext():
+                first = loss_of(model, x, y)
+                second = loss_of(model, 2 * x, y) if how == "before" else None
+                accelerator.backward(first)
+            accelerator.backward(loss_of(model, 2 * x, y) if second is None else second)
+            opt.step()
+            opt.zero_grad()
+        return weights_of(accelerator.get_state_dict(model))
+    finally:
+        release(accelerator)
+
+
+def run_two_losses() -> list[dict[str, torch.Tensor]]:
+    for stage in (1, 2):
+        for how in ("after", "before"):
+            refused("Add the losses and call backward once, or enter `with accelerator.no_sync", two_losses, stage, how)
+    refused("stage 3 would drop the gradients of the first call", two_losses, 3, "before")
+    return [two_losses(*case) for case in ((0, "after"), (1, "no_sync"), (2, "no_sync"), (3, "after"))]
+
+
+def test_gradients_of_two_backward_passes_are_added_or_refused() -> None:
+    model = net()
+    opt = adamw(model.parameters())
+    for x, y in DataLoader(data(3), batch_size=BATCH):
+        loss_of(model, x, y).backward()
+        loss_of(model, 2 * x, y).backward()
+        opt.step()
+        opt.zero_grad()
+    for weights in run_world(run_two_losses, 2, timeout=500)[0]:
+        torch.testing.assert_close(weights, weights_of(model), rtol=1e-5, atol=1e-5)
 
 
 NONE_GATHERED = {"stage3_param_persistence_threshold": 0}

@@ -246,6 +246,8 @@ def trained_by_old_parameters(kind: str, function: str) -> tuple[list[float], li
     if kind == "fsdp 1 flat":
         with pytest.raises(ConfigurationError, match="a call that clips gradients has 2 of the model's 10"):
             accelerator.clip_grad_norm_(parameters[:2], MAX_NORM)
+        with pytest.raises(ConfigurationError, match="other modules have none"):
+            accelerator.clip_grad_norm_(accelerator.unwrap_model(model).head.parameters(), MAX_NORM)
     return norms, [value.clone() for value in accelerator.get_state_dict(model).values()]
 
 

@@ -53,6 +53,8 @@ class DeepSpeedEngineWrapper:
         self.no_sync_depth = 0
         self._has_gradients = False
         self.backward_passes = 0
+        self._has_reduced = False  # the last backward pass ended a window
+        self._micro_step: int | None = None  # DeepSpeed's number of the last backward pass
         self._checksums: list[int] | None = None  # of the weights after the last step
         self._norm: float | None = None
         # DeepSpeed's own optimizers update whole shards: a frozen parameter would decay, and one that is unfrozen later
@@ -82,6 +84,30 @@ class DeepSpeedEngineWrapper:
                     "in every step. Freeze and unfreeze before prepare(), or use DDP or FSDP 2."
                 )
 
+    def check_accumulates(self) -> None:
+        """Refuse a backward pass whose gradients would take the place of those of the last one.
+
+        Stages 1 and 2 add gradients within a window only. Stage 3 begins to add them in the next forward.
+
+        Raises:
+            ConfigurationError: there was a backward pass without a step, and DeepSpeed would drop its gradients.
+        """
+        stage, before = int(self.engine.zero_optimization_stage()), self._micro_step
+        self._micro_step = getattr(self.engine.optimizer, "micro_step_id", None)
+        if not self._has_gradients or not master_weights.shards_gradients(self.engine):
+            return
+        if self._micro_step == before if stage == 3 else self._has_reduced:
+            instead = (
+                "compute each loss after the backward pass of the one before"
+                if stage == 3
+                else "enter `with accelerator.no_sync(model):` for all passes but the last, or set "
+                "gradient_accumulation_steps and use `with accelerator.accumulate(model):`"
+            )
+            raise ConfigurationError(
+                f"backward was called again before a step, and DeepSpeed at ZeRO stage {stage} would drop the "
+                f"gradients of the first call. Add the losses and call backward once, or {instead}."
+            )
+
     def set_boundary(self, is_boundary: bool | None) -> bool:
         """Set whether the next backward pass ends an accumulation window; None lets the engine count micro batches."""
         self.engine.set_gradient_accumulation_boundary(False if self.no_sync_depth else is_boundary)
@@ -101,6 +127,7 @@ class DeepSpeedEngineWrapper:
                 "scale_wrt_gas."
             )
         self.check_trained()
+        self.check_accumulates()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._note_backward()
 
@@ -114,6 +141,7 @@ class DeepSpeedEngineWrapper:
                 "engine at a time. Upgrade: pip install 'deepspeed>=0.19'."
             )
         self.check_trained()
+        self.check_accumulates()
         self._count_backward(1)
         try:
             yield
@@ -130,6 +158,7 @@ class DeepSpeedEngineWrapper:
     def _note_backward(self) -> None:
         self._has_gradients, self._norm = True, None
         self.backward_passes += 1
+        self._has_reduced = bool(self.engine.is_gradient_accumulation_boundary())
 
     def _count_backward(self, change: int) -> None:
         engine = self.engine

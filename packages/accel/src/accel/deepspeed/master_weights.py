@@ -37,6 +37,11 @@ def updates_parameters(engine: Any) -> bool:
     return isinstance(engine.optimizer, Optimizer)
 
 
+def shards_gradients(engine: Any) -> bool:
+    """Return True if the engine's optimizer is one of ZeRO, which keeps gradients itself."""
+    return type(engine.optimizer).__name__ in _PARTS
+
+
 def master_parts(engine: Any) -> dict[str, torch.Tensor]:
     """Return this rank's parts of the master weights, in their memory, by name.
 

@@ -213,6 +213,12 @@ class FSDP1Strategy(ShardedStrategy):
         return parameter in self._flattened or super().has_replaced(parameter)
 
     def current_parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not parameters and not self.settings.use_orig_params:
+            raise ConfigurationError(
+                "use_orig_params=False merges parameters into those of their units, so that other modules have none "
+                "whose gradients could be clipped. Pass model.parameters(), or set use_orig_params=True "
+                "(--fsdp_use_orig_params true)."
+            )
         return self._merged(super().current_parameters(parameters), "a call that clips gradients")
 
     def remap_optimizer(self, optimizer: Optimizer) -> None:
