@@ -23,7 +23,8 @@ def refuse_assigned_data(parameters: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in parameters.items():
         _NAMES[parameter] = name
     if "data" not in vars(DTensor):
-        DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[attr-defined, method-assign]
+        data: Any = property(torch.Tensor.data.__get__, _assign)  # type: ignore[attr-defined]
+        DTensor.data = data
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -57,7 +57,8 @@ _SHAPES = (
     _BlockShape(("fc1",), ("fc2",)),
 )
 
-_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads")
+_QUERY_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
+_HEADS = (*_QUERY_HEADS, "num_key_value_heads", "n_kv_heads", "num_kv_heads")
 # Attributes of such a block that must be those of one rank: heads, and the width of each of the fused matrices.
 _PER_RANK = (*_HEADS, "n_local_heads", "n_local_kv_heads", "split_size", "all_head_size")
 
@@ -173,11 +174,25 @@ def _derived(model: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
             _count_own_heads(name, block, size)
         prefix = f"{name}." if name else ""
         last = next(row for row in shape.rows if hasattr(block, row))
+        yield from ((f"{prefix}{norm}", Heads()) for norm in _norms_of_heads(block, shape))
         yield from ((f"{prefix}{column}", Columns(pieces=shape.fused)) for column in shape.columns)
         yield f"{prefix}{last}", Rows()
     for name, module in model.named_children():
         if name in ("lm_head", "embed_out") and is_linear(base_of(module)):
             yield name, Columns(gathers=True)
+
+
+def _norms_of_heads(block: nn.Module, shape: _BlockShape) -> Iterator[str]:
+    """Return the names of modules in attention whose parameters are as wide as a head, and not as the block's input."""
+    heads = next((getattr(block, key) for key in _QUERY_HEADS if isinstance(getattr(block, key, None), int)), None)
+    first = base_of(getattr(block, shape.columns[0]))
+    if not shape.attention or heads is None or not isinstance(first, nn.Linear):
+        return
+    width = first.out_features // shape.fused // heads
+    for name, module in block.named_modules():
+        shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+        if shapes == {(width,)} and width != first.in_features:
+            yield name
 
 
 def _shape_of(block: nn.Module) -> _BlockShape | None:

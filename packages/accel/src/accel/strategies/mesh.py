@@ -38,6 +38,7 @@ from accel_state.numa import get_cpu_distributed_information
 from .._torch_compat import shard_replicated
 from ..core.grad_norm import Groups
 from ..core.nf4_weights import has_nf4
+from ..core.unwrap import clean_name
 from ..fsdp.accumulated_grads import ShardedGradients
 from ..fsdp.checkpoint.state_dicts import model_state
 from ..fsdp.meta_init import Materialiser
@@ -50,6 +51,7 @@ from ..parallel.context_parallel import ContextParallel
 from ..parallel.expert_balance import reduce_auxiliary_loss
 from ..parallel.experts import ExpertParallel, experts_in, is_stack, parameters_of_experts
 from ..parallel.mesh import collectives_over, coordinate, fsdp_mesh, share_generators
+from ..parallel.replicated_gradients import ReplicatedGradients
 from ..parallel.sequence_structure import UnsupportedModelError, caller_of, find_structure
 from ..parallel.sharded_logits import ShardedLogits, find_sharded_head
 from ..parallel.tp_adapters import has_adapters, input_name
@@ -95,6 +97,9 @@ class MeshStrategy(FSDP2Strategy):
             Collectives() if mesh is None else collectives_over(mesh, name, state) for name in ("dp", "dp_cp")
         )
         self._tp = mesh["tp"] if mesh is not None and settings.tp_enabled else None
+        if mesh is not None and self._tp is not None:
+            self._replicated = ReplicatedGradients(collectives_over(mesh, "tp", state))
+            self.before_step = self._before_sharded_step
         if mesh is not None and settings.pp_enabled:
             self.stages: Groups = (mesh.get_group("pp"),)
         self.context: ContextParallel | None = None
@@ -262,8 +267,24 @@ class MeshStrategy(FSDP2Strategy):
             logits.attach(wrapped)
         self._styles, self._sharder = {}, None
         self._wrapped[wrapped] = True
+        self._follow_replicated(wrapped)
         self.share_generators()
         return wrapped
+
+    def _follow_replicated(self, model: nn.Module) -> None:
+        """Compare the gradients of what neither tp nor the axis of experts shards."""
+        if self._tp is None:
+            return
+        experts = set(parameters_of_experts(model)) if self.experts is not None else set()
+        for name, parameter in model.named_parameters():
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            shards = () if mesh is None else zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
+            if name not in experts and not any(axis == "tp" and placement.is_shard() for axis, placement in shards):
+                self._replicated.follow([(clean_name(name), parameter)])
+
+    def _before_sharded_step(self, optimizer: Optimizer) -> None:
+        self._order.before_step(optimizer)
+        self._replicated.before_step(optimizer, self.model_collectives)
 
     def _correct_calls(self, model: nn.Module) -> None:
         """Let calls of the model have positions, labels and masks of split sequences."""
