@@ -277,9 +277,10 @@ class MeshStrategy(FSDP2Strategy):
             return
         experts = set(parameters_of_experts(model)) if self.experts is not None else set()
         for name, parameter in model.named_parameters():
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            shards = () if mesh is None else zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
-            if name not in experts and not any(axis == "tp" and placement.is_shard() for axis, placement in shards):
+            placements: dict[str, Any] = {}
+            if isinstance(parameter, DTensor):
+                placements.update(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+            if name not in experts and not ("tp" in placements and placements["tp"].is_shard()):
                 self._replicated.follow([(clean_name(name), parameter)])
 
     def _before_sharded_step(self, optimizer: Optimizer) -> None:
