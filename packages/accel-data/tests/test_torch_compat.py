@@ -30,6 +30,16 @@ def test_persistent_workers_are_visible_and_can_be_stopped() -> None:
     assert not _torch_compat.has_live_workers(loader)
 
 
+def test_workers_of_a_running_iteration_can_be_shut_down() -> None:
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    batches: Any = iter(loader)
+    _torch_compat.shut_down_at_exit(batches)
+    (worker,) = batches._workers
+    assert worker.is_alive()
+    _torch_compat._shut_down()
+    assert not worker.is_alive()
+
+
 def test_guarded_attributes_of_a_loader_can_be_set() -> None:
     loader = DataLoader(range(4))
     with pytest.raises(ValueError, match="should not be set"):

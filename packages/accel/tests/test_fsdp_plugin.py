@@ -145,10 +145,7 @@ def test_settings_of_version_1_without_an_effect_are_logged_once(
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            {"FSDP_RESHARD_AFTER_FORWARD": "false"},
-            "FSDP_RESHARD_AFTER_FORWARD=false .* has no effect with fsdp_version=1",
-        ),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "AFTER_FORWARD=false .* has no effect with fsdp_version=1"),
         ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "['Block'] .* has no effect with auto_wrap_policy=None"),
     ],
     ids=str,

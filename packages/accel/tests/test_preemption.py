@@ -155,6 +155,25 @@ def test_workers_outlive_a_signal_to_the_whole_group(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(run(objects), expected, strict=True))
 
 
+@pytest.mark.parametrize("ending", ["", "next(iter(loader))"])
+def test_workers_of_a_loader_of_the_module_end_with_it(tmp_path: Path, ending: str) -> None:
+    """They ignore SIGTERM, with which multiprocessing ends them when Python exits, and then waits for them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            from torch.utils.data import DataLoader
+            from accel import Accelerator
+
+            accelerator = Accelerator(cpu=True, project_dir={str(tmp_path)!r}, save_on_signal=True)
+            loader = accelerator.prepare(DataLoader(range(4), num_workers=1, persistent_workers=True))
+            print([int(x) for x in loader], flush=True)
+            {ending}
+        """)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 2, 3]\n"), done.stderr
+
+
 def test_a_step_that_draws_from_two_loaders_is_whole(tmp_path: Path) -> None:
     def pairs(folder: Path, kill_at: int) -> Iterator[tuple[int, int]]:
         AcceleratorState._reset_state()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,25 @@ def has_live_workers(loader: DataLoader[Any]) -> bool:
 def stop_workers(loader: DataLoader[Any]) -> None:
     """Stop persistent workers, so that the next epoch starts new ones (``_iterator``; torch has no public method)."""
     loader._iterator = None
+
+
+_to_shut_down: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def shut_down_at_exit(batches: Iterator[Any]) -> None:
+    """End the workers of a running iteration when Python exits (``_shutdown_workers``; torch has no public method).
+
+    multiprocessing would send them SIGTERM and wait, without end for workers that ignore it.
+    """
+    if not _to_shut_down:
+        atexit.unregister(_shut_down)
+        atexit.register(_shut_down)  # runs before the handler of multiprocessing, which was registered earlier
+    _to_shut_down.add(batches)
+
+
+def _shut_down() -> None:
+    for batches in list(_to_shut_down):
+        batches._shutdown_workers()
 
 
 def default_store() -> dist.Store:

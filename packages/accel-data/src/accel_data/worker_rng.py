@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from . import loop_hooks
-from ._torch_compat import pin_memory, set_worker_identity, stop_workers
+from ._torch_compat import pin_memory, set_worker_identity, shut_down_at_exit, stop_workers
 from .rng_state import RngStates, capture_rng, from_plain, restore_rng, to_plain
 
 
@@ -161,6 +161,8 @@ class WorkerRngStates:
             settings["generator"] = torch.Generator()
         with _temporary_settings(base, settings):
             batches = iter(base)
+        if hooks.signals:
+            shut_down_at_exit(batches)
         return self._unwrapped(batches, handed_out) if track else batches
 
     def _unwrapped(self, batches: Iterator[WorkerBatch], handed_out: Callable[[], int]) -> Iterator[Any]:
