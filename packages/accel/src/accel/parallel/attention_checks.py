@@ -42,8 +42,10 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse a model of Transformers with layers in which positions meet other than in attention: on each rank, a
-    convolution or a recurrence would begin anew."""
+    """Refuse a model of Transformers with layers in which positions meet other than in attention.
+
+    On each rank, a convolution or a recurrence would begin anew.
+    """
     for module in model.modules():
         config = getattr(module, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
