@@ -47,7 +47,7 @@ def check_layers(model: nn.Module) -> None:
     On each rank, a convolution or a recurrence would begin anew.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         others = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KINDS)
         if others or getattr(module, "_is_stateful", False):
