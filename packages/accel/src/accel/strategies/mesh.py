@@ -277,8 +277,9 @@ class MeshStrategy(FSDP2Strategy):
             return
         experts = set(parameters_of_experts(model)) if self.experts is not None else set()
         for name, parameter in model.named_parameters():
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            shards = () if mesh is None else zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
+            sharded: Any = parameter if isinstance(parameter, DTensor) else None
+            axes = () if sharded is None else sharded.device_mesh.mesh_dim_names
+            shards = zip(axes, () if sharded is None else sharded.placements, strict=True)
             if name not in experts and not any(axis == "tp" and placement.is_shard() for axis, placement in shards):
                 self._replicated.follow([(clean_name(name), parameter)])
 
