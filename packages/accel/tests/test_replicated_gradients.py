@@ -40,7 +40,7 @@ class Attention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(x)
-        return x + self.down_proj(self.act(self.up_proj(x)))  # type: ignore[no-any-return]
+        return x + self.down_proj(self.act(self.up_proj(x)))
 
 
 class Net(nn.Module):
