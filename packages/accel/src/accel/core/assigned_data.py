@@ -23,7 +23,7 @@ def refuse_assigned_data(parameters: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in parameters.items():
         _NAMES[parameter] = name
     if "data" not in vars(DTensor):
-        DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[attr-defined, method-assign]
+        DTensor.data = property(torch.Tensor.data.__get__, _assign)  # type: ignore[assignment, attr-defined]
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -95,7 +95,8 @@ def _is_script(frame: FrameType | None) -> bool:
         package = name.partition(".")[0]
         if package != "torch":
             return package not in ("accel", "deepspeed") and not package.startswith("accel_")
-        if name == "torch.nn.modules.module" and frame.f_code.co_name not in ("state_dict", "_save_to_state_dict"):
+        saves = frame.f_code.co_name == "state_dict" or frame.f_code.co_name.endswith("to_state_dict")
+        if name == "torch.nn.modules.module" and not saves:
             return False
         frame = frame.f_back
     return True
