@@ -68,6 +68,7 @@ from .precision.scaler import SharedGradScaler
 from .preemption.handler import PreemptionHandler, SaveOnSignal, resolve
 from .setup import config_resolution
 from .setup.prepare import Preparation
+from .setup.rank_settings import compare_settings
 from .setup.registry import StrategyName
 from .setup.unprepared import StartupChecks
 from .training import lomo, monitoring
@@ -234,6 +235,15 @@ class Accelerator:
         )
         accumulation = self.strategy.accumulation(accumulation)
         self.process_state: PartialState = self.strategy.state
+        if self.process_state.num_processes > 1:
+            compare_settings(
+                self.process_state,
+                {
+                    "mixed_precision": self.mixed_precision,
+                    "gradient_accumulation_steps": accumulation.num_steps,
+                    "strategy": type(self.strategy).__name__,
+                },
+            )
         self.gradient_state: GradientState = GradientState(accumulation)
         self.scaler: torch.amp.GradScaler | None = self.precision.scaler
         self.prepared: Preparation = Preparation(
