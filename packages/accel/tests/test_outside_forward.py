@@ -212,6 +212,8 @@ def assigned(case: str) -> None:
     before = model.head.weight.detach().full_tensor()
     model.head.weight.data.copy_(model.head.weight.data * 2)
     assert torch.equal(model.head.weight.detach().full_tensor(), 2 * before)
+    model.head.weight.data *= 2
+    assert torch.equal(model.head.weight.detach().full_tensor(), 4 * before)
 
 
 def all_assigned() -> None:

@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_state.errors import ConfigurationError
 
+from .local_part import local
+
 _NAMES: Final[Any] = WeakIdKeyDictionary()
 
 
@@ -29,6 +31,8 @@ def refuse_assigned_data(parameters: Mapping[str, torch.Tensor]) -> None:
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor in _NAMES:
+        if local(tensor).is_set_to(local(value)):  # `parameter.data *= 2` assigns what it has changed in place
+            return
         raise ConfigurationError(
             f"{_NAMES[tensor]}.data was assigned, which would change nothing: the parameter is sharded, and keeps its "
             "values elsewhere. Copy them: `with torch.no_grad(): parameter.copy_(value)`. Keep old values with "
