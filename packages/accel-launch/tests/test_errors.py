@@ -117,7 +117,8 @@ def test_a_port_in_use_is_an_error_at_once(shell, script) -> None:
 
 
 def test_an_unknown_host(shell, script) -> None:
-    words = ["--num_processes=2", "--main_process_ip=nowhere.invalid", "--main_process_port=4711", script]
+    words = ["--num_machines=2", "--machine_rank=0", "--num_processes=2", "--main_process_port=4711", script]
+    words.insert(0, "--main_process_ip=nowhere.invalid")
     assert "'nowhere.invalid' is not a known host" in fails(shell, *words)
 
 

@@ -50,8 +50,9 @@ def test_config_show(shell, extra: tuple[str, ...]) -> None:
 def test_dry_run(shell, extra: tuple[str, ...]) -> None:
     shell.write("s.py", "")
     words = ["launch", "--dry_run", *extra, "--num_processes", "2", "--env", f"HF_TOKEN={HUSH}"]
-    shown = shell.call(*words, "s.py", "--api_key", HUSH, f"--password={HUSH}", "--lr", "0.5", **ENVIRONMENT).stdout
-    assert HUSH not in shown and "0.5" in shown and "--api_key" in shown
+    result = shell.call(*words, "s.py", "--api_key", HUSH, f"--password={HUSH}", "--lr", "0.5", **ENVIRONMENT)
+    shown = result.stdout
+    assert HUSH not in shown + result.stderr and "0.5" in shown and "--api_key" in shown
 
 
 @pytest.mark.parametrize(

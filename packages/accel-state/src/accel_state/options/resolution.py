@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..env import all_variables
 from ..errors import ConfigurationError
+from ..secrets import hide_in_text
 from .config_file import ConfigFile, Entry
 from .declaration import Option, OptionGroup, read_variable, set_variable
 
@@ -87,7 +88,7 @@ class Resolution:
         return exported
 
     def notes(self) -> tuple[str, ...]:
-        """Messages to the user: translated keys, and settings without effect."""
+        """Messages to the user: translated keys, and settings without effect; secrets are hidden."""
         notes = list(self.file_notes)
         for name, setting in self.settings.items():
             if setting.option.retired and setting.value and self.is_set(name):
@@ -103,7 +104,7 @@ class Resolution:
             if given and name in self.settings and self[name] not in (None, value):
                 more = f" (and {len(given) - 1} more of its options)" if len(given) > 1 else ""
                 notes.append(f"{given[0].where}{more} has no effect without {group.switch()}")
-        return tuple(notes)
+        return tuple(map(hide_in_text, notes))
 
     def changed(self, *settings: Setting) -> Resolution:
         """Return a copy with some settings replaced."""
